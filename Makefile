@@ -1,0 +1,44 @@
+# PYTHON, TORCH and VENV may be set on the command line. TORCH is pinned because an unpinned `torch` may bring gigabytes of CUDA libraries.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# One thread a process: ranks and test workers share the machine's cores, and sums are then added in the same order on every run.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv demo test test-gpu lint bench matrix clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet "$(TORCH)"
+	$(RUN) -m pip install --quiet -e ".[test,lint]"
+	touch $@
+
+demo: $(STAMP)
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
+
+test: $(STAMP)
+	$(RUN) -m pytest -n 2 -m "not processes and not gpu"
+	$(RUN) -m pytest -m "processes and not gpu"
+
+test-gpu: $(STAMP)
+	$(RUN) -m pytest -m gpu
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+bench: $(STAMP)
+	$(RUN) bench/run.py
+
+matrix: $(STAMP)
+	$(RUN) -m tests.matrix
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
