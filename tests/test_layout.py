@@ -1,0 +1,128 @@
+"""The house's walls: which module may see which, and that each module exists once."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SEES_BOTH = ("meshc.api", "meshc.__main__")
+"""The only modules that may know the passes and the runtime."""
+
+SEES_THE_FACE = ("meshc", "meshc.__main__")
+"""The only modules that may import `meshc.api`: the package that offers it, and the command line."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of every module of the package, the linked folders under the names they are imported by."""
+    for folder in (ROOT / "meshc", ROOT / "passes", ROOT / "runtime"):
+        prefix = ("meshc",) if folder.name == "meshc" else ("meshc", folder.name)
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            if folder.name == "meshc" and parts[0] in ("passes", "runtime"):
+                continue  # seen through the links; Python before 3.13 does not follow them here, later ones may
+            yield ".".join(prefix + (parts[:-1] if parts[-1] == "__init__" else parts)), file
+
+
+def imported(module: str, is_package: bool, source: str) -> Iterator[str]:
+    """Dotted names that a module's text imports anywhere in it, functions and type-checking blocks included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def room(module: str) -> str:
+    return next((package for package in ("meshc.passes", "meshc.runtime") if within(module, package)), "meshc")
+
+
+def offence(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`, or None."""
+    if within(target, "passes") or within(target, "runtime"):
+        return "a second copy under the top-level name"
+    if within(target, "meshc.api"):
+        return None if module in SEES_THE_FACE or module == "meshc.api" else "below the public face"
+    for package in ("meshc.passes", "meshc.runtime"):
+        if within(target, package) and room(module) != package and module not in SEES_BOTH:
+            return f"{room(module)} does not know {package}"
+    return None
+
+
+def test_arrows_run_one_way() -> None:
+    offences = [
+        f"{module} imports {target}: {reason}"
+        for module, file in modules()
+        for target in imported(module, file.name == "__init__.py", file.read_text())
+        if (reason := offence(module, target))
+    ]
+    assert offences == []
+
+
+def test_both_linked_folders_are_walked() -> None:
+    names = [name for name, _ in modules()]
+    assert {"meshc.passes", "meshc.runtime", "meshc.errors"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("meshc.passes.partition", "from meshc.runtime.store import Store"),
+        ("meshc.passes.partition", "from meshc import runtime"),
+        ("meshc.passes.partition", "from ..runtime import store"),
+        ("meshc.runtime.execute", "def f():\n    import meshc.passes.pipeline"),
+        ("meshc.runtime.execute", "import meshc.api"),
+        ("meshc.passes.partition", "from meshc import api"),
+        ("meshc.plan", "from meshc.passes import partition"),
+        ("meshc.plan", "from meshc.api import compile"),
+        ("meshc.api", "import passes.partition"),
+    ],
+)
+def test_a_planted_offence_is_found(module: str, source: str) -> None:
+    assert any(offence(module, target) for target in imported(module, False, source))
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("meshc.api", "from meshc.passes import pipeline\nfrom meshc.runtime import execute"),
+        ("meshc.__main__", "import meshc.api"),
+        ("meshc.passes.partition", "from meshc.passes.rules import matmul\nfrom meshc.errors import PlanError"),
+        ("meshc.runtime.execute", "import runtimes"),
+    ],
+)
+def test_what_is_allowed_stays_allowed(module: str, source: str) -> None:
+    assert not any(offence(module, target) for target in imported(module, False, source))
+
+
+def test_there_is_no_second_copy_of_a_linked_folder(tmp_path: Path) -> None:
+    """From a folder that has nothing to do with the project, with the package installed, only `meshc` exists."""
+    script = """
+import importlib, importlib.util, pkgutil, sys
+import meshc
+for package in (meshc.__name__, "meshc.passes", "meshc.runtime"):
+    for found in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
+        if found.name != "meshc.__main__":
+            importlib.import_module(found.name)
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("passes", "runtime")))
+print([name for name in ("passes", "runtime") if importlib.util.find_spec(name)])
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "[]"]
