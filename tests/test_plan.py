@@ -1,0 +1,353 @@
+"""Plans and recipes: the grammar both ways, what is refused and how it reads, and the entry that each axis gets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshc.errors import PlanError
+from meshc.mesh import Mesh
+from meshc.plan import STORES, AxisEntry, Pin, PinDim, PinFactor, Plan, Term, contradictions
+from meshc.recipes import RECIPES, explain, resolve
+
+TEXT = """\
+# Ulysses beside fully sharded data parallelism
+dp:batch;store state,params , grads
+tp: heads, ffn,model.layers.0.mlp.up_proj.weight.0 > seq   # ranks
+
+cp: heads@attention > seq@model.layers.*
+pp: -
+pin lm_head.weight: vocab / tp, _  only
+pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
+pin input:ids:batch/dp,seq
+"""
+
+CANONICAL = """\
+dp: batch; store params, grads, state
+tp: heads, ffn, model.layers.0.mlp.up_proj.weight.0 > seq
+cp: heads@attention > seq@model.layers.*
+pp: -
+pin lm_head.weight: vocab/tp, _  only
+pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
+pin input:ids: batch/dp, seq"""
+
+
+def refusal(lines: object) -> str:
+    with pytest.raises(PlanError) as caught:
+        Plan(lines)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+NAMES = st.sampled_from(["dp", "tp", "cp", "pin", "store", "only", "x_1", "_y"])
+FACTORS = st.one_of(
+    st.sampled_from(["heads", "kv_heads", "0.weight.1", "model.*.up-proj.weight.0", "*.q.0", "only_x", "_only", "store"]),
+    st.from_regex(r"[a-z]\w*(\.\w+)*", fullmatch=True).filter(lambda factor: factor != "only"),
+)
+REGIONS = st.sampled_from(["attention", "model.layers.*", "*.mlp", "model.layers.[0-3]", "h.?"])
+PATTERNS = st.sampled_from(["fc.weight", "*.weight", "input:x", "value:model.layers.*.mlp", "layers.[!0].w"])
+
+
+@st.composite
+def axis_entries(draw: st.DrawFn, axis: str) -> AxisEntry:
+    terms = draw(st.lists(st.builds(Term, FACTORS, st.none() | REGIONS), unique=True, max_size=4))
+    cuts = draw(st.lists(st.booleans(), min_size=len(terms), max_size=len(terms)))
+    ranks: list[list[Term]] = []
+    for term, cut in zip(terms, cuts, strict=True):
+        if cut or not ranks:
+            ranks.append([])
+        ranks[-1].append(term)
+    kept = draw(st.sets(st.sampled_from(STORES)))
+    return AxisEntry(axis, tuple(map(tuple, ranks)), tuple(word for word in STORES if word in kept))
+
+
+@st.composite
+def pin_factors(draw: st.DrawFn) -> PinFactor:
+    axes = draw(st.lists(NAMES, max_size=2))
+    return PinFactor(draw(FACTORS), tuple(axes), not axes and draw(st.booleans()))
+
+
+PIN_DIMS = st.lists(pin_factors(), max_size=3, unique_by=lambda part: part.factor).map(lambda parts: PinDim(tuple(parts)))
+PINS = st.builds(
+    lambda pattern, dims, only: Pin(pattern, tuple(dims), only), PATTERNS, st.lists(PIN_DIMS, min_size=1, max_size=3), st.booleans()
+)
+PLANS = st.builds(
+    Plan.of,
+    st.lists(NAMES, unique=True, max_size=4).flatmap(lambda axes: st.tuples(*map(axis_entries, axes))),
+    st.lists(PINS, max_size=3),
+)
+
+
+@given(PLANS)
+def test_text_round_trips(plan: Plan) -> None:
+    assert Plan(str(plan)) == plan
+
+
+@given(st.text(alphabet="tp:heads,>@;-_*/!# \nin.only", max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        plan = Plan(text)
+    except PlanError:
+        return
+    assert Plan(str(plan)) == plan
+
+
+def test_canonical_text() -> None:
+    plan = Plan(TEXT)
+    assert str(plan) == CANONICAL
+    assert Plan(CANONICAL) == plan
+    assert repr(Plan("tp: heads")) == "Plan('tp: heads')"
+
+
+def test_structure() -> None:
+    plan = Plan(TEXT)
+    assert plan.entry("cp") == AxisEntry("cp", ((Term("heads", "attention"),), (Term("seq", "model.layers.*"),)))
+    assert plan.entry("pp") == AxisEntry("pp")
+    assert plan.entry("ep") is None
+    tp = plan.entry("tp")
+    assert tp is not None and [len(rank) for rank in tp.ranks] == [3, 1]
+    assert (tp.line, tp.text) == (3, "tp: heads, ffn,model.layers.0.mlp.up_proj.weight.0 > seq")
+    assert plan.pins[0] == Pin("lm_head.weight", (PinDim((PinFactor("vocab", ("tp",)),)), PinDim()), only=True)
+    assert plan.pins[1].dims[1].factors == (PinFactor("qkv", whole=True), PinFactor("heads", ("tp", "cp")), PinFactor("head"))
+    assert plan.pins[1].splits() == [("tp", 1, "heads"), ("cp", 1, "heads")]
+
+
+def test_globs() -> None:
+    plan = Plan("pin *.weight: ffn/tp, _\npin fc.weight: _, ffn\npin input:*: batch")
+    assert [pin.line for pin in plan.pins_for("fc.weight")] == [1, 2]
+    assert [pin.line for pin in plan.pins_for("input:ids")] == [3]
+    assert Term("layers.*.up.weight.0").covers("layers.11.up.weight.0")
+    assert not Term("heads").covers("kv_heads")
+
+
+def test_other_forms_hold_the_same_lines(tmp_path: Path) -> None:
+    plan = Plan("dp: batch; store state\ntp: heads, ffn\ncp: -\npin input:ids: batch/dp, _\npin *.weight: ffn/tp, _")
+    pins = ["input:ids: batch/dp, _", "*.weight: ffn/tp, _"]
+    entries = {"dp": "batch; store state", "tp": "heads, ffn", "cp": "-"}
+    assert Plan(str(plan).splitlines()) == plan
+    assert Plan({**entries, "pin": pins}) == plan
+    assert Plan({**entries, "pin input:ids": "batch/dp, _", "pin": {"*.weight": "ffn/tp, _"}}) == plan
+    assert Plan(plan) == plan
+    files = {
+        "a.plan": str(plan),
+        "a.yaml": 'dp: batch; store state\ntp: heads, ffn\ncp: "-"\npin:\n- "input:ids: batch/dp, _"\n- "*.weight": ffn/tp, _',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        assert Plan.load(tmp_path / name) == plan, name
+    assert [pin.line for pin in Plan.load(tmp_path / "a.yaml").pins] == [5, 6]
+
+
+def test_toml(tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.toml", tmp_path / "b.toml"
+    good.write_text('dp = "batch; store state"\ncp = "-"\npin = ["input:ids: batch/dp, _"]')
+    bad.write_text("tp = heads")
+    if sys.version_info < (3, 11):
+        with pytest.raises(PlanError, match="TOML needs Python 3.11"):
+            Plan.load(good)
+        return
+    assert Plan.load(good) == Plan("dp: batch; store state\ncp: -\npin input:ids: batch/dp, _")
+    with pytest.raises(PlanError, match='entries are quoted in TOML, as in tp = "heads, ffn"'):
+        Plan.load(bad)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    bad = {
+        "b.yaml": "tp: heads\ntp: ffn\n",
+        "c.yaml": "tp: [heads]\n",
+        "d.yaml": "cp: -\n",
+        "b.plan": "tp heads",
+        "b.json": "{}",
+    }
+    for name, text in bad.items():
+        (tmp_path / name).write_text(text)
+    messages = {}
+    for name in [*bad, "none.plan"]:
+        with pytest.raises(PlanError) as caught:
+            Plan.load(tmp_path / name)
+        messages[name] = str(caught.value).replace(f"{tmp_path}/", "")
+    assert "line 1, `tp: heads` and line 2, `tp: ffn`" in messages["b.yaml"]
+    assert messages["c.yaml"] == "c.yaml: line 1: the entry tp holds a list or a mapping; write text, as in tp: heads, ffn"
+    assert 'quote what is special in YAML: "-"' in messages["d.yaml"]
+    assert messages["b.plan"].startswith("b.plan cannot be read:\n  line 1: tp heads\n")
+    assert messages["b.json"] == "b.json: a plan is read from a file that ends in .plan, .yaml, .yml, .toml"
+    assert messages["none.plan"].startswith("the plan file none.plan cannot be read: ")
+
+
+def test_every_bad_line_is_shown() -> None:
+    assert refusal("tp heads\n\ndp: batch; store param  # all\ncp: seq\npin fc.weight: ffn!/tp") == (
+        "this plan cannot be read:\n"
+        "  line 1: tp heads\n"
+        "             ^ after the axis comes a colon: `tp: heads, ffn`\n"
+        "  line 3: dp: batch; store param\n"
+        "                           ^ param cannot be stored (did you mean params?)\n"
+        "  line 5: pin fc.weight: ffn!/tp\n"
+        "                         ^ `ffn!` is kept whole, so no axis splits it: drop the ! or the axis"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "fix"),
+    [
+        (": heads", 0, "a line starts with the name of a mesh axis, or with `pin`"),
+        ("tp:", 3, "a factor belongs here"),
+        ("tp: heads,, ffn", 10, "a factor belongs here"),
+        ("tp: heads >", 11, "a factor belongs here"),
+        ("tp: heads ffn", 10, "separate factors by `,`"),
+        ("tp: heads, heads", 11, "heads is there twice"),
+        ("tp: heads@", 10, "a region follows @"),
+        ("tp: -, heads", 5, "separate factors by `,`"),
+        ("tp: heads; keep params", 11, "only `store params, grads, state`"),
+        ("tp: heads; store", 16, "what is stored split belongs here"),
+        ("tp: heads; store grads, grads", 24, "grads is there twice"),
+        ("pin fc.weight ffn", 14, "after the pattern comes a colon"),
+        ("pin output:x: ffn", 4, "a pin names parameters"),
+        ("pin fc.weight:", 14, "a dim is FACTOR, FACTOR/AXIS, FACTOR! or _"),
+        ("pin fc.weight: only", 15, "only is no factor"),
+        ("pin fc.weight: _/tp", 15, "_ is no factor"),
+        ("pin fc.weight: ffn/, _", 19, "a mesh axis follows `/`"),
+        ("pin fc.weight: ffn/tp!", 15, "`ffn!` is kept whole"),
+        ("pin fc.weight: ffn * ffn", 21, "ffn is there twice in one dim"),
+        ("pin fc.weight: ffn ffn", 19, "separate dims by `,`"),
+    ],
+)
+def test_bad_line(line: str, column: int, fix: str) -> None:
+    message = refusal(line).splitlines()
+    assert message[1] == f"  line 1: {line}"
+    assert message[2].startswith(f"{' ' * (10 + column)}^ {fix}"), "\n".join(message)
+
+
+def test_bad_forms() -> None:
+    assert "the plan's entry 'tp' holds ['heads']; write text" in refusal({"tp": ["heads"]})
+    assert "not 4" in refusal(4)
+    assert refusal({"tp": "heads,"}).splitlines()[1] == "  tp: heads,"
+
+
+def test_two_entries_for_an_axis() -> None:
+    assert refusal("dp: batch\ntp: heads\ndp: seq") == (
+        "this plan cannot be read:\n  an axis has two entries, which should be one: line 1, `dp: batch` and line 3, `dp: seq`"
+    )
+
+
+def test_joining() -> None:
+    assert Plan("dp: batch") + Plan("pin fc.weight: ffn, _\ntp: ffn") == Plan("dp: batch\ntp: ffn\npin fc.weight: ffn, _")
+    with pytest.raises(PlanError, match="`dp: batch` and line 1, `dp: seq`"):
+        Plan("dp: batch") + Plan("dp: seq")
+
+
+def test_axes_that_the_mesh_lacks() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan("tpp: heads\nx: seq\npin fc.weight: ffn/y, _").check(Mesh("dp=2,tp=2"))
+    assert str(caught.value) == (
+        "the plan does not fit the mesh dp=2,tp=2, or itself:\n"
+        "  line 1, `tpp: heads`: the mesh has no axis tpp (did you mean tp?)\n"
+        "  line 2, `x: seq`: the mesh has no axis x (there are: dp, tp)\n"
+        "  line 3, `pin fc.weight: ffn/y, _`: the mesh has no axis y (there are: dp, tp)"
+    )
+
+
+def test_contradictory_pins_of_one_pattern() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan("pin a: ffn/tp, _\npin b: seq/tp, _\npin a: ffn!, _\npin b: seq/tp, hidden/tp\npin a: ffn/dp, _").check(Mesh("dp=2,tp=2"))
+    assert str(caught.value).splitlines()[1:] == [
+        "  line 4, `pin b: seq/tp, hidden/tp`: tp splits seq in dim 0 and hidden in dim 1; an axis splits a value once",
+        "  line 1, `pin a: ffn/tp, _` and line 3, `pin a: ffn!, _`: "
+        "ffn in dim 0 is split by tp in one and whole in the other; keep one of the two",
+        "  line 1, `pin a: ffn/tp, _` and line 5, `pin a: ffn/dp, _`: "
+        "ffn in dim 0 is split by tp in one and split by dp in the other; keep one of the two",
+        "  line 3, `pin a: ffn!, _` and line 5, `pin a: ffn/dp, _`: "
+        "ffn in dim 0 is whole in one and split by dp in the other; keep one of the two",
+        "  line 2, `pin b: seq/tp, _` and line 4, `pin b: seq/tp, hidden/tp`: "
+        "tp splits seq in dim 0 and hidden in dim 1; an axis splits a value once",
+    ]
+
+
+def test_contradictions_between_patterns() -> None:
+    pins = Plan("pin *.weight: ffn/tp, _\npin fc.*: _, hidden/tp\npin fc.weight: seq, _\npin f*: _").pins
+    assert contradictions(pins[:2]) == [
+        "line 1, `pin *.weight: ffn/tp, _` and line 2, `pin fc.*: _, hidden/tp`: "
+        "tp splits ffn in dim 0 and hidden in dim 1; an axis splits a value once"
+    ]
+    assert contradictions([pins[0], pins[2]]) == [
+        "line 1, `pin *.weight: ffn/tp, _` and line 3, `pin fc.weight: seq, _`: "
+        "dim 0 is ffn/tp and seq; if the dim holds these factors together, write one pin and join them by *"
+    ]
+    assert contradictions([pins[1], pins[3]]) == [
+        "line 2, `pin fc.*: _, hidden/tp` and line 4, `pin f*: _`: they name 2 and 1 dims; a pin has one entry for each dim of the tensor"
+    ]
+
+
+def test_pins_that_agree() -> None:
+    pins = Plan("pin a: heads/tp, _\npin a: heads/tp * head!, hidden\npin a: heads, hidden!\npin a: _, _").pins
+    assert contradictions(pins) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "expected"),
+    [
+        ("dp=2,tp=2", "auto", "dp: batch\ntp: heads, ffn, vocab"),
+        ("batch=2,sp=2", None, "batch: batch\nsp: heads, ffn, vocab > seq"),
+        ("fsdp=2,cp=2", "auto", "fsdp: batch; store params, grads, state\ncp: heads@attention > seq"),
+        ("dp_replicate=2,dp_shard=2", "auto", "dp_replicate: batch\ndp_shard: batch; store params, grads, state"),
+        ("dp_replicate=2,dp_shard=2", "hsdp", "dp_replicate: batch\ndp_shard: batch; store params, grads, state"),
+        ("dp=2", "ddp", "dp: batch"),
+        ("dp=2", "zero1", "dp: batch; store state"),
+        ("dp=2", "zero2", "dp: batch; store grads, state"),
+        ("dp=2,tp=2", "fsdp + megatron_sp", "dp: batch; store params, grads, state\ntp: heads, ffn, vocab > seq"),
+        ("dp=2,tp=2", "zero1", "dp: batch; store state\ntp: heads, ffn, vocab"),
+        ("dp=2,dp_shard=2", "ddp+fsdp", "dp: batch\ndp_shard: batch; store params, grads, state"),
+        ("dp=2,tp=2,cp=2", "ulysses+megatron+ddp", "dp: batch\ntp: heads, ffn, vocab\ncp: heads@attention > seq"),
+        ("dp=2,tp=2", "tp: ffn", "dp: batch\ntp: ffn"),
+        ("dp=2,x=2", {"x": "-"}, "dp: batch\nx: -"),
+        ("dp=2,ep=1,pp=1", "auto", "dp: batch\nep: -\npp: -"),
+    ],
+)
+def test_every_axis_gets_an_entry(mesh: str, plan: str | dict[str, str] | None, expected: str) -> None:
+    resolved = resolve(plan, Mesh(mesh))
+    assert str(resolved) == expected
+    again = resolve(resolved, Mesh(mesh))
+    assert again == resolved and [entry.source for entry in again.axes] == [entry.source for entry in resolved.axes]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "message"),
+    [
+        ("dp=2", "megatron+hsdp", "recipe megatron needs an axis tp\n  recipe hsdp needs an axis dp_replicate and dp_shard/fsdp"),
+        ("dp=2,tp=2", "fdsp", "there is no recipe 'fdsp'; recipes are ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp, ulysses"),
+        ("dp=2", "ddp+ddp", "recipe ddp is there twice"),
+        ("dp=2", "zero1+fsdp", "axis dp would take each of the recipes zero1, fsdp: keep one"),
+        ("dp=2", "ddp+fsdp", "recipe fsdp has no axis left: another recipe of ddp+fsdp has taken dp/batch or dp_shard/fsdp"),
+        (
+            "dp=2,x=2",
+            "auto",
+            "axis x has neither a role nor a plan entry; names with a role are dp, batch, dp_replicate, dp_shard, fsdp, tp",
+        ),
+        ("pp=2,ep=4", "auto", "axis pp=2: not yet: the model is not cut into pipeline stages; use these ranks as dp, dp_shard or tp"),
+        ("pp=2,ep=4", "auto", "axis ep=4: not yet: experts are not split over ranks"),
+        ("dp=2", "tp: heads", "line 1, `tp: heads`: the mesh has no axis tp"),
+    ],
+)
+def test_refused(mesh: str, plan: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve(plan, Mesh(mesh))
+    assert message in str(caught.value)
+
+
+def test_recipes_are_plans() -> None:
+    for recipe in RECIPES.values():
+        for name, text in recipe.entries:
+            assert str(Plan(f"{name}: {text}")) == f"{name}: {text}"
+
+
+def test_explain() -> None:
+    assert explain("x: seq\n\ntp: heads@attention > seq; store params\npin fc.weight: ffn/tp,_ only", Mesh("dp=2,tp=4,x=1")) == (
+        "axis  ranks  splits                 stores split  from\n"
+        "dp    2      batch                  -             role dp, recipe ddp\n"
+        "tp    4      heads@attention > seq  params        hand, line 3\n"
+        "x     1      seq                    -             hand, line 1\n"
+        "pin fc.weight: ffn/tp, _  only"
+    )
+    assert explain("fsdp", Mesh("dp=2")).splitlines()[1] == "dp    2      batch   params, grads, state  recipe fsdp"
