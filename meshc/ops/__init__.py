@@ -1,0 +1,1 @@
+"""The operators of the `meshc::` namespace, one file a family."""

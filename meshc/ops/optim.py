@@ -1,0 +1,325 @@
+"""Optimizer updates as operators: `meshc::adam`, `meshc::adam_amsgrad`, `meshc::sgd`, `meshc::sgd_plain`.
+
+Each exists three times. The functional one is what a program holds before `emit`; `NAME_` writes into its operands; `NAME_many_` does so
+for whole lists with one call of torch's fused kernel.
+
+    new_param, new_exp_avg, new_exp_avg_sq, new_step = meshc.adam(param, grad, exp_avg, exp_avg_sq, step, lr, ..., decoupled, maximize)
+    meshc.adam_many_(params, grads, exp_avgs, exp_avg_sqs, steps, lr, ..., decoupled, maximize)
+
+Every number is a 0-dim float64 tensor, so that a schedule never recompiles. One on the CPU is read when the operator runs; a learning rate
+on an accelerator goes to the fused kernel as a tensor, so that a captured graph sees it change. `step` counts finished updates from 0.
+`first` is 1 until a momentum buffer has been written, and the buffer is zero until then. All of it is elementwise in parameter, gradient
+and state: any sharding that these share is legal.
+
+The arithmetic is that of `torch.optim`'s single-tensor implementations, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_ADAM_NUMBERS = "Tensor lr, Tensor beta1, Tensor beta2, Tensor eps, Tensor weight_decay, bool decoupled, bool maximize"
+_SGD_NUMBERS = "Tensor lr, Tensor momentum, Tensor dampening, Tensor weight_decay, bool nesterov, bool maximize"
+_SGD_PLAIN_NUMBERS = "Tensor lr, Tensor weight_decay, bool maximize"
+
+# name: (operands that the update writes, in the order of the results; the numbers and flags). `grad` stands second in every schema.
+_FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
+    "adam": (("param", "exp_avg", "exp_avg_sq", "step"), _ADAM_NUMBERS),
+    "adam_amsgrad": (("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"), _ADAM_NUMBERS),
+    "sgd": (("param", "momentum_buffer", "first"), _SGD_NUMBERS),
+    "sgd_plain": (("param",), _SGD_PLAIN_NUMBERS),
+}
+
+
+def _is_first_on_cpu(first: Tensor) -> bool:
+    return first.device.type == "cpu" and first.item() != 0
+
+
+def _number(value: Tensor) -> float:
+    return float(value.item())
+
+
+def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
+
+def _adam_one(
+    written: Sequence[Tensor],
+    grad: Tensor,
+    lr: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+    eps: Tensor,
+    weight_decay: Tensor,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """One parameter's update in place; `written` is (param, exp_avg, exp_avg_sq, [max_exp_avg_sq,] step)."""
+    step = written[-1]
+    param, *moments, grad = _as_real([*written[:-1], grad])
+    rate, b1, b2, epsilon, decay = (_number(n) for n in (lr, beta1, beta2, eps, weight_decay))
+    exp_avg, exp_avg_sq = moments[:2]
+    if maximize:
+        grad = -grad
+    step += 1
+    count = step.item()
+    if decay != 0:
+        if decoupled:
+            param.mul_(1 - rate * decay)
+        else:
+            grad = grad.add(param, alpha=decay)
+    exp_avg.lerp_(grad, 1 - b1)
+    exp_avg_sq.mul_(b2).addcmul_(grad, grad, value=1 - b2)
+    if len(moments) == 3:
+        torch.maximum(moments[2], exp_avg_sq, out=moments[2])
+    denominator = (moments[-1].sqrt() / (1 - b2**count) ** 0.5).add_(epsilon)
+    param.addcdiv_(exp_avg, denominator, value=-rate / (1 - b1**count))
+
+
+def _sgd_one(
+    written: Sequence[Tensor],
+    grad: Tensor,
+    lr: Tensor,
+    momentum: Tensor,
+    dampening: Tensor,
+    weight_decay: Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """One parameter's update in place; `written` is (param, momentum_buffer, first)."""
+    param, buffer, first = written
+    mass, damping, decay = (_number(n) for n in (momentum, dampening, weight_decay))
+    if maximize:
+        grad = -grad
+    if decay != 0:
+        grad = grad.add(param, alpha=decay)
+    if _is_first_on_cpu(first):
+        buffer.copy_(grad)
+    elif first.device.type == "cpu" or damping == 0:
+        buffer.mul_(mass).add_(grad, alpha=1 - damping)
+    else:  # reading the flag would make the host wait for the device
+        buffer.copy_(torch.where(first != 0, grad, buffer * mass + grad * (1 - damping)))
+    first.zero_()
+    direction = grad.add(buffer, alpha=mass) if nesterov else buffer
+    param.add_(direction, alpha=-_number(lr))
+
+
+def _sgd_plain_one(written: Sequence[Tensor], grad: Tensor, lr: Tensor, weight_decay: Tensor, maximize: bool) -> None:
+    (param,) = written
+    if maximize:
+        grad = -grad
+    decay = _number(weight_decay)
+    if decay != 0:
+        grad = grad.add(param, alpha=decay)
+    param.add_(grad, alpha=-_number(lr))
+
+
+def _same_layout(tensor: Tensor, param: Tensor) -> bool:
+    return (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _fusable(param: Tensor, grad: Tensor, state: Sequence[Tensor]) -> bool:
+    """Whether torch's fused kernels serve. They walk memory, not indices, and on CPU do not check that layouts agree."""
+    if (
+        param.device.type not in ("cpu", "cuda")
+        or not param.is_floating_point()
+        or grad.dtype != param.dtype
+        or grad.layout != torch.strided
+    ):
+        return False
+    return all(t.dtype == param.dtype and _same_layout(t, param) for t in state) and _is_dense(param)
+
+
+def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
+    return grad if _same_layout(grad, param) else torch.empty_like(param).copy_(grad)
+
+
+def _scalar_for_kernel(lr: Tensor) -> Tensor | float:
+    return _number(lr) if lr.device.type == "cpu" else lr
+
+
+def _split(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], tensors_like_param: int) -> tuple[list[list[int]], list[int]]:
+    """Indices that one fused call may take together (device and dtype agree), and those that need the plain update."""
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    alone: list[int] = []
+    for i, (param, grad) in enumerate(zip(columns[0], grads, strict=True)):
+        if _fusable(param, grad, [column[i] for column in columns[1:tensors_like_param]]):
+            together.setdefault((param.device, param.dtype), []).append(i)
+        else:
+            alone.append(i)
+    return list(together.values()), alone
+
+
+def _adam_many(
+    columns: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    lr: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+    eps: Tensor,
+    weight_decay: Tensor,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    together, alone = _split(columns, grads, len(columns) - 1)
+    for indices in together:
+        params, exp_avgs, exp_avg_sqs, *largest = ([column[i] for i in indices] for column in columns[:-1])
+        steps = [columns[-1][i] for i in indices]
+        torch._foreach_add_(steps, 1)
+        kernel(
+            params,
+            [_laid_out_like(grads[i], columns[0][i]) for i in indices],
+            exp_avgs,
+            exp_avg_sqs,
+            largest[0] if largest else [],
+            [s if s.dtype == torch.float32 and s.device == params[0].device else s.to(params[0].device, torch.float32) for s in steps],
+            lr=_scalar_for_kernel(lr),
+            beta1=_number(beta1),
+            beta2=_number(beta2),
+            weight_decay=_number(weight_decay),
+            eps=_number(eps),
+            amsgrad=bool(largest),
+            maximize=maximize,
+        )
+    for i in alone:
+        _adam_one([column[i] for column in columns], grads[i], lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+
+
+def _sgd_many(
+    columns: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    lr: Tensor,
+    momentum: Tensor,
+    dampening: Tensor,
+    weight_decay: Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    params, buffers, firsts = columns
+    together, alone = _split(columns, grads, 2)
+    undamped = _number(dampening) == 0
+    for indices in together:
+        by_first: dict[bool, list[int]] = {}
+        for i in indices:
+            if firsts[i].device.type == "cpu" or undamped:
+                by_first.setdefault(_is_first_on_cpu(firsts[i]), []).append(i)
+            else:
+                alone.append(i)
+        for is_first, members in by_first.items():
+            torch._fused_sgd_(
+                [params[i] for i in members],
+                [_laid_out_like(grads[i], params[i]) for i in members],
+                [buffers[i] for i in members],
+                weight_decay=_number(weight_decay),
+                momentum=_number(momentum),
+                lr=_scalar_for_kernel(lr),
+                dampening=_number(dampening),
+                nesterov=nesterov,
+                maximize=maximize,
+                is_first_step=is_first,
+            )
+            written = [firsts[i] for i in members if is_first or firsts[i].device.type != "cpu"]
+            if written:
+                torch._foreach_zero_(written)
+    for i in alone:
+        _sgd_one([params[i], buffers[i], firsts[i]], grads[i], lr, momentum, dampening, weight_decay, nesterov, maximize)
+
+
+def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, maximize: bool) -> None:
+    params = columns[0]
+    together, alone = _split(columns, grads, 1)
+    for indices in together:
+        torch._fused_sgd_(
+            [params[i] for i in indices],
+            [_laid_out_like(grads[i], params[i]) for i in indices],
+            [],
+            weight_decay=_number(weight_decay),
+            momentum=0.0,
+            lr=_scalar_for_kernel(lr),
+            dampening=0.0,
+            nesterov=False,
+            maximize=maximize,
+            is_first_step=False,
+        )
+    for i in alone:
+        _sgd_plain_one([params[i]], grads[i], lr, weight_decay, maximize)
+
+
+_LIBRARY = torch.library.Library("meshc", "FRAGMENT")
+
+
+def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> None:
+    """Register the three forms of one update: `one(written, grad, *numbers)` and `many(columns, grads, *numbers)` work in place."""
+    operands, numbers = _FAMILIES[name]
+    others, count = operands[1:], len(operands)
+    letters = "abcdefgh"
+
+    def schema(kind: str, returns: str, form: Callable[[int, str], str], grad: str) -> None:
+        parts = [form(0, operands[0]), grad, *(form(i, operand) for i, operand in enumerate(others, 1)), numbers]
+        _LIBRARY.define(f"{kind}({', '.join(parts)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+
+    returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    schema(name, returns, lambda i, operand: f"Tensor {operand}", "Tensor grad")
+    schema(f"{name}_", "()", lambda i, operand: f"Tensor({letters[i]}!) {operand}", "Tensor grad")
+    schema(f"{name}_many_", "()", lambda i, operand: f"Tensor({letters[i]}!)[] {operand}s", "Tensor[] grads")
+
+    def in_place(param, grad, *rest):  # type: ignore[no-untyped-def]
+        many([[t] for t in (param, *rest[: count - 1])], [grad], *rest[count - 1 :])
+
+    def in_place_many(params, grads, *rest):  # type: ignore[no-untyped-def]
+        if params:
+            many([params, *rest[: count - 1]], grads, *rest[count - 1 :])
+
+    def functional(param, grad, *rest):  # type: ignore[no-untyped-def]
+        written = [t.clone() for t in (param, *rest[: count - 1])]
+        if param.device.type == "cpu":
+            one(written, grad, *rest[count - 1 :])
+        else:  # the fused kernel needs no step count on the host
+            many([[t] for t in written], [grad], *rest[count - 1 :])
+        return written[0] if count == 1 else tuple(written)
+
+    def functional_fake(param, grad, *rest):  # type: ignore[no-untyped-def]
+        if grad.shape != param.shape:
+            raise ValueError(f"meshc::{name}: the gradient has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
+        written = tuple(torch.empty_like(t) for t in (param, *rest[: count - 1]))
+        return written[0] if count == 1 else written
+
+    for kind, kernel, fake in (
+        (name, functional, functional_fake),
+        (f"{name}_", in_place, lambda *args: None),
+        (f"{name}_many_", in_place_many, lambda *args: None),
+    ):
+        _LIBRARY.impl(kind, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)
+
+
+_define("adam", _adam_one, _adam_many)
+_define("adam_amsgrad", _adam_one, _adam_many)
+_define("sgd", _sgd_one, _sgd_many)
+_define("sgd_plain", _sgd_plain_one, _sgd_plain_many)
+
+UPDATES: tuple[torch._ops.OpOverload, ...] = tuple(getattr(torch.ops.meshc, name).default for name in _FAMILIES)
+"""The functional updates."""
+
+IN_PLACE: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
+    op: getattr(torch.ops.meshc, f"{name}_").default for name, op in zip(_FAMILIES, UPDATES, strict=True)
+}
+"""Functional update to its in-place twin; the argument list is the same."""
+
+MANY: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
+    op: getattr(torch.ops.meshc, f"{name}_many_").default for name, op in zip(_FAMILIES, UPDATES, strict=True)
+}
+"""Functional update to its list-taking twin: every operand but the numbers and flags becomes a list."""
+
+WRITTEN: dict[torch._ops.OpOverload, tuple[int, ...]] = {
+    op: (0, *range(2, len(operands) + 1)) for (operands, _), op in zip(_FAMILIES.values(), UPDATES, strict=True)
+}
+"""Functional update to the argument positions that its results replace, in the order of the results (position 1 is the gradient)."""
