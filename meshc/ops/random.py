@@ -1,0 +1,363 @@
+"""`meshc::` random operators: every draw is a function of (seed, step, call, index of the global element), never of the mesh.
+
+    uniform   (seed_step, call, global_shape, local_shape, offsets, dtype) -> local_shape, in [0, 1)
+    normal    (seed_step, call, global_shape, local_shape, offsets, dtype) -> local_shape, mean 0, variance 1
+    keep_mask (seed_step, call, p, global_shape, local_shape, offsets) -> bool local_shape, true with probability 1 - p
+    dropout   (x, seed_step, call, p, global_shape, local_shape, offsets) -> out, mask in x's shape; one node forward, one backward
+
+`seed_step` is int64 [2] on the device that draws. Local element (i0, i1, ...) is element (offset_k + i_k) of `global_shape`, row-major;
+elements past its end are padding and hold some finite draw. docs/randomness.md has the definition to the letter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+
+from meshc.ops import philox
+
+Shape = Sequence[int]
+_TILE = "int[] global_shape, int[] local_shape, SymInt[] offsets"
+_DEVICES = ("cpu", "cuda")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+torch.library.define("meshc::uniform", f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor", tags=_TAGS)
+torch.library.define("meshc::normal", f"(Tensor seed_step, int call, {_TILE}, ScalarType dtype) -> Tensor", tags=_TAGS)
+torch.library.define("meshc::keep_mask", f"(Tensor seed_step, int call, float p, {_TILE}) -> Tensor", tags=_TAGS)
+torch.library.define("meshc::dropout", f"(Tensor x, Tensor seed_step, int call, float p, {_TILE}) -> (Tensor out, Tensor mask)", tags=_TAGS)
+torch.library.define("meshc::dropout_backward", "(Tensor grad, Tensor mask, float p) -> Tensor", tags=_TAGS)
+
+
+def seed_step(seed: int, step: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """The int64 tensor [2] that the operators read: the 64 bits of `seed` (as torch.initial_seed() gives them) and the step."""
+    return torch.tensor([_signed(seed), _signed(step)], dtype=torch.int64, device=device)
+
+
+def keep_threshold(keep: float) -> int:
+    """The integer t of "keep where (word >> 8) >= t", for a probability `keep`; its resolution is 2^-24.
+
+    It is a function of the probability to keep, because torch's own dropout hands `1 - p` to `bernoulli_`: both round the same number.
+    """
+    if not 0.0 <= keep <= 1.0:
+        raise ValueError(f"a probability must lie in [0, 1], not {keep}")
+    return (1 << 24) - round(keep * (1 << 24))
+
+
+def keep_scale(p: float) -> float:
+    """What kept elements are multiplied with: 1 / (1 - p), or 0 where nothing is kept."""
+    return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- operators
+
+
+def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymInt]) -> philox.Tile:
+    return philox.tile_of(tuple(global_shape), tuple(local_shape), tuple(int(offset) for offset in offsets))
+
+
+@torch.library.impl("meshc::uniform", _DEVICES)
+def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
+    tile = _tile(global_shape, local_shape, offsets)
+    wide = dtype == torch.float64
+    out = torch.empty(tuple(local_shape), dtype=torch.float64 if wide else torch.float32, device=seed_step.device)
+    philox.draw("uniform64" if wide else "uniform32", tile, out, seed_step=seed_step, call=call)
+    if dtype in (torch.float16, torch.bfloat16):  # rounded down to the bits that the type has, or 1 would come out
+        unit = 2.0 / torch.finfo(dtype).eps
+        return out.mul_(unit).floor_().div_(unit).to(dtype)
+    return out.to(_floating(dtype))
+
+
+@torch.library.impl("meshc::normal", _DEVICES)
+def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
+    tile = _tile(global_shape, local_shape, offsets)
+    wide = dtype == torch.float64
+    out = torch.empty(tuple(local_shape), dtype=torch.float64 if wide else torch.float32, device=seed_step.device)
+    philox.draw("normal64" if wide else "normal32", tile, out, seed_step=seed_step, call=call)
+    return out.to(_floating(dtype))
+
+
+@torch.library.impl("meshc::keep_mask", _DEVICES)
+def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
+    tile = _tile(global_shape, local_shape, offsets)
+    mask = torch.empty(tuple(local_shape), dtype=torch.bool, device=seed_step.device)
+    philox.draw("mask", tile, None, mask, seed_step, call, threshold=keep_threshold(1.0 - p))
+    return mask
+
+
+@torch.library.impl("meshc::dropout", _DEVICES)
+def _dropout(
+    x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape
+) -> tuple[Tensor, Tensor]:
+    tile = _tile(global_shape, local_shape, offsets)
+    if tile.elements != x.numel():
+        raise ValueError(f"meshc::dropout: x has shape {tuple(x.shape)}, which does not hold local shape {tuple(local_shape)}")
+    x = x.contiguous()
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    threshold, scale = keep_threshold(1.0 - p), keep_scale(p)
+    if x.dtype not in (torch.float32, torch.float64) and not x.is_cuda:
+        _floating(x.dtype)
+        philox.draw("mask", tile, None, mask, seed_step, call, threshold=threshold)
+        return torch.where(mask, x * scale, 0.0), mask
+    out = torch.empty(x.shape, dtype=_floating(x.dtype), device=x.device)
+    philox.draw("dropout64" if x.dtype == torch.float64 else "dropout32", tile, out, mask, seed_step, call, x, threshold, scale)
+    return out, mask
+
+
+@torch.library.impl("meshc::dropout_backward", _DEVICES)
+def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
+    scale = keep_scale(p)
+    if grad.dtype not in (torch.float32, torch.float64) and not grad.is_cuda:
+        return torch.where(mask, grad * scale, 0.0).contiguous()
+    grad, mask = grad.contiguous(), mask.contiguous()
+    out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    tile = _tile((grad.numel(),), (grad.numel(),), (0,))
+    philox.draw("backward64" if grad.dtype == torch.float64 else "backward32", tile, out, mask, x=grad, scale=scale)
+    return out
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        raise TypeError(f"meshc draws float16, bfloat16, float32 and float64, not {dtype}")
+    return dtype
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+# ------------------------------------------------------------------------------------------------- shapes and derivatives for torch
+
+
+@torch.library.register_fake("meshc::uniform")
+@torch.library.register_fake("meshc::normal")
+def _(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
+    return seed_step.new_empty(tuple(local_shape), dtype=dtype)
+
+
+@torch.library.register_fake("meshc::keep_mask")
+def _(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
+    return seed_step.new_empty(tuple(local_shape), dtype=torch.bool)
+
+
+@torch.library.register_fake("meshc::dropout")
+def _(x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("meshc::dropout_backward")
+def _(grad: Tensor, mask: Tensor, p: float) -> Tensor:
+    return grad.new_empty(grad.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.p = inputs[3]
+    ctx.save_for_backward(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    (mask,) = ctx.saved_tensors
+    return torch.ops.meshc.dropout_backward(grad, mask, ctx.p), None, None, None, None, None, None
+
+
+def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.p = inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_twice(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (mask,) = ctx.saved_tensors
+    return torch.ops.meshc.dropout_backward(grad, mask, ctx.p), None, None
+
+
+torch.library.register_autograd("meshc::dropout", _backward, setup_context=_setup)
+torch.library.register_autograd("meshc::dropout_backward", _backward_twice, setup_context=_setup_twice)
+
+
+# ------------------------------------------------------------------------------------------------------- whole tensors, in Python
+
+
+def uniform(seed_step: Tensor, call: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draws in [0, 1) for a whole tensor of `shape`, on seed_step's device."""
+    return torch.ops.meshc.uniform(seed_step, call, shape, shape, [0] * len(shape), dtype)  # type: ignore[no-any-return]
+
+
+def normal(seed_step: Tensor, call: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draws of mean 0 and variance 1 for a whole tensor of `shape`, on seed_step's device."""
+    return torch.ops.meshc.normal(seed_step, call, shape, shape, [0] * len(shape), dtype)  # type: ignore[no-any-return]
+
+
+def keep_mask(seed_step: Tensor, call: int, p: float, shape: Shape) -> Tensor:
+    """The mask that `dropout` with this call and `p` uses for a whole tensor of `shape`."""
+    return torch.ops.meshc.keep_mask(seed_step, call, p, shape, shape, [0] * len(shape))  # type: ignore[no-any-return]
+
+
+def dropout(x: Tensor, seed_step: Tensor, call: int, p: float) -> Tensor:
+    """where(mask, x / (1 - p), 0) for a whole tensor; p = 0 keeps all, p = 1 gives zeros."""
+    return torch.ops.meshc.dropout(x, seed_step, call, p, x.shape, x.shape, [0] * x.dim())[0]  # type: ignore[no-any-return]
+
+
+def bernoulli(seed_step: Tensor, call: int, probability: Tensor) -> Tensor:
+    """One where a uniform draw keeps with `probability` (element by element), else zero, in probability's dtype and shape."""
+    bits = uniform(seed_step, call, probability.shape).double() * 2.0**24
+    return (bits >= 2.0**24 - (probability.double() * 2.0**24).round()).to(probability.dtype)
+
+
+# ------------------------------------------------------------------------------------- torch's functions: which ones draw, and what instead
+
+
+def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
+    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else _settled(input, p, training)
+    return input.copy_(out) if inplace and out is not input else out
+
+
+def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
+    """One draw a channel: torch zeroes input[n, c]; an input without batch has `whole - 1` dims (None: any input has a batch)."""
+
+    def raised(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
+        if not training or not 0.0 < p < 1.0:
+            return _settled(input, p, training)
+        shape = list(input.shape) if whole is None or input.dim() == whole else [1, *input.shape]
+        shape = shape[:2] + [1] * (len(shape) - 2)
+        mask = keep_mask(seed_step, call, p, shape)
+        mask = mask if len(shape) == input.dim() else mask.squeeze(0)
+        out = torch.where(mask, input * keep_scale(p), 0.0)
+        return input.copy_(out) if inplace else out
+
+    return raised
+
+
+def _raised_alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
+) -> Tensor:
+    if not training or not 0.0 < p < 1.0:
+        return _settled(input, p, training)
+    alpha = 1.7580993408473766  # of SELU, as in torch's Dropout.cpp
+    a = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
+    mask = keep_mask(seed_step, call, p, input.shape)
+    out = torch.where(mask, input * a + alpha * a * p, alpha * a * p - alpha * a)
+    return input.copy_(out) if inplace else out
+
+
+def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_step: Tensor, call: int) -> tuple[Tensor, Tensor]:
+    if train is False:
+        return input, torch.ones(input.shape, dtype=torch.bool, device=input.device)
+    return torch.ops.meshc.dropout(input, seed_step, call, p, input.shape, input.shape, [0] * input.dim())  # type: ignore[no-any-return]
+
+
+def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.dropout and its like say `train` where torch.nn.functional says `training`."""
+    return lambda input, p, train, *, seed_step, call: raised(input, p, train, seed_step=seed_step, call=call)
+
+
+def _settled(input: Tensor, p: float, training: bool) -> Tensor:
+    """Dropout that draws nothing, as in torch: off, p = 0, or p = 1."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return input * input.new_zeros(()) if training and p == 1.0 else input
+
+
+def _shape(size: tuple[Any, ...]) -> list[int]:
+    return list(size[0]) if len(size) == 1 and not isinstance(size[0], int) else list(size)
+
+
+def _raised_rand(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return uniform(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
+
+
+def _raised_randn(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return normal(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
+
+
+def _raised_rand_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return uniform(seed_step, call, input.shape, dtype or input.dtype)
+
+
+def _raised_randn_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return normal(seed_step, call, input.shape, dtype or input.dtype)
+
+
+def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tensor, call: int, **_: Any) -> Tensor:
+    if p is None:
+        return bernoulli(seed_step, call, input)
+    return keep_mask(seed_step, call, 1.0 - p, input.shape).to(input.dtype)
+
+
+_functional = torch.nn.functional
+
+RAISED: dict[Any, Callable[..., Any]] = {
+    _functional.dropout: _raised_dropout,
+    torch.dropout: _train(_raised_dropout),
+    torch.native_dropout: _raised_native_dropout,
+    _functional.dropout1d: _raised_feature_dropout(3),
+    _functional.dropout2d: _raised_feature_dropout(None),
+    _functional.dropout3d: _raised_feature_dropout(5),
+    torch.feature_dropout: _train(_raised_feature_dropout(None)),
+    _functional.alpha_dropout: _raised_alpha_dropout,
+    torch.alpha_dropout: _train(_raised_alpha_dropout),
+    torch.rand: _raised_rand,
+    torch.randn: _raised_randn,
+    torch.rand_like: _raised_rand_like,
+    torch.randn_like: _raised_randn_like,
+    torch.bernoulli: _raised_bernoulli,
+}
+"""Torch function -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
+
+RANDOM_CALLS: frozenset[Any] = frozenset(RAISED) | {
+    _functional.feature_alpha_dropout, torch.feature_alpha_dropout, torch.dropout_, torch.alpha_dropout_,
+    torch.feature_dropout_, torch.feature_alpha_dropout_, torch.normal, torch.randint, torch.randint_like, torch.randperm,
+    torch.multinomial, torch.poisson, torch.binomial, _functional.gumbel_softmax,
+    "bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "multinomial",
+}  # fmt: skip
+"""Torch-level targets that draw whenever they are not switched off; methods by name."""
+
+
+def is_random(target: Any) -> bool:
+    """Whether a target of the torch-level graph (a function, a method's name or a method itself) is made to draw random numbers.
+
+    Attention and recurrent layers, which draw only if their dropout is on, are not among them; `draws` counts those too.
+    """
+    if isinstance(target, str):
+        return target in RANDOM_CALLS
+    if getattr(target, "__objclass__", None) is not None and issubclass(target.__objclass__, torch._C.TensorBase):
+        return target.__name__ in RANDOM_CALLS
+    try:
+        return target in RANDOM_CALLS
+    except TypeError:  # unhashable
+        return False
+
+
+def draws(target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> int:
+    """How many numbered random calls torch makes for this call of `target`, so that capture and `ReferenceRandom` count alike.
+
+    Dropout that is off, has p = 0 or p = 1, or gets an empty tensor makes none; attention makes one if 0 < dropout_p < 1; a recurrent layer
+    one between each two layers. Arguments may be graph nodes, where only their number matters.
+    """
+    kwargs = kwargs or {}
+    name = getattr(target, "__name__", str(target))
+
+    def argument(position: int, key: str, default: Any) -> Any:
+        return kwargs.get(key, args[position] if position < len(args) else default)
+
+    if name == "scaled_dot_product_attention":
+        return int(0.0 < argument(4, "dropout_p", 0.0) < 1.0)
+    if target is _functional.multi_head_attention_forward:
+        return int(bool(argument(13, "training", True)) and 0.0 < argument(10, "dropout_p", 0.0) < 1.0)
+    if target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+        first = 4 if isinstance(args[3], bool) else 5  # a packed sequence brings its batch sizes as one more argument
+        layers, p, training = args[first : first + 3]
+        return (layers - 1) if training and 0.0 < p < 1.0 else 0
+    if not is_random(target):
+        return 0
+    if name == "native_dropout":
+        return int(argument(2, "train", True) is not False)
+    if "dropout" in name:
+        off = (_functional.alpha_dropout, _functional.feature_alpha_dropout)  # off unless asked for
+        training = argument(2, "training", kwargs.get("train", target not in off))
+        values = argument(0, "input", None)
+        return int(bool(training) and 0.0 < argument(1, "p", 0.5) < 1.0 and not (isinstance(values, Tensor) and values.numel() == 0))
+    return 1
