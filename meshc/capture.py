@@ -1,0 +1,314 @@
+"""The only file that knows how torch traces: a model to one torch-level graph, and that graph to one ATen graph with its backward.
+
+Tracing happens on fake CPU tensors of global shape, whatever device the model lives on (meta parameters silently give no gradients, fake
+cuda tensors abort on a CPU build). Two private entry points of torch are used, and `tests/test_capture.py` is their canary:
+`torch._dynamo.functional_export._dynamo_graph_capture_for_export` and `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput, PlainAOTInput, PlainAOTOutput
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from meshc.errors import CaptureError
+from meshc.ir import Source
+
+ROOT = "module."
+SEED_STEP = "meshc_seed_step"
+
+
+class Root(nn.Module):
+    """What is traced: `function(module, *args, **kwargs)`, under the autocast state of the caller."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], autocast: Sequence[tuple[str, torch.dtype]] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+        self.autocast = tuple(autocast)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            return self.function(self.module, *args, **kwargs)
+
+
+@dataclass
+class TorchGraph:
+    """A torch-level graph of the whole model.
+
+    inputs    (path, fake tensor) of each tensor input, in order
+    leaves    the flat inputs, python values included
+    tensors   fake parameters and buffers by qualified name
+    """
+
+    module: torch.fx.GraphModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[tuple[str, torch.Tensor]]
+    tensors: dict[str, torch.Tensor]
+    trainable: set[str]
+    aliases: dict[str, str]
+    out_spec: pytree.TreeSpec
+    output_paths: list[str]
+    random_calls: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        return self.module.meta["fake_mode"]  # type: ignore[no-any-return]
+
+
+@dataclass
+class JointGraph:
+    """An ATen graph with its backward.
+
+    placeholders  per placeholder: ("parameter" | "buffer" | "input" | "tangent", name or output path)
+    outputs       per output of the graph: ("output" | "gradient" | "buffer", name or path)
+    """
+
+    module: torch.fx.GraphModule
+    placeholders: list[tuple[str, str]]
+    outputs: list[tuple[str, str]]
+
+
+def path_names(tree: Any) -> list[str]:
+    """A readable path for every leaf of a pytree: `logits`, `past_key_values.0.0`, `hidden.states`."""
+    return [".".join(_key(entry) for entry in path) or "output" for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry).strip("[]'.")
+
+
+def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Paths of the leaves of (args, kwargs): positional arguments take the parameter names of `function`."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for position, argument in enumerate(args):
+        if position < len(parameters) and parameters[position].kind in (0, 1):
+            base = parameters[position].name
+        else:
+            base = f"arg{position}"
+        names += [base if path == "output" else f"{base}.{path}" for path in path_names(argument)]
+    for key, argument in kwargs.items():
+        names += [key if path == "output" else f"{key}.{path}" for path in path_names(argument)]
+    return names
+
+
+@contextlib.contextmanager
+def fake_tensors(module: nn.Module, mode: FakeTensorMode, grad: bool) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
+    """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens.
+
+    Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
+    """
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    try:
+        for prefix, owner in module.named_modules(remove_duplicate=False):
+            for store in (owner._parameters, owner._buffers):
+                for key, value in list(store.items()):
+                    if value is None or any(value is fake for fake in fakes.values()):
+                        continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    if id(value) in fakes:
+                        aliases[name] = first[id(value)]
+                    else:
+                        with mode:
+                            fake = torch.empty(tuple(value.shape), dtype=value.dtype, device="cpu")
+                            if isinstance(value, nn.Parameter):
+                                fake = nn.Parameter(fake, requires_grad=grad and value.requires_grad)
+                        fakes[id(value)] = fake
+                        first[id(value)] = name
+                        tensors[name] = fake
+                    swapped.append((store, key, value))
+                    store[key] = fakes[id(value)]  # type: ignore[assignment]
+        yield tensors, aliases
+    finally:
+        for store, key, value in reversed(swapped):
+            store[key] = value
+
+
+def torch_graph(
+    module: nn.Module,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    signature: Callable[..., Any],
+    grad: bool,
+    autocast: Sequence[tuple[str, torch.dtype]] = (),
+) -> TorchGraph:
+    """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot."""
+    mode = FakeTensorMode()
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with mode:
+            return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="cpu").requires_grad_(grad and leaf.requires_grad)
+
+    names = input_names(signature, args, kwargs)
+    fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
+    leaves = pytree.tree_leaves((fake_args, fake_kwargs))
+    inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    _register_caches(module)
+    root = Root(module, function, autocast)
+    root.train(module.training)
+    for owner, original in zip(root.module.modules(), module.modules(), strict=True):
+        owner.training = original.training
+    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    with fake_tensors(module, mode, grad) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
+        torch._dynamo.reset()
+        try:
+            graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
+        except Exception as error:
+            raise CaptureError(_explain(error)) from error
+    graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
+    out_spec = graph.graph._codegen.pytree_info.out_spec  # type: ignore[union-attr]
+    placeholder = pytree.tree_unflatten([0] * out_spec.num_leaves, out_spec)
+    return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, out_spec, path_names(placeholder))
+
+
+@contextlib.contextmanager
+def _dynamo_settings() -> Iterator[None]:
+    """Recurrent layers are traced; oneDNN's own variants of operators (they carry no rule) are switched off meanwhile."""
+    enabled = torch._C._get_mkldnn_enabled()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+
+def _register_caches(module: nn.Module) -> None:
+    """transformers' caches become pytrees, by its own public function, so that a model may return one."""
+    if not type(module).__module__.startswith("transformers.") and not any(
+        type(child).__module__.startswith("transformers.") for child in module.modules()
+    ):
+        return
+    from transformers import DynamicCache
+    from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+    if DynamicCache not in pytree.SUPPORTED_NODES:
+        register_dynamic_cache_export_support()
+
+
+def _explain(error: Exception) -> str:
+    text = str(error)
+    lines = [line for line in text.splitlines() if line.strip()]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    users = [frame for frame in frames if not _is_torch(frame[0])]
+    where = f"\n  in your model: {users[-1][0]}:{users[-1][1]} in {users[-1][2]}" if users else ""
+    reason = lines[0] if lines else type(error).__name__
+    hint = "\n  what to do: replace the branch by torch.where or torch.cond, or compute the condition outside the model"
+    data_dependent = re.search(r"[Dd]ata.dependent|\.item\(\)|GuardOnDataDependent", text)
+    return f"the model cannot be traced as one graph: {reason}{where}" + (hint if data_dependent else "")
+
+
+def _is_torch(file: str) -> bool:
+    return file.startswith(os.path.dirname(torch.__file__)) or "/torch/" in file
+
+
+def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., Any]]) -> JointGraph:
+    """AOTAutograd's ATen graph: outputs, and one gradient per trainable parameter and differentiable input when tracing with grad."""
+    names = traced.module.meta.get("dynamo_flat_name_to_original_fqn", {})
+    by_tensor = {id(tensor): name for name, tensor in traced.tensors.items()}
+    flat = {name.replace(".", "_"): name for name in traced.tensors}
+
+    def qualified(target: str) -> str:
+        found = by_tensor.get(id(getattr(traced.module, target, None)))
+        name = found or names.get(target) or flat.get(target.split("_module_", 1)[-1], target)
+        name = name.removeprefix("_export_root.").removeprefix(ROOT)
+        return traced.aliases.get(name, name)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(traced.fake_mode)))
+        stack.enter_context(torch._C._DisableAutocast())
+        joint = aot_export_joint_with_descriptors(
+            stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
+        )
+    module = joint.graph_module
+    placeholders: list[tuple[str, str]] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        placeholders.append(_input_name(node.meta["desc"], qualified, traced))
+    (output,) = module.graph.find_nodes(op="output")
+    outputs = [_output_name(description, qualified, traced) for description in output.meta["desc"]]
+    return JointGraph(module, placeholders, outputs)
+
+
+def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
+    if isinstance(description, ParamAOTInput):
+        return "parameter", qualified(description.target)
+    if isinstance(description, BufferAOTInput):
+        name = qualified(description.target)
+        return ("random" if name == SEED_STEP else "buffer"), name
+    if isinstance(description, PlainAOTInput):
+        return "input", traced.inputs[_tensor_index(traced, description.idx)][0]
+    if type(description).__name__ == "TangentAOTInput":
+        inner = description.output
+        if isinstance(inner, PlainAOTOutput):
+            return "tangent", traced.output_paths[inner.idx]
+        return "tangent", str(inner)
+    raise CaptureError(f"torch's tracer gave an input of a kind that meshc does not know: {description}")
+
+
+def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
+    leaves = pytree.tree_leaves((traced.args, traced.kwargs))
+    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:flat_index])
+
+
+def _output_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
+    if isinstance(description, PlainAOTOutput):
+        return "output", traced.output_paths[description.idx]
+    if isinstance(description, GradAOTOutput):
+        kind, name = _input_name(description.grad_of, qualified, traced)
+        return "gradient", name if kind == "parameter" else f"{kind}:{name}"
+    if description is None:
+        return "none", ""
+    mutated = getattr(description, "mutated_input", None)
+    if mutated is not None:
+        kind, name = _input_name(mutated, qualified, traced)
+        return kind, name
+    raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
+
+
+def source_of(node: torch.fx.Node) -> Source:
+    """The innermost frame of the user's own code (not torch's) that made a node, and its module path."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    module = ""
+    if stack:
+        module = str(list(stack.values())[-1][0])
+        module = re.sub(r"^L\['self'\]\.?(_export_root\.?)?", "", module)
+        module = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", module)
+        module = re.sub(r"\._modules\.|\.slice\(.*?\)\.", ".", module).strip(".").removeprefix("module").strip(".")
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
+    for file, line, code in reversed(frames):
+        if not _is_torch(file) and not file.endswith(("meshc/capture.py", "meshc/api.py")) and "/meshc/ops/" not in file:
+            return Source(file, int(line), code.strip(), module)
+    return Source(module=module)

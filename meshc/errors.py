@@ -1,0 +1,46 @@
+"""Every error that meshc raises on purpose.
+
+A message has four parts: the operator and value at fault, where that is in the user's model, why, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class MeshcError(Exception):
+    """Base of all errors that meshc raises on purpose."""
+
+
+class CaptureError(MeshcError):
+    """The model could not be traced as one graph (data-dependent control flow, for instance)."""
+
+
+class PlanError(MeshcError):
+    """The mesh, the plan or the pins are wrong; the message lists every failure found."""
+
+
+class CompileError(MeshcError):
+    """A pass cannot go on; the message names the operator and the line of the user's model."""
+
+
+class InputError(MeshcError):
+    """Inputs at run time do not match the program (structure, shape, dtype, or they differ between ranks)."""
+
+
+class ArtifactError(MeshcError):
+    """A saved program is damaged, edited, or contains something that is not allowed."""
+
+
+class StateError(MeshcError):
+    """Parameters, optimizer or process group are not in the state that the call needs."""
+
+
+class VerifyError(MeshcError):
+    """A program does not mean what the model means; the message names the first wrong value."""
+
+
+class DeadlockError(MeshcError):
+    """Ranks wait for each other for ever, or take part in collectives that do not match."""
+
+
+class PeerError(MeshcError):
+    """Another rank failed first; the message is that rank's error."""

@@ -1,0 +1,124 @@
+"""`meshc::attention`: scaled dot-product attention as one node forward and one backward, whatever the device.
+
+    q  [batch, heads, q, head]        k  [batch, heads, k, head]        v  [batch, heads, k, head]
+    bias  [batch|1, heads|1, q|1, k], added to the scores, or None      out  [batch, heads, q, head], lse  [batch, heads, q]
+
+Kernels: CPU, torch's blocked flash kernel; CUDA, torch's memory-efficient kernel. What they do not cover (dropout, a bias that needs a
+gradient, head sizes that differ) is written out as matmul, softmax, matmul by `sdpa`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from meshc.ops.random import dropout
+
+
+@torch.library.custom_op("meshc::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        if bias is not None:
+            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : q.shape[2]].contiguous()
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out.contiguous() if out._is_view() else out, lse
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=accumulate)
+
+
+@torch.library.custom_op("meshc::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.is_cuda:
+        if bias is not None:
+            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        padding = -lse.shape[2] % 32
+        lse = torch.nn.functional.pad(lse, (0, padding), value=math.inf) if padding else lse
+        empty = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, bias, out, lse, empty, empty, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return dq, dk, dv
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+    return like(q), like(k), like(v)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, bias, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, bias, *output)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    q, k, v, bias, out, lse = ctx.saved_tensors
+    dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, ctx.causal, ctx.scale)
+    return dq, dk, dv, None, None, None
+
+
+attention.register_autograd(_backward, setup_context=_setup)
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seed_step: Tensor | None = None,
+    call: int = 0,
+) -> Tensor:
+    """What `torch.nn.functional.scaled_dot_product_attention` means, in operators that meshc knows."""
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    if enable_gqa and q.shape[-3] != k.shape[-3]:
+        repeat = q.shape[-3] // k.shape[-3]
+        k = k.unsqueeze(-3).expand(*k.shape[:-2], repeat, *k.shape[-2:]).flatten(-4, -3)
+        v = v.unsqueeze(-3).expand(*v.shape[:-2], repeat, *v.shape[-2:]).flatten(-4, -3)
+    bias = attn_mask
+    if bias is not None and bias.dtype == torch.bool:
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+        bias = torch.where(bias, zero, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
+    fits = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1] and not (bias is not None and bias.requires_grad)
+    fits = fits and q.shape[:2] == k.shape[:2] == v.shape[:2]
+    if fits and dropout_p == 0.0:
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        return attention(q, k, v, bias, is_causal and bias is None, scale)[0]
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    if is_causal:
+        rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
+        columns = torch.arange(k.shape[-2], device=q.device)
+        scores = torch.where(columns <= rows, scores, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
+    if bias is not None:
+        scores = scores + bias
+    weights = torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        if seed_step is None:
+            raise ValueError("attention with dropout needs seed_step")
+        weights = dropout(weights, seed_step, call, dropout_p)
+    return torch.matmul(weights, v)

@@ -1,0 +1,78 @@
+"""`meshc::take`: one entry a row, by index; and cross-entropy written with it.
+
+    take(x [rows..., columns], index [rows...], ignore) -> [rows...]      zero where index == ignore
+    take_backward(grad [rows...], index [rows...], ignore, columns) -> [rows..., columns]
+
+Both are exact on a range of columns: `start` is the global index of the first one, and an index outside gives zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("meshc::take", mutates_args=())
+def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
+    columns = x.shape[-1]
+    local = index - start if start else index
+    inside = (local >= 0) & (local < columns) & (index != ignore)
+    picked = x.gather(-1, torch.where(inside, local, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(inside, picked, 0.0)
+
+
+@take.register_fake
+def _(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
+    return x.new_empty(x.shape[:-1])
+
+
+@torch.library.custom_op("meshc::take_backward", mutates_args=())
+def take_backward(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
+    local = index - start if start else index
+    inside = (local >= 0) & (local < columns) & (index != ignore)
+    out = grad.new_zeros((*grad.shape, columns))
+    return out.scatter_(-1, torch.where(inside, local, 0).unsqueeze(-1), torch.where(inside, grad, 0.0).unsqueeze(-1))
+
+
+@take_backward.register_fake
+def _(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
+    return grad.new_empty((*grad.shape, columns))
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, index, ctx.ignore, _ = inputs
+    ctx.columns = x.shape[-1]
+    ctx.save_for_backward(index)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    (index,) = ctx.saved_tensors
+    return take_backward(grad, index, ctx.ignore, ctx.columns), None, None, None
+
+
+take.register_autograd(_backward, setup_context=_setup)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` means. Class weights, smoothing and target probabilities go torch's own way."""
+    plain = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None and not target.is_floating_point()
+    if not plain:
+        return torch.nn.functional.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    logits = input if input.dim() <= 2 else input.movedim(1, -1)
+    loss = -take(torch.log_softmax(logits, -1), target, ignore_index)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (target != ignore_index).sum()

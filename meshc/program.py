@@ -1,0 +1,109 @@
+"""A program: stages (graphs), the schedule that runs them, and the signature that says what goes in and out.
+
+Before `partition` there is one global-view stage; after it each stage is the code that every rank runs. A rank's mesh coordinates are its
+only input that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from meshc.ir import Source
+from meshc.mesh import Mesh
+from meshc.plan import Plan
+from meshc.sharding import Sharding
+
+KINDS = ("parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric")
+
+
+@dataclass(frozen=True)
+class Port:
+    """One named value that enters or leaves a program.
+
+    kind      one of KINDS; a parameter, buffer or state that enters and leaves under one name is updated in place
+    name      `model.layers.0.mlp.up_proj.weight`; inputs and outputs have their path (`input_ids`, `logits`, `past_key_values.0.0`)
+    shape     global
+    sharding  how it lies where it enters or leaves (storage)
+    of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry` of the optimizer
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding | None = None
+    of: str = ""
+    requires_grad: bool = False
+
+    @property
+    def key(self) -> str:
+        """Unique within the program: values of one kind have distinct names."""
+        return f"{self.kind}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph and the keys (of ports, or of values passed between stages) of its placeholders and outputs, in order."""
+
+    name: str
+    graph: Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a rank's schedule.
+
+    run     run `stage`; `microbatch` is its index where the stage has one
+    add     add the stage output `value` into the accumulator `into`
+    """
+
+    op: str
+    stage: str = ""
+    microbatch: int = 0
+    value: str = ""
+    into: str = ""
+
+
+@dataclass
+class Program:
+    """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model."""
+
+    stages: dict[str, Stage]
+    mesh: Mesh
+    plan: Plan
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    schedule: tuple[Instruction, ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    axis_sizes: dict[str, int] = field(default_factory=dict)
+    microbatches: int = 1
+    mode: str = "forward"
+    notes: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def port(self, key: str) -> Port:
+        for port in (*self.inputs, *self.outputs):
+            if port.key == key:
+                return port
+        raise KeyError(key)
+
+    @property
+    def stage(self) -> Stage:
+        """The only stage of a program that has not been cut."""
+        (stage,) = self.stages.values()
+        return stage
+
+
+def sizes(program: Program) -> Mapping[str, int]:
+    """Sizes of all axes a sharding of this program may name, the microbatch axis `mb` included."""
+    return program.axis_sizes or {axis.name: axis.size for axis in program.mesh.axes}
+
+
+__all__ = ["KINDS", "Instruction", "Port", "Program", "Source", "Stage", "sizes"]

@@ -1,0 +1,77 @@
+"""The operators that only a per-rank program has: coordinates, tiles, masks, collectives.
+
+The local ones are plain functions over tensors. Collectives are names: the runtime and the simulator each give them their meaning, so
+calling one here is an error. `axes` are mesh axes, major to minor; tiles are numbered row-major over them.
+
+    coordinate(axis)                                this rank's coordinate on a mesh axis (an int)
+    tile_start(size, counts, coordinates)           first global index of this rank's tile (an int)
+    tile_count(size, counts, coordinates)           how many of its positions are real (an int)
+    shard(x, dim, tiles, index)                     tile `index` of `tiles` equal padded tiles of a dim; padding is zero
+    mask(x, dim, count, value)                      positions from `count` on replaced by `value`
+    keep_first(x, index)                            x where index is 0, zeros elsewhere: a replicated value made pending
+    all_reduce(x, axes, reduction)
+    all_gather(x, axes, dim)                        tiles concatenated along `dim`
+    reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank
+    all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshc.sharding import tile_count, tile_start
+
+
+def coordinate(axis: str) -> int:
+    raise RuntimeError("coordinate() has a meaning only inside a running program")
+
+
+def shard(x: torch.Tensor, dim: int, tiles: int, index: int) -> torch.Tensor:
+    size = x.shape[dim]
+    tile = -(-size // tiles)
+    start = index * tile
+    length = max(0, min(size - start, tile))
+    piece = x.narrow(dim, min(start, size), length)
+    if length < tile:
+        piece = torch.nn.functional.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, tile - length])
+    return piece
+
+
+def mask(x: torch.Tensor, dim: int, count: int, value: float) -> torch.Tensor:
+    size = x.shape[dim]
+    if count >= size:
+        return x
+    real = torch.arange(size, device=x.device) < count
+    shape = [1] * x.dim()
+    shape[dim] = size
+    return torch.where(real.view(shape), x, torch.full((), value, dtype=x.dtype, device=x.device))
+
+
+def keep_first(x: torch.Tensor, index: int) -> torch.Tensor:
+    return x if index == 0 else torch.zeros_like(x)
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name}() is a collective: it has a meaning only on running or simulated ranks")
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+all_reduce = _collective("all_reduce")
+all_gather = _collective("all_gather")
+reduce_scatter = _collective("reduce_scatter")
+all_to_all = _collective("all_to_all")
+
+COLLECTIVES = {function.__name__: function for function in (all_reduce, all_gather, reduce_scatter, all_to_all)}
+INTEGERS = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
+LOCAL = {function.__name__: function for function in (shard, mask, keep_first)}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
+
+
+def is_collective(target: Any) -> bool:
+    return getattr(target, "__name__", None) in COLLECTIVES and target is COLLECTIVES[target.__name__]

@@ -1,0 +1,225 @@
+"""Differentiate: the model's graph and its gradients as one global-view ATen graph, every value with its record.
+
+    loss = cross_entropy(linear(x, w), t)
+  becomes
+    mm = aten.mm(x, t(w)) ... loss, and backward:  grad_w = aten.mm(t(grad), x)
+
+AOTAutograd traces; a short list of decompositions takes apart what the rules know better in pieces (batch norm becomes means, and is thereby
+synchronised). What tracing leaves behind (aliases, detaches, equal nodes twice) is cleaned up here.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.fx import Graph, Node
+
+from meshc.capture import JointGraph, TorchGraph, joint_graph, source_of
+from meshc.ir import Record, is_getitem, set_record
+from meshc.program import Port
+
+aten = torch.ops.aten
+
+DECOMPOSED = (
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training,
+    aten.native_batch_norm_backward,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.var_mean,
+    aten.addcmul,
+    aten.linear_backward,
+    aten.native_dropout_backward,
+    aten._fused_rms_norm,
+    aten._fused_rms_norm_backward,
+    aten.rsub,
+    aten.binary_cross_entropy_with_logits,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.split_with_sizes_backward if hasattr(aten, "split_with_sizes_backward") else aten.mse_loss,
+)
+"""Taken apart by torch's own decompositions: each a list of operators whose rules are simpler than its own would be."""
+
+TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+
+
+def var_mean(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean as means: two passes, exact on a split dim once the means are."""
+    dims = list(range(x.dim())) if dim is None or list(dim) == [] else [d % x.dim() for d in dim]
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    mean = x.mean(dims, True)
+    centred = x - mean
+    scale = count / max(count - (1.0 if correction is None else correction), 0.0) if count > 1 else float("nan")
+    variance = (centred * centred).mean(dims, True) * scale
+    if not keepdim:
+        variance, mean = variance.squeeze(dims), mean.squeeze(dims)
+    return variance, mean
+
+
+def decompositions() -> dict[Any, Any]:
+    table = dict(get_decompositions(list(dict.fromkeys(DECOMPOSED))))
+    table[aten.var_mean.correction] = var_mean
+    return table
+
+
+def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], dict[str, torch.Tensor]]:
+    """(graph, inputs, outputs, constants): placeholders and outputs of the graph in the order of the ports."""
+    joint = joint_graph(traced, decompositions())
+    graph = joint.module.graph
+    constants = _lift_constants(joint)
+    inputs, outputs = _ports(joint, traced, constants)
+    _record_all(graph)
+    _forward_transparent(graph)
+    _drop_empty(graph)
+    _merge_equal(graph)
+    graph.eliminate_dead_code()
+    for node, port in zip(graph.find_nodes(op="placeholder"), list(inputs), strict=True):
+        if port.kind == "constant" and not node.users:
+            inputs.remove(port)
+            del constants[port.name]
+            graph.erase_node(node)
+    graph.lint()
+    return graph, inputs, outputs, constants
+
+
+def _lift_constants(joint: JointGraph) -> dict[str, torch.Tensor]:
+    """Constant tensors of the trace become inputs of kind `constant`; their values are read outside fake mode."""
+    graph = joint.module.graph
+    constants: dict[str, torch.Tensor] = {}
+    by_target: dict[str, Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        value = getattr(joint.module, target, None)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not node.users:
+            graph.erase_node(node)
+            continue
+        if target not in by_target:
+            name = f"constant_{len(constants)}"
+            last = graph.find_nodes(op="placeholder")[-1]
+            with graph.inserting_after(last):
+                placeholder = graph.placeholder(name)
+            placeholder.meta.update(node.meta)
+            placeholder.meta.setdefault("val", value)
+            by_target[target] = placeholder
+            constants[name] = value
+            joint.placeholders.append(("constant", name))
+        node.replace_all_uses_with(by_target[target])
+        graph.erase_node(node)
+    return constants
+
+
+def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Tensor]) -> tuple[list[Port], list[Port]]:
+    graph = joint.module.graph
+    inputs: list[Port] = []
+    for node, (kind, name) in zip(graph.find_nodes(op="placeholder"), joint.placeholders, strict=True):
+        value = node.meta["val"]
+        inputs.append(
+            Port(kind, name, tuple(value.shape), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
+        )
+    (output,) = graph.find_nodes(op="output")
+    flat = _flat(output.args[0])
+    kept: list[Node] = []
+    outputs: list[Port] = []
+    for value, (kind, name) in zip(flat, joint.outputs, strict=True):
+        if isinstance(value, Node):
+            found = value.meta["val"]
+            outputs.append(Port(kind, name, tuple(found.shape), found.dtype, of=name if kind == "gradient" else ""))
+            kept.append(value)
+    output.args = (tuple(kept),)
+    output.meta.pop("desc", None)
+    return inputs, outputs
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _record_all(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        value = node.meta.get("val")
+        phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+        source = source_of(node)
+        if isinstance(value, torch.Tensor):
+            set_record(node, Record(tuple(value.shape), value.dtype, source=source, phase=phase))
+        elif isinstance(value, list | tuple):
+            found = tuple(
+                Record(tuple(v.shape), v.dtype, source=source, phase=phase) if isinstance(v, torch.Tensor) else Record() for v in value
+            )
+            set_record(node, found)
+        else:
+            set_record(node, Record(source=source, phase=phase))
+
+
+def _forward_transparent(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in TRANSPARENT:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _drop_empty(graph: Graph) -> None:
+    """A concatenation with empty tensors (a cache that is still empty) is the other operand."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.cat.default:
+            continue
+        kept = [x for x in node.args[0] if 0 not in x.meta["val"].shape]
+        if len(kept) == 1 and kept[0].meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(kept[0])
+            graph.erase_node(node)
+        elif 0 < len(kept) < len(node.args[0]):
+            node.args = (kept, *node.args[1:])
+
+
+def _merge_equal(graph: Graph) -> None:
+    """One node for equal calls on equal operands (each layer builds the same mask and casts the same table)."""
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        phase = node.meta["meshc"]
+        phase = phase[0].phase if isinstance(phase, tuple) else phase.phase
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), phase if _expensive(node) else "")
+        try:
+            first = seen.setdefault(key, node)
+        except TypeError:
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _expensive(node: Node) -> bool:
+    """Values worth their memory across phases stay as traced; views and getitem are free."""
+    return not (is_getitem(node) or node.target in (aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
+    if isinstance(value, float):
+        return (value, str(value))
+    if isinstance(value, bool):
+        return ("bool", value)
+    return value
+
+
+__all__ = ["DECOMPOSED", "differentiate", "operator"]

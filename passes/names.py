@@ -1,0 +1,220 @@
+"""Names: what a plan may call the factor classes of a graph.
+
+batch and seq come from the dims of the inputs, vocab from embeddings of inputs and from `take`, heads (kv_heads, group) and head from attention,
+hidden from what is normalised or embedded, ffn from a pair of matrix products, anything else is `<module path>.<dim>` of the first parameter
+that has it. A name may cover several classes (each layer has its own heads); `names=` given by the user win.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.errors import PlanError
+from meshc.ir import operands, record, records, value_of
+from meshc.passes.factorize import Factors, Instance
+from meshc.program import Port
+
+aten = torch.ops.aten
+meshc = torch.ops.meshc
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+NORMS = (aten.native_layer_norm.default,)
+
+
+@dataclass
+class Names:
+    """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`)."""
+
+    of: dict[int, str] = field(default_factory=dict)
+    also: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    attention: set[Node] = field(default_factory=set)
+
+    def set(self, factor: int, name: str, *also: str) -> None:
+        self.of.setdefault(factor, name)
+        self.also[factor] |= {name, *also} if self.of[factor] == name else set(also)
+
+
+def name_factors(
+    graph: Graph, factors: Factors, inputs: Sequence[Port], names: Mapping[str, Sequence[str | None]] | None = None
+) -> Names:
+    """Names for every class. Raises PlanError for a user's name that fits no input or has the wrong number of dims."""
+    found = Names()
+    placeholders = dict(zip((port.key for port in inputs), graph.find_nodes(op="placeholder"), strict=True))
+    _user_names(found, factors, inputs, placeholders, names or {})
+    _attention(found, graph, factors)
+    _inputs(found, factors, inputs, placeholders)
+    _vocabulary(found, graph, factors)
+    _hidden(found, graph, factors)
+    _feed_forward(found, graph, factors)
+    for port in inputs:
+        if port.kind == "parameter":
+            for dim, classes in enumerate(factors.dims[(placeholders[port.key], 0)]):
+                for position, factor in enumerate(classes):
+                    suffix = f".{position}" if len(classes) > 1 else ""
+                    if factor not in found.of:
+                        found.set(factor, f"{port.name}.{dim}{suffix}")
+    count = 0
+    for factor in sorted(factors.size):
+        if factor not in found.of:
+            found.set(factor, f"f{count}")
+            count += 1
+    return found
+
+
+def _user_names(found, factors, inputs, placeholders, names) -> None:  # type: ignore[no-untyped-def]
+    known = {port.name: port for port in inputs if port.kind == "input"}
+    for name, dims in names.items():
+        if name not in known:
+            raise PlanError(f"names={{{name!r}: ...}} fits no input; the inputs are {', '.join(known)}")
+        port = known[name]
+        if len(dims) != len(port.shape):
+            raise PlanError(f"names={{{name!r}: {tuple(dims)}}} has {len(dims)} names, but {name} has shape {list(port.shape)}")
+        for label, classes in zip(dims, factors.dims[(placeholders[port.key], 0)], strict=True):
+            for factor in classes if label else ():
+                found.set(factor, label)
+
+
+def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
+    """The first dim of an input is batch; the second is seq for integers of two dims and floats of three."""
+    for port in inputs:
+        if port.kind != "input" or not port.shape:
+            continue
+        dims = factors.dims[(placeholders[port.key], 0)]
+        labels = ["batch"]
+        if len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
+            labels.append("seq")
+        for label, classes in zip(labels, dims, strict=False):
+            if classes and not (len(classes) > 1 and label == "seq"):
+                for factor in classes:
+                    found.set(factor, label)
+    # a sequence that no input shows (image patches) is what attention's queries run over
+    if "seq" not in found.of.values():
+        for node in found.attention:
+            instance = factors.instances.get(node)
+            if instance is not None and node.target is meshc.attention.default:
+                for token in instance.operands[0][2]:
+                    found.set(instance.factor[token], "seq")
+
+
+def _attention(found: Names, graph: Graph, factors: Factors) -> None:
+    spans: list[tuple[Instance, Instance]] = []
+    for node, instance in factors.instances.items():
+        if node.target is meshc.attention.default:
+            found.attention.add(node)
+            _heads(found, instance, 1)
+            for token in instance.operands[0][3]:
+                found.set(instance.factor[token], "head")
+        elif node.target is meshc.attention_backward.default:
+            found.attention.add(node)
+        elif node.target is aten._softmax.default:
+            span = _written_out(node)
+            if span is not None:
+                found.attention |= span[0]
+                spans.append((factors.instances[span[1]], factors.instances[span[2]]))
+    numbers = {n.meta.get("seq_nr") for n in found.attention if n.target is not meshc.attention.default} - {None}
+    for node in factors.instances:
+        if record_phase(node) == "backward" and node.meta.get("seq_nr") in numbers:
+            found.attention.add(node)
+    first = {factor for dims in (factors.dims[(n, 0)] for n in graph.find_nodes(op="placeholder") if _is_input(n)) for factor in dims[:1]}
+    batch = {factor for classes in first for factor in classes}
+    for scores, mix in spans:
+        shared = {scores.factor[t] for t in scores.operands[0][0]} & {mix.factor[t] for t in mix.operands[0][0]}
+        for factor in sorted(shared - batch):
+            found.set(factor, "heads")
+        for token in scores.operands[0][2]:
+            found.set(scores.factor[token], "head")
+
+
+def record_phase(node: Node) -> str:
+    return records(node)[0].phase
+
+
+def _is_input(node: Node) -> bool:
+    return bool(record(node).shape)
+
+
+def _heads(found: Names, instance: Instance, dim: int) -> None:
+    tokens = instance.operands[0][dim]
+    keys = [instance.factor[token] for token in tokens]
+    if len(keys) == 1:
+        found.set(keys[0], "heads")
+    elif keys:
+        found.set(keys[0], "kv_heads", "heads")
+        for factor in keys[1:]:
+            found.set(factor, "group", "heads")
+
+
+def _written_out(softmax: Node) -> tuple[set[Node], Node, Node] | None:
+    """The region of an attention written as matmul, softmax, matmul: (its nodes, the first product, the second)."""
+    before = _walk(softmax, forward=False)
+    after = _walk(softmax, forward=True)
+    if before is None or after is None:
+        return None
+    return before[0] | after[0], before[1], after[1]
+
+
+def _walk(start: Node, forward: bool, limit: int = 14) -> tuple[set[Node], Node] | None:
+    seen = {start}
+    edge = [start]
+    for _ in range(limit):
+        following: list[Node] = []
+        for node in edge:
+            for other in node.users if forward else [value_of(x)[0] for x in operands(node)]:
+                if other.op != "call_function" or other in seen or record_phase(other) != "forward":
+                    continue
+                seen.add(other)
+                if other.target is aten.bmm.default:
+                    return seen, other
+                following.append(other)
+        edge = following
+    return None
+
+
+def _vocabulary(found: Names, graph: Graph, factors: Factors) -> None:
+    for node, instance in factors.instances.items():
+        if node.target is meshc.take.default:
+            for token in instance.operands[0][-1]:
+                found.set(instance.factor[token], "vocab")
+        elif node.target is aten.embedding.default and _from_input(node.args[1]):  # type: ignore[arg-type]
+            for token in instance.operands[0][0]:
+                found.set(instance.factor[token], "vocab")
+
+
+def _from_input(node: Node) -> bool:
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
+    for node, instance in factors.instances.items():
+        if node.target is aten.embedding.default:
+            tokens = instance.operands[0][1]
+        elif node.target in NORMS:
+            tokens = instance.operands[0][-1]
+        elif node.target is aten.mean.dim and record_phase(node) == "forward" and len(instance.operands[0]) >= 2:
+            tokens = instance.operands[0][-1] if any(t in instance.sums[0] for t in instance.operands[0][-1]) else ()
+        else:
+            continue
+        for token in tokens:
+            if instance.factor[token] not in found.of:
+                found.set(instance.factor[token], "hidden")
+
+
+def _feed_forward(found: Names, graph: Graph, factors: Factors) -> None:
+    """A class that one product with a parameter makes and another one sums over."""
+    made: set[int] = set()
+    summed: set[int] = set()
+    for node, instance in factors.instances.items():
+        if node.target not in MATMULS or record_phase(node) != "forward":
+            continue
+        left, right = instance.operands[-2], instance.operands[-1]
+        summed |= {instance.factor[t] for t in left[-1]}
+        made |= {instance.factor[t] for t in right[-1]}
+    for factor in sorted(made & summed):
+        if factor not in found.of:
+            found.set(factor, "ffn")

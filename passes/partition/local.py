@@ -1,0 +1,145 @@
+"""What a rule's `lower` sees: the operator with local operands, and its letters as tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc import spmd
+from meshc.passes.factorize import Instance, Token
+from meshc.passes.partition.builder import Builder
+from meshc.passes.rules.rule import Rule
+from meshc.sharding import Part, Sharding, local_shape, local_size
+
+aten = torch.ops.aten
+
+
+class Local:
+    """One operator being lowered.
+
+    `operands` are per-rank nodes in their wanted shardings, in the order of the operator's tensor arguments; `node` is the global one.
+    """
+
+    def __init__(
+        self,
+        build: Builder,
+        instance: Instance,
+        operands: Sequence[Node],
+        results: Sequence[Sharding],
+        chosen: dict[Token, tuple[str, ...]],
+        reason: str,
+    ) -> None:
+        self.build = build
+        self.instance = instance
+        self.operands = list(operands)
+        self.results = list(results)
+        self.chosen = chosen
+        self.reason = reason
+
+    @property
+    def node(self) -> Node:
+        return self.instance.node
+
+    @property
+    def rule(self) -> Rule:
+        return self.instance.rule
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return self.build.emit(target, *args, **kwargs)
+
+    def shape(self, x: Node) -> tuple[int, ...]:
+        return self.build.shape(x)
+
+    def out_shape(self, index: int) -> tuple[int, ...]:
+        """Padded local shape of a result."""
+        return local_shape(self.results[index], self.build.sizes)
+
+    def _parts(self, letter: str) -> list[Part]:
+        return [
+            Part(letter, self.instance.size[token], self.chosen.get(token, ())) for token in sorted(self.instance.size) if token[0] == letter
+        ]
+
+    def axes(self, letter: str) -> tuple[str, ...]:
+        """Axes that split a letter."""
+        return tuple(axis for part in self._parts(letter) for axis in part.axes)
+
+    def global_size(self, letter: str) -> int:
+        return prod(part.size for part in self._parts(letter))
+
+    def local_size(self, letter: str) -> int:
+        return prod(local_size(part, self.build.sizes) for part in self._parts(letter))
+
+    def start(self, letter: str) -> Node | int:
+        """Global index of the tile's first position. Only the major factor of the letter may be split."""
+        parts = self._parts(letter)
+        if any(part.axes for part in parts[1:]):
+            raise ValueError(f"{self.node.name}: only the major factor of {letter} has a start")
+        if not parts or not parts[0].axes:
+            return 0
+        unit = prod(part.size for part in parts[1:])
+        scaled = Part(parts[0].factor, parts[0].size, parts[0].axes)
+        start = self.build.tile_start(scaled)
+        return start if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [start])
+
+    def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
+        """(global shape, local shape, offsets) of a result, every factor a dim."""
+        parts = [part for _, _, part in self.results[index].parts()]
+        return (
+            [part.size for part in parts],
+            [local_size(part, self.build.sizes) for part in parts],
+            [self.build.tile_start(part) for part in parts],
+        )
+
+    def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
+        return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=f"{self.rule_name()} over a split dim")
+
+    def rule_name(self) -> str:
+        return str(self.node.target).removeprefix("aten.").removesuffix(".default")
+
+    def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
+        """x on coordinate 0 of the axes, zeros elsewhere."""
+        for axis in axes:
+            x = self.emit(spmd.keep_first, x, self.build.coordinate(axis))
+        return x
+
+    def neutralise(self, x: Node, letter: str, value: float) -> Node:
+        """Padding of operand 0 along a letter replaced by `value`."""
+        operand = self.instance.operands[0]
+        shape = Sharding(
+            tuple(
+                tuple(Part(token[0], self.instance.size[token], self.chosen.get(token, ())) for token in tokens)
+                for tokens in operand
+            )
+        )
+        for dim, tokens in enumerate(operand):
+            for position, token in enumerate(tokens):
+                if token[0] == letter:
+                    x = mask_part(self.build, x, shape, (dim, position), value)
+        return x
+
+
+def mask_part(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], value: float) -> Node:
+    """Padding of one part replaced by `value`, by `where`: NaN times zero would be NaN."""
+    d, p = part
+    item = sharding.dims[d][p]
+    local = [local_size(other, build.sizes) for other in sharding.dims[d]]
+    if not item.axes or local[p] * prod(build.sizes[a] for a in item.axes) == item.size:
+        return x
+    before, after = prod(local[:p]), prod(local[p + 1 :])
+    shape = list(build.shape(x))
+    view, dim = x, d
+    if before != 1 or after != 1:
+        view = build.emit(aten.reshape.default, x, [*shape[:d], before, local[p], after, *shape[d + 1 :]])
+        dim = d + 1
+    if not build.dtype(view).is_floating_point:
+        value = {float("-inf"): 0, float("inf"): 0}.get(value, int(value) if value == value else 0)
+    view = build.emit(spmd.mask, view, dim, build.tile_count(item), value)
+    return view if view is x or list(build.shape(view)) == shape else build.emit(aten.reshape.default, view, shape)
+
+
+__all__ = ["Local", "mask_part", "replace"]

@@ -1,0 +1,330 @@
+"""Partition: the per-rank graph, driven by demand.
+
+    h: [batch 8/dp, ffn 688/tp] = mm(x, w1)      y: [batch 8/dp, hidden 256] pending(sum: tp) = mm(h, w2)      z = norm(y)
+  becomes, on every rank
+    h: f32[4, 172] = mm(x, w1)                   y = mm(h, w2);   y_1 = all_reduce(y, ["tp"], "sum");           z = norm(y_1)
+
+Operators that compute are emitted in graph order, each on operands in the shardings that it wants. An operand is looked for among the forms of
+its value that exist; layout operators and free values are made in the sharding asked for; anything else is resharded from the cheapest form.
+Padding is masked where a summed letter meets it. What a gather made in the forward phase is not kept for the backward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from meshc.ir import Record, is_getitem, records, value_of
+from meshc.passes.factorize import Instance, Value
+from meshc.passes.partition.builder import Builder
+from meshc.passes.partition.local import Local, mask_part
+from meshc.passes.partition.reshard import cost, reshard
+from meshc.passes.propagate import MICROBATCH, Assignment, backward_map, forward_map, spread
+from meshc.program import Port
+from meshc.sharding import Sharding, is_padded, local_shape
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a value exists on the ranks. `phase` is set if a gather made it: it is then used in that phase only."""
+
+    node: Node
+    sharding: Sharding
+    phase: str | None = None
+
+
+class Partitioner:
+    def __init__(self, graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding]) -> None:
+        self.graph, self.assignment, self.inputs, self.output_wants = graph, assignment, inputs, outputs
+        self.factors = assignment.factors
+        self.build = Builder(assignment.sizes)
+        self.forms: dict[Value, dict[Sharding, Form]] = {}
+        self.phase = "forward"
+        self.sequential = frozenset({MICROBATCH})
+
+    def run(self) -> Graph:
+        for node, port in zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True):
+            sharding = port.sharding or self.assignment.whole((node, 0))
+            shape = local_shape(sharding, self.build.sizes)
+            local = self.build.placeholder(node.name, replace(records(node)[0], shape=shape, sharding=sharding))
+            self._add((node, 0), Form(local, sharding))
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not is_getitem(node):
+                instance = self.factors.instances[node]
+                if node in self.assignment.chosen:
+                    self._compute(instance)
+        (output,) = self.graph.find_nodes(op="output")
+        results = []
+        for node, want in zip(output.args[0], self.output_wants, strict=True):
+            value = value_of(node)
+            self._context(node, "output")
+            form = self.need(value, want, "the program's output")
+            results.append(form.node)
+        self.build.graph.output(tuple(results))
+        self.build.graph.eliminate_dead_code()
+        return self.build.graph
+
+    # -------------------------------------------------------------------------------------------------------------------- forms
+
+    def _add(self, value: Value, form: Form) -> Form:
+        self.forms.setdefault(value, {})[form.sharding] = form
+        return form
+
+    def _context(self, node: Node, reason: str = "") -> None:
+        base = records(value_of(node)[0])[0]
+        self.build.context = Record(source=base.source, reason=reason, phase=self.phase)
+
+    def _usable(self, value: Value) -> list[Form]:
+        return [form for form in self.forms.get(value, {}).values() if form.phase is None or form.phase == self.phase]
+
+    def need(self, value: Value, want: Sharding, reason: str) -> Form:
+        """The value in the sharding asked for."""
+        node, index = value
+        found = self.forms.get(value, {}).get(want)
+        if found is not None and (found.phase is None or found.phase == self.phase):
+            return found
+        if node.op == "call_function":
+            instance = self.factors.instances[node]
+            if node in self.assignment.free:
+                return self._recompute(instance, index, want, reason)
+            if instance.kind == "layout":
+                return self._layout(instance, index, want, reason)
+        return self._reshard(value, want, reason)
+
+    def _reshard(self, value: Value, want: Sharding, reason: str) -> Form:
+        usable = self._usable(value)
+        best = min(usable, key=lambda form: cost(form.sharding, want, self.build.sizes))
+        before = self.build.context
+        self.build.context = replace(before, reason=reason)
+        node, sharding = reshard(self.build, best.node, best.sharding, want, reason, self.sequential)
+        self.build.context = before
+        gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.pending
+        phase = self.phase if gathered else best.phase
+        return self._add(value, Form(node, sharding, phase))
+
+    # ----------------------------------------------------------------------------------------------- values made where they are used
+
+    def _recompute(self, instance: Instance, index: int, want: Sharding, reason: str) -> Form:
+        """A free value: no communication, its operator runs on the tiles asked for."""
+        value = (instance.node, index)
+        chosen = {}
+        fits = not want.pending
+        for parts, tokens in zip(want.dims, instance.results[index], strict=True):
+            for part, token in zip(parts, tokens, strict=True):
+                if part.axes and token in instance.whole:
+                    fits = False
+                chosen[token] = part.axes
+        if not fits or not instance.known:
+            whole = self.assignment.whole(value)
+            if want != whole:
+                self.need(value, whole, reason)
+                return self._reshard(value, want, reason)
+            chosen = {}
+        operands = []
+        for operand, dims in zip(instance.values, instance.operands, strict=True):
+            operands.append(self.need(operand, spread(self.assignment.whole(operand), dims, chosen), reason))
+        results = [spread(self.assignment.whole((instance.node, i)), dims, chosen) for i, dims in enumerate(instance.results)]
+        self._emit(instance, operands, results, chosen, phase=None)
+        return self.forms[value][want]
+
+    def _layout(self, instance: Instance, index: int, want: Sharding, reason: str) -> Form:
+        """layout(v) in a sharding: reshard v before what grows, the result after what shrinks."""
+        value = (instance.node, index)
+        source = instance.values[0]
+        back, complete = backward_map(instance, index, want, self.assignment.whole(source))
+        after = not complete
+        if complete and instance.rule.shrinks and not self._together(instance, index, want):
+            after = not self._has(source, back)
+        if not after:
+            form = self.need(source, back, reason)
+            self._apply(instance, form)
+            return self.forms[value][want]
+        given = self._natural(source)
+        lying = forward_map(instance, index, given, self.assignment.whole(value))
+        if lying == want:
+            lying = want
+        back, _ = backward_map(instance, index, lying, self.assignment.whole(source))
+        form = self.need(source, back, reason)
+        self._apply(instance, form)
+        return self.forms[value].get(want) or self._reshard(value, want, reason)
+
+    def _has(self, value: Value, sharding: Sharding) -> bool:
+        """Whether the value can be had so without communication."""
+        node, index = value
+        if any(form.sharding == sharding for form in self._usable(value)):
+            return True
+        if node in self.assignment.free:
+            return True
+        instance = self.factors.instances.get(node)
+        if instance is not None and instance.kind == "layout":
+            back, complete = backward_map(instance, index, sharding, self.assignment.whole(instance.values[0]))
+            return complete and self._has(instance.values[0], back)
+        return any(cost(form.sharding, sharding, self.build.sizes) == 0 for form in self._usable(value))
+
+    def _natural(self, value: Value) -> Sharding:
+        """How a value lies without any communication."""
+        node, index = value
+        instance = self.factors.instances.get(node)
+        if instance is not None and instance.kind == "layout" and node not in self.assignment.free:
+            source = self._natural(instance.values[0])
+            return forward_map(instance, index, source, self.assignment.whole(value))
+        usable = self._usable(value)
+        if usable:
+            return usable[0].sharding
+        return self.assignment.given.get(value) or self.assignment.whole(value)
+
+    def _together(self, instance: Instance, index: int, want: Sharding) -> bool:
+        """Whether all parts of a split are wanted alike, so that their source is resharded once."""
+        source = instance.values[0]
+        mine, _ = backward_map(instance, index, want, self.assignment.whole(source))
+        siblings = [(instance, i) for i in range(len(instance.results))]
+        if len(siblings) == 1:
+            siblings = [
+                (other, 0)
+                for user in _value_users(source)
+                if (other := self.factors.instances.get(user)) is not None and other.rule.shrinks and other.values[0] == source
+            ]
+        if len(siblings) < 2:
+            return False
+        for other, i in siblings:
+            for user, sharding in self._wants((other.node, i)):
+                back, complete = backward_map(other, i, sharding, self.assignment.whole(source))
+                if not complete or back.without_pending() != mine.without_pending() or not user:
+                    return False
+        return True
+
+    def _wants(self, value: Value) -> list[tuple[Node, Sharding]]:
+        """Every sharding in which an operator that computes wants this value, or a layout of it."""
+        found: list[tuple[Node, Sharding]] = []
+        for user in _value_users(value):
+            instance = self.factors.instances.get(user)
+            if instance is None:
+                continue
+            if instance.kind == "layout":
+                for i in range(len(instance.results)):
+                    for node, sharding in self._wants((user, i)):
+                        found.append((node, backward_map(instance, i, sharding, self.assignment.whole(value))[0]))
+            elif user in self.assignment.wanted and records(user)[0].phase == self.phase:
+                for operand, sharding in zip(instance.values, self.assignment.wanted[user], strict=True):
+                    if operand == value:
+                        found.append((user, sharding))
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------------- operators
+
+    def _apply(self, instance: Instance, form: Form) -> None:
+        """A layout operator on one form of its operand: all its results."""
+        axes = {}
+        for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
+            for part, token in zip(parts, tokens, strict=True):
+                axes[token] = part.axes
+        results = []
+        for index, dims in enumerate(instance.results):
+            whole = self.assignment.whole((instance.node, index))
+            results.append(replace(spread(whole, dims, axes), pending=form.sharding.pending))
+        self._emit(instance, [form], results, axes, phase=form.phase)
+
+    def _compute(self, instance: Instance) -> None:
+        node = instance.node
+        self.phase = records(node)[0].phase
+        self._context(node)
+        reason = f"{node.name} ({self.assignment.reasons.get(node) or 'replicated'})"
+        operands = [
+            self.need(value, want, reason) for value, want in zip(instance.values, self.assignment.wanted[node], strict=True)
+        ]
+        chosen = self.assignment.chosen[node]
+        results = [self.assignment.given[(node, index)] or self.assignment.whole((node, index)) for index in range(len(instance.results))]
+        self._emit(instance, operands, results, chosen, phase=None)
+
+    def _emit(
+        self, instance: Instance, operands: list[Form], results: list[Sharding], chosen: Mapping, phase: str | None  # type: ignore[type-arg]
+    ) -> None:
+        node = instance.node
+        self._context(node, self.assignment.reasons.get(node, ""))
+        masked = [self._masked(instance, position, form, chosen) for position, form in enumerate(operands)]
+        local = Local(self.build, instance, masked, results, dict(chosen), "")
+        if instance.rule.lower is not None:
+            made = instance.rule.lower(local)
+        else:
+            by_node = _substitute(node, masked)
+            made = self.build.emit(node.target, *by_node[0], **by_node[1])
+        if len(results) == 1 and not isinstance(records(node), tuple):
+            made = [made]
+        if len(results) > 1 or isinstance(node.meta["meshc"], tuple):
+            made = made if isinstance(made, list) else [
+                self.build.item(made, i) if records(node)[i].dtype is not None and self._used(node, i) else None for i in range(len(results))
+            ]
+        else:
+            made = [made]
+        for index, (result, sharding) in enumerate(zip(made, results, strict=True)):
+            if result is None:
+                continue
+            if result.op == "call_function" and result.meta["meshc"].sharding is None:
+                from meshc.ir import update
+
+                update(result, sharding=sharding)
+            zero = self._zero(instance, index, operands, sharding)
+            form = Form(result, replace(sharding, zero=zero), phase)
+            self.forms.setdefault((node, index), {}).setdefault(form.sharding, form)
+
+    def _used(self, node: Node, index: int) -> bool:
+        return any(is_getitem(user) and user.args[1] == index for user in node.users)
+
+    def _zero(self, instance: Instance, index: int, operands: list[Form], sharding: Sharding) -> frozenset[tuple[int, int]]:
+        """Layout operators keep what is known of padding; others give it up."""
+        if instance.kind != "layout" or not operands:
+            return frozenset()
+        known = {
+            instance.operands[0][dim][position] for dim, position in operands[0].sharding.zero
+        }
+        return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
+
+    def _masked(self, instance: Instance, position: int, form: Form, chosen: Mapping) -> Node:  # type: ignore[type-arg]
+        """An operand whose padding along summed letters is neutral."""
+        rule = instance.rule
+        clean = position in rule.clean
+        if (rule.self_masked and not clean) or instance.kind == "layout":
+            return form.node
+        summed = {token for sums in instance.sums for token in sums}
+        x = form.node
+        for dim, row in enumerate(instance.operands[position]):
+            for place, token in enumerate(row):
+                if (token in summed or clean) and (dim, place) not in form.sharding.zero:
+                    if is_padded(form.sharding.dims[dim][place], self.build.sizes):
+                        x = mask_part(self.build, x, form.sharding, (dim, place), rule.neutral)
+        return x
+
+
+def _value_users(value: Value) -> list[Node]:
+    node, index = value
+    found = []
+    for user in node.users:
+        if is_getitem(user):
+            if user.args[1] == index:
+                found += list(user.users)
+        else:
+            found.append(user)
+    return found
+
+
+def _substitute(node: Node, operands: list[Node]):  # type: ignore[no-untyped-def]
+    """The arguments of a global node with its tensors, in order, replaced by local ones."""
+    rest = list(operands)
+
+    def visit(argument):  # type: ignore[no-untyped-def]
+        if isinstance(argument, Node):
+            return rest.pop(0)
+        if isinstance(argument, list | tuple):
+            return [visit(item) for item in argument]
+        return argument
+
+    args = [visit(argument) for argument in node.args]
+    kwargs = {key: visit(argument) for key, argument in node.kwargs.items()}
+    return args, kwargs
+
+
+def partition(graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding]) -> Graph:
+    """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave."""
+    return Partitioner(graph, assignment, inputs, outputs).run()

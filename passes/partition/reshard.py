@@ -1,0 +1,269 @@
+"""One change of sharding as collectives, never by a detour.
+
+    pending -> whole    all-reduce             split -> whole    all-gather            whole -> split    slice
+    pending -> split    reduce-scatter         split -> split    all-to-all            whole -> pending  kept on coordinate 0
+
+Axes of one factor come off innermost first and go on innermost last; slices come first, since they make the rest smaller. Padding that a
+slice or a reduce-scatter adds is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from meshc import spmd
+from meshc.passes.partition.builder import Builder
+from meshc.sharding import Sharding, local_shape, local_size, tile_sizes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Step:
+    """kind: slice, first, reduce_scatter, all_reduce, all_to_all, all_gather. `part` is (dim, position); `to` the second one."""
+
+    kind: str
+    axes: tuple[str, ...]
+    part: tuple[int, int] = (0, 0)
+    to: tuple[int, int] = (0, 0)
+    reduction: str = "sum"
+
+
+def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = frozenset()) -> list[Step]:
+    """The collectives from one sharding to another of the same value. `sequential` axes (microbatches) are reduced on their own."""
+    now = {(d, p): list(part.axes) for d, p, part in source.parts()}
+    goal = {(d, p): list(part.axes) for d, p, part in target.parts()}
+    pending = dict(source.pending)
+    wanted = dict(target.pending)
+    found: list[Step] = []
+    place = {axis: part for part, axes in goal.items() for axis in axes}
+
+    def used() -> set[str]:
+        return {axis for axes in now.values() for axis in axes} | set(pending)
+
+    def next_axis(part: tuple[int, int]) -> str | None:
+        have, want = now[part], goal[part]
+        return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
+
+    while True:
+        step = None
+        for part in now:
+            axis = next_axis(part)
+            if axis is not None and axis not in used():
+                step = Step("slice", (axis,), part)
+                now[part].append(axis)
+                break
+        if step is None:
+            for part in now:
+                axis = next_axis(part)
+                if axis is not None and axis in pending:
+                    step = Step("reduce_scatter", (axis,), part, reduction=pending.pop(axis))
+                    now[part].append(axis)
+                    break
+        if step is None:
+            over = [axis for axis in pending if axis not in wanted and axis not in place]
+            if over:
+                alone = [axis for axis in over if axis in sequential]
+                group = alone or [axis for axis in over if pending[axis] == pending[over[0]]]
+                step = Step("all_reduce", tuple(group), reduction=pending[group[0]])
+                for axis in group:
+                    del pending[axis]
+        if step is None:
+            for part, axes in now.items():
+                if axes and axes != goal[part][: len(axes)]:
+                    axis = axes[-1]
+                    other = place.get(axis)
+                    if other is not None and other != part and next_axis(other) == axis:
+                        step = Step("all_to_all", (axis,), other, part)
+                        axes.pop()
+                        now[other].append(axis)
+                        break
+        if step is None:
+            for part, axes in now.items():
+                if axes and axes != goal[part][: len(axes)]:
+                    keep = 0
+                    while keep < len(axes) and axes[: keep + 1] == goal[part][: keep + 1]:
+                        keep += 1
+                    movable = [a for a in axes[keep:] if place.get(a) is not None and place[a] != part]
+                    cut = max([keep, *(axes.index(a) + 1 for a in movable[-1:] if a != axes[-1])])
+                    step = Step("all_gather", tuple(axes[cut:]), part)
+                    del axes[cut:]
+                    break
+        if step is None:
+            fresh = [axis for axis in wanted if axis not in pending]
+            if fresh:
+                step = Step("first", tuple(fresh))
+                pending.update({axis: wanted[axis] for axis in fresh})
+        if step is None:
+            stuck = [axis for axis in pending if axis not in wanted]
+            if not stuck:
+                return found
+            step = Step("all_reduce", tuple(stuck), reduction=pending[stuck[0]])
+            for axis in stuck:
+                del pending[axis]
+        found.append(step)
+
+
+def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
+    """Elements that a rank sends on the way (ring algorithms), plus a little for each collective so that fewer wins."""
+    total = 0
+    now = source
+    for step in steps(source, target):
+        before = prod(local_shape(now, sizes))
+        now = apply(now, step)
+        after = prod(local_shape(now, sizes))
+        count = prod(sizes[axis] for axis in step.axes)
+        if step.kind in ("slice", "first"):
+            continue
+        moved = {"all_reduce": 2 * before, "all_gather": after, "reduce_scatter": before, "all_to_all": before}[step.kind]
+        total += moved * (count - 1) // count + 1
+    return total
+
+
+def apply(sharding: Sharding, step: Step) -> Sharding:
+    """The sharding after one step."""
+    d, p = step.part
+    axes = sharding.dims[d][p].axes if step.kind not in ("all_reduce", "first") else ()
+    if step.kind == "all_reduce":
+        return replace(sharding, pending=tuple(x for x in sharding.pending if x[0] not in step.axes))
+    if step.kind == "first":
+        return replace(sharding, pending=(*sharding.pending, *((axis, step.reduction) for axis in step.axes)))
+    if step.kind == "slice":
+        return sharding.with_axes(d, p, (*axes, *step.axes))
+    if step.kind == "reduce_scatter":
+        split = sharding.with_axes(d, p, (*axes, *step.axes))
+        return replace(split, pending=tuple(x for x in split.pending if x[0] not in step.axes))
+    if step.kind == "all_gather":
+        return sharding.with_axes(d, p, axes[: len(axes) - len(step.axes)])
+    fd, fp = step.to
+    off = sharding.with_axes(fd, fp, sharding.dims[fd][fp].axes[:-1])
+    return off.with_axes(d, p, (*axes, *step.axes))
+
+
+def reshard(build: Builder, x: Node, source: Sharding, target: Sharding, reason: str, sequential: frozenset[str]) -> tuple[Node, Sharding]:
+    """Emit the steps; returns the node and its sharding with what is known of its padding."""
+    now = source
+    for step in merge(steps(source, target, sequential), source, build.sizes):
+        after = apply(now, step)
+        zero = _zero_after(now, after, step, build.sizes)
+        after = replace(after, zero=zero)
+        x = _emit(build, x, now, after, step, reason)
+        now = after
+    if replace(now, zero=frozenset()).pending != target.pending and dict(now.pending) == dict(target.pending):
+        now = replace(now, pending=target.pending)
+    return x, now
+
+
+def merge(found: list[Step], source: Sharding, sizes: Mapping[str, int]) -> list[Step]:
+    """Several axes gathered or reduce-scattered on one part go as one collective where no padding lies between."""
+    merged: list[Step] = []
+    now = source
+    for step in found:
+        after = apply(now, step)
+        last = merged[-1] if merged else None
+        if step.kind == "all_gather" and len(step.axes) > 1 and not _even(now, after, step, sizes):
+            merged += [replace(step, axes=(axis,)) for axis in reversed(step.axes)]
+        elif last and last.kind == step.kind == "reduce_scatter" and last.part == step.part and _even(after, source, step, sizes):
+            merged[-1] = replace(last, axes=(*last.axes, *step.axes))
+        else:
+            merged.append(step)
+        now = after
+    return merged
+
+
+def _even(split: Sharding, whole: Sharding, step: Step, sizes: Mapping[str, int]) -> bool:
+    d, p = step.part
+    a, b = split.dims[d][p], whole.dims[d][p]
+    count = prod(sizes[axis] for axis in a.axes[len(b.axes) :])
+    return local_size(a, sizes) * count == local_size(b, sizes)
+
+
+def _zero_after(now: Sharding, after: Sharding, step: Step, sizes: Mapping[str, int]) -> frozenset[tuple[int, int]]:
+    zero = set(now.zero)
+    if step.kind in ("slice", "reduce_scatter", "all_to_all"):
+        part = now.dims[step.part[0]][step.part[1]]
+        padded = local_size(part, sizes) * prod(sizes[axis] for axis in part.axes) != part.size
+        if not padded:
+            zero.add(step.part)
+    return frozenset(zero)
+
+
+def _expose(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], always: bool) -> tuple[Node, int]:
+    """x with the part's tiles along one dim: the dim itself if the part is its major one, else a view with the part on its own."""
+    d, p = part
+    local = [local_size(item, build.sizes) for item in sharding.dims[d]]
+    before, after = prod(local[:p]), prod(local[p + 1 :])
+    if before == 1 and (after == 1 or not always):
+        return x, d
+    shape = list(build.shape(x))
+    shape[d : d + 1] = [before, local[p], after]
+    return build.emit(aten.reshape.default, x, shape), d + 1
+
+
+def _restore(build: Builder, x: Node, sharding: Sharding) -> Node:
+    shape = list(local_shape(sharding, build.sizes))
+    return x if list(build.shape(x)) == shape else build.emit(aten.reshape.default, x, shape)
+
+
+def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, reason: str) -> Node:
+    count = prod(build.sizes[axis] for axis in step.axes)
+    axes = list(step.axes)
+    if step.kind == "all_reduce":
+        return build.emit(spmd.all_reduce, x, axes, step.reduction, sharding=after, reason=reason)
+    if step.kind == "first":
+        for axis in axes:
+            x = build.emit(spmd.keep_first, x, build.coordinate(axis), sharding=after, reason=reason)
+        return x
+    d, p = step.part
+    size = local_size(now.dims[d][p], build.sizes)
+    if step.kind == "slice":
+        moved, dim = _expose(build, x, now, step.part, size % count != 0)
+        moved = build.emit(spmd.shard, moved, dim, count, build.index(axes), reason=reason)
+    elif step.kind == "reduce_scatter":
+        moved, dim = _expose(build, x, now, step.part, size % count != 0)
+        moved = _pad(build, moved, dim, tile_sizes(size, [count])[-1] * count - size)
+        moved = build.emit(spmd.reduce_scatter, moved, axes, dim, step.reduction, reason=reason)
+    elif step.kind == "all_gather":
+        target = local_size(after.dims[d][p], build.sizes)
+        even = target == size * count
+        moved, dim = _expose(build, x, now, step.part, not even)
+        moved = build.emit(spmd.all_gather, moved, axes, dim, reason=reason)
+        if not even:
+            moved = build.emit(aten.slice.Tensor, moved, dim, 0, target)
+    else:
+        moved = _exchange(build, x, now, after, step, reason, size, count)
+    moved = _restore(build, moved, after)
+    _describe(build, moved, after)
+    return moved
+
+
+def _describe(build: Builder, node: Node, sharding: Sharding) -> None:
+    from meshc.ir import update
+
+    update(node, sharding=sharding)
+
+
+def _pad(build: Builder, x: Node, dim: int, extra: int) -> Node:
+    if extra == 0:
+        return x
+    rank = len(build.shape(x))
+    return build.emit(aten.constant_pad_nd.default, x, [0, 0] * (rank - 1 - dim) + [0, extra], 0)
+
+
+def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, reason: str, size: int, count: int) -> Node:
+    """All-to-all: every part as a dim of its own, split one, join the other."""
+    order = [(d, p) for d, p, _ in now.parts()]
+    local = {(d, p): local_size(part, build.sizes) for d, p, part in now.parts()}
+    split, concat = order.index(step.part), order.index(step.to)
+    flat = build.emit(aten.reshape.default, x, [local[key] for key in order])
+    flat = _pad(build, flat, split, tile_sizes(size, [count])[-1] * count - size)
+    flat = build.emit(spmd.all_to_all, flat, list(step.axes), split, concat, reason=reason)
+    target = local_size(after.dims[step.to[0]][step.to[1]], build.sizes)
+    if target != local[step.to] * count:
+        flat = build.emit(aten.slice.Tensor, flat, concat, 0, target)
+    return flat

@@ -1,0 +1,71 @@
+"""Raise: calls of the torch-level graph whose meaning is worth keeping whole become `meshc::` operators.
+
+    attn = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m)
+    loss = torch.nn.functional.cross_entropy(x, t)          y = torch.nn.functional.dropout(h, 0.1, True)
+  becomes
+    attn = sdpa(q, k, v, attn_mask=m)
+    loss = cross_entropy(x, t)                              y = dropout(h, seed_step, 0, 0.1)
+
+It works before AOTAutograd, so each composite has one node forward and one backward; recognising it afterwards would be a chase after every
+backend's variant. Random calls get their number here, in the order in which the model makes them. Assumes that `capture` inlined modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc.capture import SEED_STEP, TorchGraph, source_of
+from meshc.errors import CompileError
+from meshc.ops.attention import sdpa
+from meshc.ops.random import RAISED, draws
+from meshc.ops.take import cross_entropy
+
+functional = torch.nn.functional
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: sdpa,
+    functional.cross_entropy: cross_entropy,
+}
+
+
+def raise_ops(traced: TorchGraph) -> TorchGraph:
+    """Replace the targets in place; `traced.random_calls` counts the random ones."""
+    module = traced.module
+    calls = 0
+    seed: Node | None = None
+    for node in list(module.graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        count = draws(node.target, node.args, node.kwargs)
+        node.target = COMPOSITES.get(node.target, node.target)
+        if count == 0:
+            continue
+        if node.target not in RAISED and node.target is not sdpa:
+            known = ", ".join(sorted({getattr(function, "__name__", "") for function in RAISED}))
+            raise CompileError(
+                f"{getattr(node.target, '__name__', node.target)}() at {source_of(node)} draws random numbers in a way that meshc has no "
+                f"operator for.\n  what to do: use one of {known}, or draw outside the model and pass the result in"
+            )
+        seed = seed or _seed(traced)
+        node.target = RAISED.get(node.target, node.target)
+        node.kwargs = {**node.kwargs, "seed_step": seed, "call": calls}
+        calls += count
+    traced.random_calls = calls
+    module.graph.lint()
+    module.recompile()
+    return traced
+
+
+def _seed(traced: TorchGraph) -> Node:
+    """One graph attribute holds (seed, step); AOTAutograd turns it into an input."""
+    module = traced.module
+    with traced.fake_mode:
+        module.register_buffer(SEED_STEP, torch.zeros(2, dtype=torch.int64))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        node = module.graph.get_attr(SEED_STEP)
+    node.meta["example_value"] = getattr(module, SEED_STEP)
+    return node

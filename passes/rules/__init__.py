@@ -1,0 +1,36 @@
+"""The operator rules, one file a family. `rule_of(node)` finds the rule of a node's operator, or None.
+
+A family file registers its rules with `@rule(op, ...)` or in its own `TEXTS` table; `docs/add-a-rule.md` shows how to add one.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from meshc.passes.rules import (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    elementwise,
+    index,
+    layout,
+    normalisation,
+    optimizer,
+    reduction,
+)
+from meshc.passes.rules.rule import Rule
+
+FAMILIES = (elementwise, contraction, reduction, layout, index, normalisation, attention, convolution, creation, optimizer)
+
+
+def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
+    """The rule for this node's operator and shapes; None where there is none, and the operator must run on whole operands."""
+    for family in FAMILIES:
+        found = family.RULES.get(node.target)
+        if found is not None:
+            return found(node, tensors)
+    return elementwise.tagged(node, tensors)
+
+
+__all__ = ["FAMILIES", "Rule", "rule_of"]

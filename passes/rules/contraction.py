@@ -1,0 +1,44 @@
+"""Matrix products: an einsum each."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, shape_of
+
+aten = torch.ops.aten
+
+TEXTS = {
+    aten.mm.default: "m k, k n -> m n +k",
+    aten.bmm.default: "b m k, b k n -> b m n +k",
+    aten.mv.default: "m k, k -> m +k",
+    aten.dot.default: "k, k -> +k",
+}
+
+
+def _text(text: str) -> RuleFunction:
+    return lambda node, tensors: einsum(text, node, tensors)
+
+
+def _addmm(node: Node, tensors: list[Node]) -> Rule:
+    """bias + x @ w. With k split the product is pending, and so must the bias be: it counts once."""
+    bias = "n" if len(shape_of(tensors[0])) == 1 else "m n"
+    return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm)
+
+
+def _lower_addmm(local) -> object:  # type: ignore[no-untyped-def]
+    bias, x, w = local.operands
+    axes = local.axes("k")
+    if axes:
+        bias = local.keep_first(bias, axes)
+    return local.emit(aten.addmm.default, bias, x, w, **local.node.kwargs)
+
+
+def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b m n, b m k, b k n -> b m n", node, tensors, whole=frozenset("k"))
+
+
+RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
+RULES[aten.addmm.default] = _addmm
+RULES[aten.baddbmm.default] = _baddbmm

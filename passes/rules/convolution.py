@@ -1,0 +1,82 @@
+"""Convolutions and pooling: batch and channels like a matrix product, space whole (a split window would need its neighbours)."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, result_shapes, shape_of
+
+aten = torch.ops.aten
+
+
+def _space(prefix: str, count: int) -> str:
+    return " ".join(f"{prefix}{i}!" for i in range(count))
+
+
+def _convolution(node: Node, tensors: list[Node]) -> Rule:
+    spatial = len(shape_of(tensors[0])) - 2
+    transposed, groups = bool(node.args[6]), int(node.args[8])  # type: ignore[call-overload]
+    x, k, y = _space("x", spatial), _space("k", spatial), _space("y", spatial)
+    i, o = ("i", "o") if groups == 1 else ("i!", "o!")
+    weight = f"{i} {o} {k}" if transposed else f"{o} {i} {k}"
+    if groups != 1:
+        weight = weight.replace("i!", "j!")
+    operands = [f"b {i} {x}", weight] + [o] * (len(tensors) - 2)
+    reduced = "+i" if groups == 1 else ""
+    return einsum(f"{', '.join(operands)} -> b {o} {y} {reduced}", node, tensors, lower=_lower_convolution)
+
+
+def _lower_convolution(local) -> object:  # type: ignore[no-untyped-def]
+    x, weight, *bias = local.operands
+    bias = bias[0] if bias else None
+    axes = local.axes("i")
+    if axes and bias is not None:
+        bias = local.keep_first(bias, axes)
+    return local.emit(aten.convolution.default, x, weight, bias, *local.node.args[3:])
+
+
+def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
+    """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient sums batch (and space, whole); it knows no input channel."""
+    spatial = len(shape_of(tensors[0])) - 2
+    transposed, groups = bool(node.args[7]), int(node.args[9])  # type: ignore[call-overload]
+    x, k, y = _space("x", spatial), _space("k", spatial), _space("y", spatial)
+    i, o = ("i", "o") if groups == 1 else ("i!", "o!")
+    weight = f"{i} {o} {k}" if transposed else f"{o} {i} {k}"
+    if groups != 1:
+        weight = weight.replace("i!", "j!")
+    results = [f"b {i} {x} " + ("+o" if groups == 1 else ""), f"{weight} +b", f"{o} +b"]
+    shown = " | ".join(text for text, shape in zip(results, result_shapes(node), strict=False))
+    return einsum(f"b {o} {y}, b {i} {x}, {weight} -> {shown}", node, tensors, lower=_lower_convolution_backward)
+
+
+def _lower_convolution_backward(local) -> object:  # type: ignore[no-untyped-def]
+    grad, x, weight = local.operands
+    args = list(local.node.args)
+    sizes = [local.local_size("o")] if args[3] is not None else None
+    return local.emit(aten.convolution_backward.default, grad, x, weight, sizes, *args[4:])
+
+
+def _window(node: Node, tensors: list[Node]) -> Rule:
+    """Pooling: batch and channels pass."""
+    def dims(shape: tuple[int, ...], prefix: str) -> str:
+        lead = ["b", "c"][4 - len(shape) :] if len(shape) < 4 else ["b", "c"]
+        return " ".join([*lead, _space(prefix, len(shape) - len(lead))])
+
+    operands = []
+    for tensor in tensors:
+        operands.append(dims(shape_of(tensor), f"t{len(operands)}_"))
+    results = [dims(shape, f"r{index}_") for index, shape in enumerate(result_shapes(node))]
+    return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.max_pool2d_with_indices.default: _window,
+    aten.max_pool2d_with_indices_backward.default: _window,
+    aten.avg_pool2d.default: _window,
+    aten.avg_pool2d_backward.default: _window,
+    aten._adaptive_avg_pool2d.default: _window,
+    aten._adaptive_avg_pool2d_backward.default: _window,
+}

@@ -1,0 +1,72 @@
+"""Operators that make values from nothing: constants fill the tile, positions count from the tile's start."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules.rule import Rule, RuleFunction, result_shapes
+
+aten = torch.ops.aten
+
+
+def _fill(node: Node, tensors: list[Node]) -> Rule:
+    (shape,) = result_shapes(node)
+    return Rule((), (tuple(f"d{i}" for i in range(len(shape))),), ({},), lower=_lower_fill)
+
+
+def _lower_fill(local) -> object:  # type: ignore[no-untyped-def]
+    node = local.node
+    if node.target in (aten.scalar_tensor.default,):
+        return local.emit(node.target, *node.args, **node.kwargs)
+    return local.emit(node.target, list(local.out_shape(0)), *node.args[1:], **node.kwargs)
+
+
+def _new(node: Node, tensors: list[Node]) -> Rule:
+    """x.new_zeros(size) and the like: only x's dtype matters."""
+    (shape,) = result_shapes(node)
+    seed = tuple(f"x{i}" for i in range(len(tensors[0].meta["meshc"].shape)))
+    return Rule((seed,), (tuple(f"d{i}" for i in range(len(shape))),), ({},), lower=_lower_new)
+
+
+def _lower_new(local) -> object:  # type: ignore[no-untyped-def]
+    (x,) = local.operands
+    return local.emit(local.node.target, x, list(local.out_shape(0)), *local.node.args[2:], **local.node.kwargs)
+
+
+def _arange(node: Node, tensors: list[Node]) -> Rule:
+    return Rule((), (("d0",),), ({},), lower=_lower_arange)
+
+
+def _lower_arange(local) -> object:  # type: ignore[no-untyped-def]
+    node = local.node
+    if not local.axes("d0"):
+        return local.emit(node.target, *node.args, **node.kwargs)
+    start, step = 0, 1
+    if node.target is aten.arange.start:
+        start = node.args[0]
+    elif node.target is aten.arange.start_step:
+        start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
+    kwargs = {key: value for key, value in node.kwargs.items() if key in ("dtype", "device")}
+    kwargs.setdefault("dtype", node.meta["meshc"].dtype)
+    index = local.emit(aten.arange.default, local.local_size("d0"), **kwargs)
+    index = local.emit(aten.add.Tensor, index, local.start("d0"))
+    if step != 1:
+        index = local.emit(aten.mul.Tensor, index, step)
+    return local.emit(aten.add.Tensor, index, start) if start else index
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.full.default: _fill,
+    aten.zeros.default: _fill,
+    aten.ones.default: _fill,
+    aten.empty.memory_format: _fill,
+    aten.scalar_tensor.default: _fill,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty.default: _new,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+}

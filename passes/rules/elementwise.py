@@ -1,0 +1,114 @@
+"""Pointwise operators: one rule for all of them, and what they let through.
+
+A sum that is still pending may pass through an operator that is linear in it: alone (`neg`, `mul` by a number), or through an addition whose
+operands are all pending alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import is_tensor
+from meshc.passes.rules.rule import Rule, RuleFunction, pointwise, result_shapes
+
+aten = torch.ops.aten
+meshc = torch.ops.meshc
+
+LINEAR_EACH = {
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+}
+LINEAR_ALL = {aten.add.Tensor, aten.sub.Tensor}
+UNTAGGED = {
+    aten.native_dropout_backward.default,
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.elu_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.hardtanh_backward.default,
+    aten.softplus_backward.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.where.self,
+    aten.where.ScalarOther,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    torch.ops.meshc.dropout_backward.default,
+}
+
+
+def _linear(node: Node) -> str:
+    if node.target in LINEAR_EACH:
+        dtype = node.kwargs.get("dtype")
+        narrowing = node.target is aten._to_copy.default and dtype in (torch.bfloat16, torch.float16)
+        return "" if narrowing else "each"
+    if node.target in LINEAR_ALL and len(node.all_input_nodes) >= 1 and all(isinstance(a, Node) for a in node.args[:2]):
+        return "all"
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        left, right = node.args[:2]
+        if isinstance(left, Node) and (not isinstance(right, Node) or (is_tensor(right) and right.meta["meshc"].shape == ())):
+            return "first"
+    return ""
+
+
+def tagged(node: Node, tensors: list[Node]) -> Rule | None:
+    """Whatever torch itself tags as pointwise, out of place."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if target not in UNTAGGED and torch.Tag.pointwise not in target.tags:
+        return None
+    if target._schema.is_mutable:
+        return None
+    return pointwise(node, tensors, linear=_linear(node))
+
+
+def _dropout(node: Node, tensors: list[Node]) -> Rule:
+    """dropout(x, seed_step, call, p, global, local, offsets): draws by global index, so any factor may be split."""
+    x = pointwise(node, tensors[:1])
+    return Rule((x.operands[0], ("_seed",)), x.results, ({}, {}), whole=frozenset({"_seed"}), lower=_lower_dropout)
+
+
+def _lower_dropout(local) -> object:  # type: ignore[no-untyped-def]
+    x, seed_step = local.operands
+    return local.emit(meshc.dropout.default, x, seed_step, *local.node.args[2:4], *local.tiles(0))
+
+
+def _draw(node: Node, tensors: list[Node]) -> Rule:
+    (shape,) = result_shapes(node)
+    return Rule((("_seed",),), (tuple(f"d{i}" for i in range(len(shape))),), ({},), whole=frozenset({"_seed"}), lower=_lower_draw)
+
+
+def _lower_draw(local) -> object:  # type: ignore[no-untyped-def]
+    """The tile is drawn factor by factor, so the result has a dim a factor until it is viewed."""
+    (seed_step,) = local.operands
+    node = local.node
+    before = node.args[1:-3] if node.target is meshc.keep_mask.default else node.args[1:2]
+    after = () if node.target is meshc.keep_mask.default else node.args[-1:]
+    drawn = local.emit(node.target, seed_step, *before, *local.tiles(0), *after)
+    return local.emit(aten.reshape.default, drawn, list(local.out_shape(0)))
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.dropout.default: _dropout,
+    meshc.uniform.default: _draw,
+    meshc.normal.default: _draw,
+    meshc.keep_mask.default: _draw,
+}

@@ -1,0 +1,42 @@
+"""Layer and group norm, kept whole: their own statistics need the normalised dims whole, everything else passes.
+
+(Batch norm is taken apart by `differentiate` into means, so that it is synchronised by the rules of sums alone.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, shape_of
+
+aten = torch.ops.aten
+
+
+def _names(node: Node) -> tuple[str, str, str]:
+    shape = shape_of(node.args[0])  # type: ignore[arg-type]
+    position = 1 if node.target is aten.native_layer_norm.default else 2
+    normalised = len(node.args[position])  # type: ignore[arg-type]
+    lead = " ".join(f"b{i}" for i in range(len(shape) - normalised))
+    whole = " ".join(f"c{i}!" for i in range(normalised))
+    return lead, whole, " ".join(["_"] * normalised)
+
+
+def _layer_norm(node: Node, tensors: list[Node]) -> Rule:
+    lead, whole, ones = _names(node)
+    operands = [f"{lead} {whole}"] + [whole] * (len(tensors) - 1)
+    return einsum(f"{', '.join(operands)} -> {lead} {whole} | {lead} {ones} | {lead} {ones}", node, tensors)
+
+
+def _layer_norm_backward(node: Node, tensors: list[Node]) -> Rule:
+    lead, whole, ones = _names(node)
+    weight = len(tensors) - 4
+    operands = [f"{lead} {whole}", f"{lead} {whole}", f"{lead} {ones}", f"{lead} {ones}"] + [whole] * weight
+    sums = " ".join(f"+{letter}" for letter in lead.split())
+    return einsum(f"{', '.join(operands)} -> {lead} {whole} | {whole} {sums} | {whole} {sums}", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}

@@ -1,0 +1,172 @@
+"""What a rule is: letters for the dims of each operand and result of one operator, written like an einsum.
+
+    "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result pending (sum)
+    "... c! -> ... c!"           c must be whole (a softmax); `...` is whatever leads
+    "b i, o i -> b o +i | o"     several results, parted by |; a letter that is missing and not behind + is no part of that result's sum
+    "_"                          a dim of size 1, or one that broadcasts: no letter
+
+Letters are local to one operator. A letter may stand for a dim that is a product of factors; the rule does not care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import records, value_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
+
+Dims = tuple[str, ...]
+ONE = "_"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Dims `inside` (of the operand) and `outside` (of the result) that hold the same elements in the same order.
+
+    A letter starting with `#` is virtual: it stands for `#N` tiles of which the operator selects or fills one (or all, in a `cat`).
+    A soft relation holds only where other operators have already refined the dim that way.
+    """
+
+    inside: Dims
+    outside: Dims
+    soft: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Letters of one operator instance.
+
+    kind     compute: chooses its letters by the plan; layout: moves nothing and has no opinion; carry: keeps a split that operands share
+    sums     per result, letters whose sharding leaves that result pending, with the reduction
+    whole    letters that may not be sharded
+    masked   operands whose padding along a summed letter must be neutral first; None: all that have the letter
+    linear   operand positions that may come in pending (alone: `each`; together: `all`)
+    lower    builds the per-rank code; None: the same operator on local operands
+    neutral  what padding along a summed letter must hold (0, or an infinity for max and min)
+    clean    operands whose padding must always be zero (indices)
+    shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
+    self_masked  `lower` masks by itself
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sums: tuple[dict[str, str], ...] = ()
+    whole: frozenset[str] = frozenset()
+    relations: tuple[Relation, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    kind: str = "compute"
+    linear: str = ""
+    lower: Callable[[Local], Any] | None = None
+    neutral: float = 0.0
+    shrinks: bool = False
+    self_masked: bool = False
+    clean: tuple[int, ...] = ()
+
+
+RuleFunction = Callable[[Node, list[Node]], Rule | None]
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    producer, index = value_of(node)
+    return records(producer)[index].shape
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    producer, index = value_of(node)
+    found = records(producer)[index].dtype
+    assert found is not None
+    return found
+
+
+def result_shapes(node: Node) -> list[tuple[int, ...]]:
+    return [result.shape for result in records(node)]
+
+
+def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
+    """A Rule from its text, for the shapes at hand. Operands in the text beyond those given (None arguments) must be left out by the caller."""
+    left, right = text.split("->")
+    whole: set[str] = set()
+    operand_texts = [part.split() for part in left.split(",")] if left.strip() else []
+    result_texts = [part.split() for part in right.split("|")]
+    if len(operand_texts) != len(tensors):
+        raise ValueError(f"rule {text!r} has {len(operand_texts)} operands, {node.name} has {len(tensors)}")
+    out_shapes = result_shapes(node)
+    sizes: dict[str, int] = {}
+    lead = 0
+    for tokens, shape in zip(operand_texts, [shape_of(t) for t in tensors], strict=True):
+        if "..." in tokens:
+            lead = max(lead, len(shape) - len(tokens) + 1)
+    sums: list[dict[str, str]] = []
+    stripped: list[list[str]] = []
+    made = [result.dtype is not None for result in records(node)]
+    result_texts = [tokens if there else [] for tokens, there in zip(result_texts, made, strict=False)]
+    for tokens, shape in zip(result_texts, out_shapes, strict=False):
+        sums.append({})
+        kept: list[str] = []
+        for token in tokens:
+            if token.startswith("+"):
+                for letter in _lead(lead) if token == "+..." else [token[1:]]:
+                    sums[-1][letter] = "sum"
+            else:
+                kept.append(token)
+        stripped.append(kept)
+        if "..." in kept:
+            lead = max(lead, len(shape) - len(kept) + 1)
+
+    def dims(tokens: list[str], shape: tuple[int, ...]) -> Dims:
+        letters: list[str] = []
+        for token in tokens:
+            if token == "...":
+                count = len(shape) - len(tokens) + 1
+                letters += _lead(lead)[lead - count :]
+            else:
+                letters.append(token.rstrip("!"))
+                if token.endswith("!"):
+                    whole.add(token[:-1])
+        if len(letters) != len(shape):
+            raise ValueError(f"rule {text!r} does not fit shape {shape} of {node.name}")
+        for position, (letter, size) in enumerate(zip(letters, shape, strict=True)):
+            if size == 1 and sizes.get(letter, 1) != 1 or letter == ONE:
+                letters[position] = ONE
+            else:
+                sizes[letter] = size
+        return tuple(letters)
+
+    # larger sizes first, so that a broadcast dim of size 1 is recognised
+    order = sorted(range(len(tensors)), key=lambda i: -_numel(shape_of(tensors[i])))
+    results = tuple(dims(tokens, shape) for tokens, shape in zip(stripped, out_shapes, strict=False))
+    operands: list[Dims] = [()] * len(tensors)
+    for index in order:
+        operands[index] = dims(operand_texts[index], shape_of(tensors[index]))
+    return Rule(tuple(operands), results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
+
+
+def _lead(count: int) -> list[str]:
+    return [f"*{index}" for index in range(count)]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def pointwise(node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
+    """Every operand broadcasts to the result."""
+    (shape,) = result_shapes(node)[:1]
+    letters = [f"*{index}" for index in range(len(shape))]
+
+    def dims(operand: tuple[int, ...]) -> Dims:
+        shift = len(shape) - len(operand)
+        return tuple(ONE if size == 1 and shape[shift + i] != 1 else letters[shift + i] for i, size in enumerate(operand))
+
+    results = tuple(tuple(letters) for _ in result_shapes(node))
+    return Rule(tuple(dims(shape_of(t)) for t in tensors), results, tuple({} for _ in results), **changes)

@@ -1,0 +1,1 @@
+"""The runtime: executes a program, on real processes or on simulated ranks. It knows no pass."""
