@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,8 +60,6 @@ class Builder:
 
     def item(self, node: Node, index: int) -> Node:
         """One result of a node with several."""
-        import operator
-
         return self.emit(operator.getitem, node, index)
 
     def _evaluate(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, is_getitem, records, value_of
+from meshc.ir import Record, is_getitem, record, records, update, value_of
 from meshc.passes.factorize import Instance, Value
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Local, mask_part
@@ -139,7 +139,9 @@ class Partitioner:
             after = not self._has(source, back)
         if not after:
             form = self.need(source, back, reason)
-            self._apply(instance, form)
+            grown = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
+                     for part, token in zip(parts, row, strict=True)}  # fmt: skip
+            self._apply(instance, form, grown)
             return self.forms[value][want]
         given = self._natural(source)
         lying = forward_map(instance, index, given, self.assignment.whole(value))
@@ -147,7 +149,7 @@ class Partitioner:
             lying = want
         back, _ = backward_map(instance, index, lying, self.assignment.whole(source))
         form = self.need(source, back, reason)
-        self._apply(instance, form)
+        self._apply(instance, form, {})
         return self.forms[value].get(want) or self._reshard(value, want, reason)
 
     def _has(self, value: Value, sharding: Sharding) -> bool:
@@ -214,9 +216,9 @@ class Partitioner:
 
     # ---------------------------------------------------------------------------------------------------------------- operators
 
-    def _apply(self, instance: Instance, form: Form) -> None:
-        """A layout operator on one form of its operand: all its results."""
-        axes = {}
+    def _apply(self, instance: Instance, form: Form, grown: Mapping) -> None:  # type: ignore[type-arg]
+        """A layout operator on one form of its operand: all its results. `grown` splits dims that only the result has."""
+        axes = dict(grown)
         for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
             for part, token in zip(parts, tokens, strict=True):
                 axes[token] = part.axes
@@ -261,12 +263,10 @@ class Partitioner:
         for index, (result, sharding) in enumerate(zip(made, results, strict=True)):
             if result is None:
                 continue
-            if result.op == "call_function" and result.meta["meshc"].sharding is None:
-                from meshc.ir import update
-
-                update(result, sharding=sharding)
             zero = self._zero(instance, index, operands, sharding)
             form = Form(result, replace(sharding, zero=zero), phase)
+            if result.op == "call_function" and record(result).sharding is None:
+                update(result, sharding=form.sharding)
             self.forms.setdefault((node, index), {}).setdefault(form.sharding, form)
 
     def _used(self, node: Node, index: int) -> bool:

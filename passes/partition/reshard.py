@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from meshc import spmd
+from meshc.ir import update
 from meshc.passes.partition.builder import Builder
 from meshc.sharding import Sharding, local_shape, local_size, tile_sizes
 
@@ -238,14 +239,8 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
     else:
         moved = _exchange(build, x, now, after, step, reason, size, count)
     moved = _restore(build, moved, after)
-    _describe(build, moved, after)
+    update(moved, sharding=after)
     return moved
-
-
-def _describe(build: Builder, node: Node, sharding: Sharding) -> None:
-    from meshc.ir import update
-
-    update(node, sharding=sharding)
 
 
 def _pad(build: Builder, x: Node, dim: int, extra: int) -> Node:

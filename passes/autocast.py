@@ -1,0 +1,409 @@
+"""Autocast: regions of automatic mixed precision become casts that one can read.
+
+    enter = _enter_autocast('cuda', bf16, True, None)
+    h = linear(x, w, b)                                    h = linear(x.to(bf16), w.to(bf16), b.to(bf16))
+    y = layer_norm(h, (8,), g)            becomes          y = layer_norm(h.to(f32), (8,), g)
+    z = multi_head_attention_forward(y, ...)               z = its ATen calls, each with its casts
+    _exit_autocast(enter)
+
+Torch casts by dispatch key: above autograd, at the outermost ATen operator that is on the device's list. So each call of a region is run on
+fake tensors under a mode that sees ATen calls at that same height (below autograd, composites off the list taken apart) and records them
+and their casts. If the call, given cast operands and no autocast, makes the same ATen calls on the same dtypes, the casts go in front of
+it; else the recorded ATen calls take its place. The lists are data (`meshc.autocast_policy`), so the machine that compiles does not matter.
+
+A float32 leaf (a parameter, mostly) has one cast in a region, as in torch's cache: its gradients add up in the lower dtype.
+Runs right after capture, because later passes replace torch's functions by operators that know no autocast.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshc.autocast_policy import DISPATCH_KEYS, DTYPES, POLICIES, Policy, Region, eligible, operand_dtype
+from meshc.capture import TorchGraph, source_of
+from meshc.errors import CompileError
+
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "aten::dropout": torch.dropout,
+    "aten::feature_dropout": torch.feature_dropout,
+    "aten::alpha_dropout": torch.alpha_dropout,
+    "aten::feature_alpha_dropout": torch.feature_alpha_dropout,
+    "aten::scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+}
+"""Composites that are not taken apart, because later passes know them by these names."""
+
+
+def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
+    """Take the autocast regions out of the graph, in place, and put casts in.
+
+    `device` is the mesh's device type. Capture traces on CPU stand-ins, so a region whose device the model read from a tensor says "cpu":
+    it means `device` then, or else that of the region around it. Every other region follows the lists of the device that it names.
+    """
+    if not any(_has_region(module) for module in traced.module.modules() if isinstance(module, GraphModule)):
+        return traced
+    inputs = [node.meta["example_value"] for node in traced.module.graph.find_nodes(op="placeholder")]
+    lowering = Lowering(traced.module, traced.fake_mode, device)
+    grad = torch.set_grad_enabled(torch.is_grad_enabled())  # the graph sets it as it goes
+    with grad, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
+        lowering.run(inputs, [])
+    traced.notes += lowering.notes()
+    return traced
+
+
+def _has_region(module: GraphModule) -> bool:
+    return bool(module.graph.find_nodes(op="call_function", target=ENTER))
+
+
+# -------------------------------------------------------------------------------------------- one call, seen where torch's autocast sees it
+
+
+@dataclass
+class Call:
+    """One ATen call with its fake operands (after their casts) and results."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+@dataclass
+class Casts:
+    """The casts of a graph so far, by the identity of fake tensors, which it keeps alive."""
+
+    source: dict[int, Tensor] = field(default_factory=dict)
+    node: dict[int, Node] = field(default_factory=dict)
+    of_leaf: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+
+    def make(self, tensor: Tensor, dtype: torch.dtype, region: Region) -> Tensor:
+        """torch's `cached_cast`: float32 leaves that require a gradient share one cast to the region's dtype."""
+        leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        shared = leaf and region.cache and dtype == region.dtype
+        if shared and (id(tensor), dtype) in self.of_leaf:
+            return self.of_leaf[id(tensor), dtype]
+        cast = tensor.to(dtype)
+        self.source[id(cast)] = tensor
+        self.alive += [tensor, cast]
+        if shared:
+            self.of_leaf[id(tensor), dtype] = cast
+        return cast
+
+
+class Watch(TorchDispatchMode):
+    """Records the ATen calls that a torch-level call comes down to; with a region, casts their operands as torch would."""
+
+    def __init__(self, device: str, region: Region | None, casts: Casts) -> None:
+        super().__init__()
+        self.device, self.region, self.casts = device, region, casts
+        self.calls: list[Call] = []
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function.name()
+        if function.namespace == "prim":  # a question (`prim::device`), no call
+            return function(*args, **kwargs)
+        policy = _policy(self.device, name)
+        if policy is None and name not in WHOLE and _composite(name):
+            with self:
+                return function.decompose(*args, **kwargs)
+        if policy is not None and self.region is not None:
+            args, kwargs = self._cast(name, policy, self.region, args, kwargs)
+        out = function(*args, **kwargs)
+        self.calls.append(Call(function, args, kwargs, out))
+        return out
+
+    def _cast(self, name: str, policy: Policy, region: Region, args: Any, kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        dtypes = [leaf.dtype for leaf in _tensors(leaves) if eligible(leaf.dtype)]
+        try:
+            dtype = operand_dtype(policy, region, dtypes, any(isinstance(leaf, torch.dtype) for leaf in leaves))
+        except ValueError as error:
+            raise Refused(f"{name}: {error}") from None
+
+        def cast(leaf: Any) -> Any:
+            if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype == dtype or not eligible(leaf.dtype):
+                return leaf
+            self.made.append(self.casts.make(leaf, dtype, region))
+            return self.made[-1]
+
+        return pytree.tree_map(cast, (args, kwargs))
+
+
+class Refused(Exception):
+    """Why a call of a region cannot be lowered."""
+
+
+@functools.cache
+def _policy(device: str, name: str) -> Policy | None:
+    policy = POLICIES[device].get(name)
+    if policy is None and torch._C._dispatch_has_kernel_for_dispatch_key(name, DISPATCH_KEYS[device]):
+        raise Refused(f"{name} has an autocast rule for {device} that meshc does not know")
+    return policy
+
+
+@functools.cache
+def _composite(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _apply(node: Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -> list[Any]:
+    """What a call did, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
+    name_of: dict[int, Any] = dict(zip(map(id, operands), names, strict=True))
+
+    def name(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        source = leaf if id(leaf) in name_of else watch.casts.source.get(id(leaf), leaf)
+        if id(source) not in name_of:
+            raise Refused("it uses a tensor that is no operand")
+        return name_of[id(source)], leaf.dtype
+
+    rows: list[Any] = []
+    for number, call in enumerate(watch.calls):
+        rows.append((call.function.name(), [name(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))]))
+        name_of.update({id(leaf): (number, position) for position, leaf in enumerate(_tensors(call.out))})
+    return [*rows, [name(leaf) for leaf in pytree.tree_leaves(result)]]
+
+
+# --------------------------------------------------------------------------------------------------------------------------- one graph
+
+
+class Lowering:
+    """A graph (the model's, or the body of a checkpoint), walked once in order with a fake value for every node."""
+
+    def __init__(self, module: GraphModule, fake_mode: FakeTensorMode, device: str | None) -> None:
+        self.module, self.graph, self.fake_mode, self.device = module, module.graph, fake_mode, device
+        self.values: dict[Node, Any] = {}
+        self.casts = Casts()
+        self.erased: set[Node] = set()
+        self.retyped: set[torch.dtype] = set()
+        self.bodies: list[Lowering] = []
+
+    def run(self, inputs: Sequence[Any], around: list[Region]) -> Any:
+        """Lower the graph, whose call lies in the regions `around`, outermost first; gives its fake outputs."""
+        stack = list(around)
+        outside: dict[Any, int] = {}
+        feed = iter(inputs)
+        result = None
+        for node in list(self.graph.nodes):
+            if node in self.erased:
+                continue
+            if node.op == "placeholder":
+                self.values[node] = next(feed)
+            elif node.op == "get_attr":
+                self.values[node] = self._attribute(node)
+            elif node.op == "output":
+                result = self._value(node.args[0])
+            elif node.target is ENTER:
+                outside[node] = len(stack)
+                stack.append(self._at(node, self._region, stack, *node.args))
+            elif node.target is EXIT:
+                del stack[outside[node.args[0]] :]
+                if not stack:  # torch clears its cache
+                    self.casts.of_leaf.clear()
+            else:
+                self._at(node, self._call, node, stack)
+                self._retype(node)
+        for target in (EXIT, ENTER):
+            for node in self.graph.find_nodes(op="call_function", target=target):
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self.module.recompile()
+        return result
+
+    def _at(self, node: Node, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (Refused, RuntimeError, TypeError, ValueError) as error:
+            name = getattr(node.target, "__name__", node.target)
+            raise CompileError(
+                f"{name}() at {source_of(node)} cannot be compiled under autocast: {error}\n"
+                "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
+            ) from error
+
+    def _region(self, stack: list[Region], device: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None) -> Region:
+        if device == "cpu":
+            device = self.device or (stack[-1].device if stack else device)
+        if dtype is None:
+            around = [region.dtype for region in stack if region.device == device]
+            dtype = around[-1] if around else torch.get_autocast_dtype(device)
+        if cache is None:
+            cache = stack[-1].cache if stack else torch.is_autocast_cache_enabled()
+        if enabled and device not in POLICIES:
+            raise Refused(f"meshc has torch's lists for {' and '.join(POLICIES)}, not for {device}")
+        allowed = DTYPES.get(device)
+        return Region(device, dtype, enabled and (allowed is None or dtype in allowed), cache)
+
+    def _value(self, argument: Any) -> Any:
+        return map_arg(argument, lambda node: self.values[node])
+
+    def _attribute(self, node: Node) -> Any:
+        value = operator.attrgetter(str(node.target))(self.module)
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            return self.fake_mode.from_tensor(value)
+        return value
+
+    def _call(self, node: Node, stack: list[Region]) -> None:
+        region = stack[-1] if stack and stack[-1].enabled else None
+        args, kwargs = self._value(node.args), self._value(node.kwargs)
+        if node.target is CHECKPOINT:
+            self.bodies.append(Lowering(args[0], self.fake_mode, self.device))
+            self.values[node] = self.bodies[-1].run(args[1:], stack)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            if region or any(_has_region(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
+                raise Refused("of the operators that take functions, meshc lowers autocast in checkpoint only")
+            self.values[node] = _apply(node, args, kwargs)
+        elif region is None:
+            self.values[node] = _apply(node, args, kwargs)
+        else:
+            with Watch(region.device, region, self.casts) as watch:
+                self.values[node] = _apply(node, args, kwargs)
+            if watch.made and not self._hoist(node, watch, args, kwargs):
+                self._expand(node, watch)
+
+    def _hoist(self, node: Node, watch: Watch, args: Any, kwargs: Any) -> bool:
+        """Put the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
+        operands = _tensors((args, kwargs))
+        uses = Counter(map(id, operands))
+        made: dict[int, list[Tensor]] = {}
+        for cast in {id(cast): cast for cast in watch.made}.values():
+            made.setdefault(id(self.casts.source[id(cast)]), []).append(cast)
+        if any(len(casts) not in (1, uses[source]) for source, casts in made.items()):
+            return False  # cast several times inside, and each cast has a gradient of its own
+
+        def turns() -> dict[int, Iterator[Tensor]]:
+            return {source: iter(casts * (uses[source] // len(casts))) for source, casts in made.items()}
+
+        turn = turns()
+        cast_args, cast_kwargs = pytree.tree_map(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
+        with Watch(watch.device, None, self.casts) as plain:
+            result = _apply(node, cast_args, cast_kwargs)
+        first = {id(operand): position for position, operand in reversed(list(enumerate(operands)))}
+        names = [first[id(operand)] for operand in operands]
+        if _trace(watch, operands, names, self.values[node]) != _trace(plain, _tensors((cast_args, cast_kwargs)), names, result):
+            return False
+        turn = turns()
+
+        def argument(used: Node) -> Any:
+            if not any(id(leaf) in turn for leaf in _tensors(self.values[used])):
+                return used
+            wires = self._wires([used], node)
+
+            def leaf_argument(leaf: Any) -> Any:
+                source = wires.get(id(leaf), leaf)
+                return self._cast_node(next(turn[id(leaf)]), source, node) if id(leaf) in turn else source
+
+            return pytree.tree_map(leaf_argument, self.values[used])
+
+        node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
+        return True
+
+    def _expand(self, node: Node, watch: Watch) -> None:
+        """Let the recorded ATen calls, with their casts, take the place of the call."""
+        wires = self._wires(node.all_input_nodes, node)
+
+        def wire(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in wires:
+                source = self.casts.source.get(id(leaf))
+                if source is None or id(source) not in wires:
+                    raise Refused("it uses a tensor that is no operand")
+                wires[id(leaf)] = self._cast_node(leaf, wires[id(source)], node)
+            return wires[id(leaf)]
+
+        for call in watch.calls:
+            name = call.function.name()
+            if torch.Tag.nondeterministic_seeded in call.function.tags and name not in WHOLE:
+                raise Refused(f"it draws random numbers by {name}")
+            args, kwargs = pytree.tree_map(wire, (call.args, call.kwargs))
+            new = self._emit("call_function", WHOLE.get(name, call.function), args, kwargs, call.out, node)
+            wires.update(self._wires([new], node))
+        structure = pytree.tree_map(wire, self.values[node])
+        for user in list(node.users):
+            part = structure[user.args[1]] if user.target is operator.getitem else None
+            if isinstance(part, Node):
+                user.replace_all_uses_with(part)
+                self._erase(user)
+            elif isinstance(structure, (Node, tuple, list)) and user.target is not getattr:
+                user.args = map_arg(user.args, lambda used: structure if used is node else used)
+                user.kwargs = map_arg(user.kwargs, lambda used: structure if used is node else used)
+            else:
+                raise Refused("its result is used in a way that meshc does not know")
+        self._erase(node)
+
+    def _erase(self, node: Node) -> None:
+        self.erased.add(node)
+        self.graph.erase_node(node)
+
+    def _wires(self, nodes: Sequence[Node], near: Node) -> dict[int, Node]:
+        """The node of every tensor that `nodes` hold, themselves or in a list."""
+        wires: dict[int, Node] = {}
+
+        def visit(node: Node, value: Any) -> None:
+            if isinstance(value, Tensor):
+                wires[id(value)] = node
+            elif isinstance(value, (tuple, list)):
+                for index, item in enumerate(value):
+                    if _tensors(item):
+                        visit(self._emit("call_function", operator.getitem, (node, index), {}, item, near), item)
+
+        for node in nodes:
+            visit(node, self.values[node])
+        return wires
+
+    def _cast_node(self, cast: Tensor, source: Node, near: Node) -> Node:
+        if id(cast) not in self.casts.node:
+            self.casts.node[id(cast)] = self._emit("call_method", "to", (source, cast.dtype), {}, cast, near)
+        return self.casts.node[id(cast)]
+
+    def _emit(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, near: Node) -> Node:
+        with self.graph.inserting_before(near):
+            node = self.graph.create_node(op, target, args, kwargs)
+        node.meta = {key: near.meta[key] for key in ("stack_trace", "nn_module_stack") if key in near.meta}
+        node.meta["example_value"] = self.values[node] = value
+        return node
+
+    def _retype(self, node: Node) -> None:
+        old, new = node.meta.get("example_value"), self.values[node]
+        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype != new.dtype:
+            node.meta["example_value"] = new
+            self.retyped.add(old.dtype)
+
+    def notes(self) -> list[str]:
+        """Calls with a dtype that the model seems to have read from a tensor, while tensors had another dtype than at run time."""
+        found = [note for body in self.bodies for note in body.notes()]
+        for node in self.graph.nodes:
+            source = source_of(node)
+            for dtype in {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if leaf in self.retyped}:
+                word = str(dtype).removeprefix("torch.")
+                if isinstance(dtype, torch.dtype) and word not in source.code and word.removesuffix("32") + "(" not in source.code:
+                    found.append(f"{source}: {dtype} may be a tensor's dtype as traced, which autocast changes on the device")
+        return list(dict.fromkeys(found))

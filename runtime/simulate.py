@@ -1,0 +1,220 @@
+"""All ranks in one process, in lock step: what a program does, without a process group.
+
+Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all members
+of its group have arrived at the same one, and says who waits for whom when nobody can go on. Padding that a program does not claim to be zero
+is filled with NaN, so a mask that is missing shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc import spmd
+from meshc.errors import DeadlockError
+from meshc.ir import Record, record
+from meshc.mesh import Mesh
+from meshc.program import Stage
+from meshc.sharding import Sharding, is_padded, local_size, tile_count
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A rank's stop at a collective."""
+
+    node: Node
+    kind: str
+    axes: tuple[str, ...]
+    tensor: torch.Tensor
+    rest: tuple[Any, ...]
+
+    def signature(self) -> tuple[Any, ...]:
+        return (self.kind, self.axes, tuple(self.tensor.shape), self.tensor.dtype, self.rest)
+
+    def __str__(self) -> str:
+        rest = "".join(f", {item!r}" for item in self.rest)
+        return f"{self.kind}({self.node.args[0]}, {list(self.axes)}{rest}) of shape {list(self.tensor.shape)} at {self.node.name}"
+
+
+Observer = Callable[[Node, list[Any]], None]
+RankProgram = Generator[Meeting, torch.Tensor, list[Any]]
+
+
+def run_stage(
+    stage: Stage,
+    inputs: Sequence[Sequence[Any]],
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    *,
+    microbatch: int = 0,
+    observe: Observer | None = None,
+    poison: bool = True,
+) -> list[list[Any]]:
+    """Outputs per rank of a stage, given its inputs per rank. Raises DeadlockError."""
+    seen: dict[Node, list[Any]] = {}
+    world = mesh.world_size
+
+    def watch(rank: int) -> Callable[[Node, Any], None] | None:
+        if observe is None:
+            return None
+
+        def note(node: Node, value: Any) -> None:
+            row = seen.setdefault(node, [None] * world)
+            row[rank] = value
+            if all(item is not None for item in row):
+                observe(node, seen.pop(node))
+
+        return note
+
+    ranks = [
+        _rank(stage, list(inputs[rank]), {**mesh.coordinates(rank), "mb": microbatch}, sizes, watch(rank), poison) for rank in range(world)
+    ]
+    return lock_step(ranks, mesh)
+
+
+def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[list[Any]]:
+    """Run rank coroutines to their end, performing collectives as all members arrive."""
+    waiting: dict[int, Meeting] = {}
+    results: dict[int, list[Any]] = {}
+
+    def advance(rank: int, value: torch.Tensor | None) -> None:
+        try:
+            waiting[rank] = ranks[rank].send(value)  # type: ignore[arg-type]
+        except StopIteration as stop:
+            results[rank] = stop.value
+
+    for rank in range(len(ranks)):
+        advance(rank, None)
+    while waiting:
+        ready = None
+        for rank, meeting in waiting.items():
+            members = _group(mesh, rank, meeting.axes)
+            if all(m in waiting and waiting[m].axes == meeting.axes for m in members):
+                ready = members
+                break
+        if ready is None:
+            raise DeadlockError(_stuck(waiting, results, mesh))
+        meetings = [waiting.pop(member) for member in ready]
+        first = meetings[0]
+        for member, meeting in zip(ready, meetings, strict=True):
+            if meeting.signature() != first.signature():
+                raise DeadlockError(
+                    f"collectives do not match: rank {ready[0]} is in {first}, rank {member} in {meeting}"
+                )
+        for member, value in zip(ready, perform(first, [m.tensor for m in meetings]), strict=True):
+            advance(member, value)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _stuck(waiting: Mapping[int, Meeting], results: Mapping[int, Any], mesh: Mesh) -> str:
+    lines = ["ranks wait for each other for ever:"]
+    for rank, meeting in sorted(waiting.items()):
+        lines.append(f"  rank {rank} waits in {meeting} for ranks {[m for m in _group(mesh, rank, meeting.axes) if m != rank]}")
+    lines += [f"  rank {rank} has finished" for rank in sorted(results)]
+    return "\n".join(lines)
+
+
+def _group(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
+    """Ranks that differ from `rank` along `axes` only, row-major over the axes in the order given."""
+    groups = [[dict(mesh.coordinates(rank))]]
+    for axis in axes:
+        groups.append([{**coordinates, axis: i} for coordinates in groups[-1] for i in range(mesh.size(axis))])
+    return [mesh.rank(coordinates) for coordinates in groups[-1]]
+
+
+def perform(meeting: Meeting, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a collective gives each member, in member order."""
+    count = len(tensors)
+    if meeting.kind == "all_reduce":
+        return [_reduced(tensors, meeting.rest[0]).clone() for _ in tensors]
+    if meeting.kind == "all_gather":
+        return [torch.cat(list(tensors), meeting.rest[0]) for _ in tensors]
+    if meeting.kind == "reduce_scatter":
+        dim, how = meeting.rest
+        return [tile.contiguous() for tile in _reduced(tensors, how).chunk(count, dim)]
+    if meeting.kind == "all_to_all":
+        split, concat = meeting.rest
+        tiles = [tensor.chunk(count, split) for tensor in tensors]
+        return [torch.cat([tiles[sender][receiver] for sender in range(count)], concat) for receiver in range(count)]
+    raise DeadlockError(f"unknown collective {meeting.kind}")
+
+
+def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](total, tensor)
+    return total
+
+
+def _rank(
+    stage: Stage,
+    inputs: list[Any],
+    coordinates: Mapping[str, int],
+    sizes: Mapping[str, int],
+    note: Callable[[Node, Any], None] | None,
+    poison: bool,
+) -> RankProgram:
+    env: dict[Node, Any] = {}
+    remaining = {node: len(node.users) for node in stage.graph.nodes}
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return env[argument]
+        if isinstance(argument, list | tuple):
+            return [value(item) for item in argument]
+        return argument
+
+    placeholders = iter(inputs)
+    for node in stage.graph.nodes:
+        if node.op == "output":
+            return [value(item) for item in node.args[0]]  # type: ignore[union-attr]
+        if node.op == "placeholder":
+            result = next(placeholders)
+        elif node.target is spmd.coordinate:
+            result = coordinates[node.args[0]]  # type: ignore[index]
+        elif spmd.is_collective(node.target):
+            tensor, axes, *rest = [value(argument) for argument in node.args]
+            result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))  # type: ignore[union-attr]
+        else:
+            result = node.target(*[value(a) for a in node.args], **{k: value(a) for k, a in node.kwargs.items()})  # type: ignore[operator]
+        if poison:
+            result = _poison(node, result, coordinates, sizes)
+        env[node] = result
+        if note is not None:
+            note(node, result)
+        for operand in node.all_input_nodes:
+            remaining[operand] -= 1
+            if not remaining[operand]:
+                del env[operand]
+    raise AssertionError("a stage ends in an output")
+
+
+def _poison(node: Node, value: Any, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
+    """NaN in all padding that is not claimed to be zero."""
+    found = node.meta.get("meshc")
+    if not isinstance(found, Record) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    sharding = record(node).sharding
+    return value if sharding is None else fill_padding(value, sharding, coordinates, sizes)
+
+
+def fill_padding(value: torch.Tensor, sharding: Sharding, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> torch.Tensor:
+    """A copy with NaN in the padding of every part not known to be zero; the value itself if it has none."""
+    parts = list(sharding.parts())
+    for position, (dim, place, part) in enumerate(parts):
+        if not is_padded(part, sizes) or (dim, place) in sharding.zero:
+            continue
+        count = tile_count(part.size, [sizes[a] for a in part.axes], [coordinates[a] for a in part.axes])
+        local = local_size(part, sizes)
+        if count == local:
+            continue
+        shape = [local_size(other, sizes) for _, _, other in parts]
+        real = torch.arange(local) < count
+        view = [1] * len(shape)
+        view[position] = local
+        value = torch.where(real.view(view), value.reshape(shape), float("nan")).reshape(value.shape)
+    return value
