@@ -1,0 +1,92 @@
+"""Gives a user's optimizer the live parameters and state of a store, as torch would have created it.
+
+    optimizer.param_groups[0]["params"][0]    the old parameter  ->  the live DTensor, in place
+    optimizer.state[parameter]["exp_avg"]     nothing, or what a resumed optimizer holds  ->  a live DTensor of the state's own storage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshc.errors import StateError
+from meshc.optimizer import OptimizerSpec, Slot, attach_state
+from meshc.program import Port
+from meshc.runtime import layouts, ownership
+from meshc.sharding import Sharding
+
+if TYPE_CHECKING:
+    from meshc.runtime.store import Held, Store
+
+
+def adopt(store: Store, optimizer: torch.optim.Optimizer, ports: Sequence[Port], spec: OptimizerSpec | None = None) -> None:
+    """Puts the live parameters into the optimizer's groups, in place, and gives it state, stored as the ports say.
+
+    ports: kind state, `of` the parameter's name, `name` that name, "/" and the slot's. spec: `describe(optimizer)`, made before or after
+    the parameters were replaced; it says what fresh state is filled with, which without it is zeros. State that the optimizer has already
+    is taken over: the DTensors that it holds, or rank 0's plain tensors. Slots that torch does not know stay with the store alone.
+    """
+    if store.optimizer not in (None, optimizer):
+        raise StateError("another optimizer updates this model's parameters already: one optimizer trains a model at a time")
+    store.check_storage([port for port in ports if port.key in store.held])
+    mine: dict[str, Tensor] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        key = store.parameter_key(parameter)
+        if key is not None:
+            mine[key] = parameter
+    slots = _slots(store, spec)
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        for port in ports:
+            parameter = store.find(f"parameter:{port.of}")
+            if parameter is None or parameter.key not in mine:
+                raise StateError(f"the program keeps {port.name}, but {port.of} is not among the optimizer's parameters")
+            held = store.held.get(port.key)
+            if held is None:
+                name = port.name.removeprefix(f"{port.of}/")
+                present = optimizer.state.get(mine[parameter.key], {}).get(name)
+                held = _hold(store, port, parameter, name, slots.get((parameter.key, name)), present)
+            states.setdefault(parameter.live, {})[held.slot] = held.live
+    attach_state(optimizer, {old: store.held[key].live for key, old in mine.items()}, states)
+    if store.optimizer is None:
+        ownership.own_optimizer(optimizer, store)
+
+
+def fresh(store: Store, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, parameter: Held, slot: Slot | None) -> Tensor:
+    """A tile of state as torch creates it: zeros, another constant, or a copy of the parameter."""
+    if slot is not None and slot.fill is None:
+        return store.transfers.reshard(parameter.buffer, parameter.sharding, sharding).to(dtype)
+    fill = 0.0 if slot is None or slot.fill is None else slot.fill
+    value = torch.full((), fill, dtype=dtype, device=store.device)
+    return layouts.take_tile(value.expand(shape), sharding, store.transfers.sizes, store.transfers.coordinates)
+
+
+def _slots(store: Store, spec: OptimizerSpec | None) -> dict[tuple[str, str], Slot]:
+    found: dict[tuple[str, str], Slot] = {}
+    for group in () if spec is None else spec.groups:
+        for parameter, slots in zip(group.params, group.slots, strict=True):
+            key = store.parameter_key(parameter)
+            if key is not None:
+                found |= {(key, slot.name): slot for slot in slots}
+    return found
+
+
+def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | None, present: Any) -> Held:
+    sharding = port.sharding or layouts.whole_sharding(port.shape)
+    if present is None:
+        tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)
+    elif isinstance(present, DTensor):
+        whole = present.full_tensor().to(store.device, port.dtype)
+        tile = layouts.take_tile(whole, sharding, store.transfers.sizes, store.transfers.coordinates)
+    else:
+        whole = present if isinstance(present, Tensor) else torch.tensor(present)
+        tile = store.transfers.scatter(whole, sharding, port.dtype)
+    if not port.shape and not (isinstance(present, Tensor) and present.device.type != "cpu"):
+        tile = tile.cpu()  # where torch keeps counts of steps
+    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape))
+    held.of, held.slot, held.fresh = parameter.key, name, slot
+    return held

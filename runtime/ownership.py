@@ -1,0 +1,89 @@
+"""Who owns what: from a live model, submodule or optimizer to its store, and the hooks that torch calls on them.
+
+The hooks are plain functions that look their owner up, so that modules and optimizers can still be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshc.errors import StateError
+
+if TYPE_CHECKING:
+    from meshc.runtime.store import Store
+
+_STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
+"""The store of each compiled model, of each submodule that holds copies, and of each optimizer that a program updates."""
+
+_REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
+
+
+def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
+    return _STORES.get(owner)
+
+
+def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store) -> None:
+    """Ties a model to its store; `holders_of_copies` are the submodules whose tensors need `sync` before they are read."""
+    for module in holders_of_copies | {model}:
+        _STORES[module] = store
+        module.register_state_dict_pre_hook(_sync)
+        module.register_load_state_dict_pre_hook(_sync)
+    model.register_load_state_dict_post_hook(_after_model_load)
+    _refuse_replaced_parameters()
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
+    _STORES[optimizer] = store
+    optimizer.register_state_dict_pre_hook(_sync)
+    optimizer.register_load_state_dict_pre_hook(_sync)
+    optimizer.register_step_pre_hook(_sync)
+    optimizer.register_load_state_dict_post_hook(_after_optimizer_load)
+
+
+def mark_replaced(parameter: Tensor, name: str) -> None:
+    """From now on an optimizer that steps this parameter is told that it trains nothing."""
+    _REPLACED[parameter] = name
+
+
+def _sync(owner: Any, *_: Any) -> None:
+    store = _STORES.get(owner)
+    if store is not None:
+        store.sync()
+
+
+def _after_model_load(model: nn.Module, _: Any) -> None:
+    store = _STORES.get(model)
+    if store is not None:
+        store.read_back("parameter:", "buffer:")
+
+
+def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
+    store = _STORES.get(optimizer)
+    if store is not None:
+        store.read_back("state:")
+
+
+@cache
+def _refuse_replaced_parameters() -> Any:
+    return register_optimizer_step_pre_hook(_check_parameters)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not len(_REPLACED):
+        return
+    names = [_REPLACED[p] for group in optimizer.param_groups for p in group["params"] if p in _REPLACED]
+    if names:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise StateError(
+            f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {shown}\n"
+            "  why: compiling replaces a model's parameters by DTensors; stepping the old ones would train nothing\n"
+            "  what to do: build the optimizer after meshc.compile, from model.parameters()"
+        )
