@@ -117,7 +117,7 @@ def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 @contextlib.contextmanager
-def fake_tensors(module: nn.Module, mode: FakeTensorMode, grad: bool) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
+def fake_tensors(module: nn.Module, mode: FakeTensorMode, grad: bool, double: bool = False) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
     """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens.
 
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
@@ -138,7 +138,7 @@ def fake_tensors(module: nn.Module, mode: FakeTensorMode, grad: bool) -> Iterato
                         aliases[name] = first[id(value)]
                     else:
                         with mode:
-                            fake = torch.empty(tuple(value.shape), dtype=value.dtype, device="cpu")
+                            fake = torch.empty(tuple(value.shape), dtype=_wide(value.dtype, double), device="cpu")
                             if isinstance(value, nn.Parameter):
                                 fake = nn.Parameter(fake, requires_grad=grad and value.requires_grad)
                         fakes[id(value)] = fake
@@ -161,6 +161,7 @@ def torch_graph(
     signature: Callable[..., Any],
     grad: bool,
     autocast: Sequence[tuple[str, torch.dtype]] = (),
+    double: bool = False,
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot."""
     mode = FakeTensorMode()
@@ -169,7 +170,7 @@ def torch_graph(
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with mode:
-            return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="cpu").requires_grad_(grad and leaf.requires_grad)
+            return torch.empty(tuple(leaf.shape), dtype=_wide(leaf.dtype, double), device="cpu").requires_grad_(grad and leaf.requires_grad)
 
     names = input_names(signature, args, kwargs)
     fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
@@ -181,16 +182,36 @@ def torch_graph(
     for owner, original in zip(root.module.modules(), module.modules(), strict=True):
         owner.training = original.training
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    with fake_tensors(module, mode, grad) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
+    with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
         torch._dynamo.reset()
         try:
             graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
+    if double:
+        _widen(graph)
     out_spec = graph.graph._codegen.pytree_info.out_spec  # type: ignore[union-attr]
     placeholder = pytree.tree_unflatten([0] * out_spec.num_leaves, out_spec)
     return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, out_spec, path_names(placeholder))
+
+
+def _wide(dtype: torch.dtype, double: bool) -> torch.dtype:
+    return torch.float64 if double and dtype == torch.float32 else dtype
+
+
+def _widen(module: torch.fx.GraphModule) -> None:
+    """Casts to float32 inside the model become casts to float64: what `verify(dtype=torch.float64)` compares is float64 throughout."""
+
+    def wide(argument: Any) -> Any:
+        return torch.float64 if argument is torch.float32 else argument
+
+    for node in module.graph.nodes:
+        node.args = torch.fx.node.map_aggregate(node.args, wide)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wide)
+        if node.op == "call_method" and node.target == "float":
+            node.target = "double"
+    module.recompile()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshc.autocast_policy import DISPATCH_KEYS, DTYPES, POLICIES, Policy, Region, eligible, operand_dtype
+from meshc.autocast_policy import DISPATCH_KEYS, DTYPES, INSIDE, POLICIES, Policy, Region, eligible, operand_dtype
 from meshc.capture import TorchGraph, source_of
 from meshc.errors import CompileError
 
@@ -122,7 +122,12 @@ class Watch(TorchDispatchMode):
         policy = _policy(self.device, name)
         if policy is None and name not in WHOLE and _composite(name):
             with self:
-                return function.decompose(*args, **kwargs)
+                return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if self.region is not None and (inside := INSIDE[self.device].get(name)):
+            before = len(self.made)
+            self._cast(name, inside, self.region, args, kwargs)
+            if len(self.made) > before:
+                raise Refused(f"torch casts inside the kernel of {name}, where autograd does not see it")
         if policy is not None and self.region is not None:
             args, kwargs = self._cast(name, policy, self.region, args, kwargs)
         out = function(*args, **kwargs)
@@ -303,8 +308,11 @@ class Lowering:
 
         turn = turns()
         cast_args, cast_kwargs = pytree.tree_map(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
-        with Watch(watch.device, None, self.casts) as plain:
-            result = _apply(node, cast_args, cast_kwargs)
+        try:
+            with Watch(watch.device, None, self.casts) as plain:
+                result = _apply(node, cast_args, cast_kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return False
         first = {id(operand): position for position, operand in reversed(list(enumerate(operands)))}
         names = [first[id(operand)] for operand in operands]
         if _trace(watch, operands, names, self.values[node]) != _trace(plain, _tensors((cast_args, cast_kwargs)), names, result):
@@ -402,8 +410,9 @@ class Lowering:
         found = [note for body in self.bodies for note in body.notes()]
         for node in self.graph.nodes:
             source = source_of(node)
-            for dtype in {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if leaf in self.retyped}:
+            named = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.dtype)}
+            for dtype in named & self.retyped:
                 word = str(dtype).removeprefix("torch.")
-                if isinstance(dtype, torch.dtype) and word not in source.code and word.removesuffix("32") + "(" not in source.code:
+                if word not in source.code and word.removesuffix("32") + "(" not in source.code:
                     found.append(f"{source}: {dtype} may be a tensor's dtype as traced, which autocast changes on the device")
         return list(dict.fromkeys(found))

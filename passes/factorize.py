@@ -215,7 +215,7 @@ def _instance(node, rule, values, letters, atoms_of, pieces, piece_size, alias, 
                 token = alias.get((name, position), (name, position))
                 size[token] = piece_size[atom]
                 factor.setdefault(token, pieces.find(atom))
-                if name in rule.whole:
+                if name in rule.whole or (position and name in rule.major):
                     whole.add(token)
                 row.append(token)
             found.append(tuple(row))

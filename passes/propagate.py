@@ -115,6 +115,8 @@ class Propagator:
         self.updates: Mapping[Node, str] = {}
         self.fixed: Mapping[str, Sharding] = {}
         self.pins: Mapping[Value, Mapping[tuple[int, int], tuple[str, ...]]] = {}
+        self.storage_pins: Mapping[str, Mapping[tuple[int, int], tuple[str, ...]]] = {}
+        self.spread_pins: Mapping[int, tuple[str, ...]] = {}
 
     # ------------------------------------------------------------------------------------------------------------------ sources
 
@@ -211,9 +213,18 @@ class Propagator:
         for index, dims in enumerate(instance.results):
             for (dim, position), axes in self.pins.get((instance.node, index), {}).items():
                 token = dims[dim][position]
-                if token not in instance.whole:
+                if axes and token not in instance.whole:
                     found[token] = axes
         return found
+
+    def _kept_whole(self, instance: Instance) -> set[Token]:
+        """Tokens that a pin of this operator's result keeps whole."""
+        return {
+            dims[dim][position]
+            for index, dims in enumerate(instance.results)
+            for (dim, position), axes in self.pins.get((instance.node, index), {}).items()
+            if not axes
+        }
 
     def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
         """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order."""
@@ -244,8 +255,13 @@ class Propagator:
         interest = self.interest[axis]
         best: tuple[float, ...] | None = None
         found: Token | None = None
+        kept = self._kept_whole(instance)
         for position, token in enumerate(instance.size):
             rank = interest.rank(instance.factor[token], instance.node, self.names)
+            if axis in self.spread_pins.get(instance.factor[token], ()):
+                rank = -1
+            if token in kept:
+                continue
             if rank is None or not self._fits(instance, token, chosen):
                 continue
             split = sum(_bytes(value) for value, axes in zip(instance.values, lying, strict=True) if axes.get(axis) == token)
@@ -338,7 +354,7 @@ class Propagator:
             base = self.fixed.get(name) if kind == "parameter" else None
             if base is None:
                 base = self.fixed.get(name) or self.first_use.get(name) or self.result.whole((node, 0))
-                base = _without_axis(base, MICROBATCH)
+                base = self._with_pins(name, _without_axis(base, MICROBATCH))
                 clause = {"parameter": "params", "gradient": "grads", "state": "state"}[kind]
                 for axis in self.axes:
                     entry = None if axis == MICROBATCH else self.plan.entry(axis)
@@ -346,6 +362,16 @@ class Propagator:
                         base = split_further(base, axis, self.sizes)
             self.result.storage[key] = base
         return self.result.storage[key]
+
+    def _with_pins(self, name: str, base: Sharding) -> Sharding:
+        pins = self.storage_pins.get(name, {})
+        moved = {axis for axes in pins.values() for axis in axes}
+        for dim, position, part in base.parts():
+            kept = tuple(axis for axis in part.axes if axis not in moved)
+            if (dim, position) in pins:
+                kept = pins[(dim, position)]
+            base = base.with_axes(dim, position, kept)
+        return base
 
     def _stored(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         """An update computes where the state lies."""
@@ -391,13 +417,13 @@ def forward_map(instance: Instance, index: int, source: Sharding, whole: Shardin
         for part, token in zip(parts, tokens, strict=True):
             if token not in instance.whole:
                 axes[token] = part.axes
-    return replace(spread(whole, instance.results[index], axes), pending=source.pending)
+    return replace(spread(whole, instance.results[index], axes), pending=() if instance.rule.settles else source.pending)
 
 
 def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
     """How the operand must lie for result `index` to lie as `want`; and whether the operator itself can give all of `want`."""
     axes = {}
-    complete = True
+    complete = not (instance.rule.settles and want.pending)
     for parts, tokens in zip(want.dims, instance.results[index], strict=True):
         for part, token in zip(parts, tokens, strict=True):
             if token in instance.whole:

@@ -86,6 +86,30 @@ class Local:
         start = self.build.tile_start(scaled)
         return start if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [start])
 
+    def count(self, letter: str) -> Node | int:
+        """How many of the tile's positions are real. Only the major factor of the letter may be split."""
+        parts = self._parts(letter)
+        unit = prod(part.size for part in parts[1:])
+        if not parts or not parts[0].axes:
+            return self.global_size(letter)
+        count = self.build.tile_count(parts[0])
+        return count if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [count])
+
+    def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
+        """The global index of every local position of a letter, whichever of its factors are split."""
+        parts = self._parts(letter)
+        found: Node | None = None
+        for index, part in enumerate(parts):
+            unit = prod(other.size for other in parts[index + 1 :])
+            row = self.emit(aten.arange.default, local_size(part, self.build.sizes), dtype=dtype, device=device)
+            if part.axes:
+                row = self.emit(aten.add.Tensor, row, self.build.tile_start(part))
+            if unit != 1:
+                row = self.emit(aten.mul.Tensor, row, unit)
+            found = row if found is None else self.emit(aten.add.Tensor, self.emit(aten.unsqueeze.default, found, -1), row)
+        assert found is not None
+        return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
+
     def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
         """(global shape, local shape, offsets) of a result, every factor a dim."""
         parts = [part for _, _, part in self.results[index].parts()]
@@ -137,9 +161,19 @@ def mask_part(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int]
         view = build.emit(aten.reshape.default, x, [*shape[:d], before, local[p], after, *shape[d + 1 :]])
         dim = d + 1
     if not build.dtype(view).is_floating_point:
-        value = {float("-inf"): 0, float("inf"): 0}.get(value, int(value) if value == value else 0)
+        value = _integer(value, build.dtype(view))
     view = build.emit(spmd.mask, view, dim, build.tile_count(item), value)
     return view if view is x or list(build.shape(view)) == shape else build.emit(aten.reshape.default, view, shape)
+
+
+def _integer(value: float, dtype: torch.dtype) -> int:
+    """The integer (or truth) that stands for a neutral value: the lowest for minus infinity, the highest for infinity."""
+    if value not in (float("-inf"), float("inf")):
+        return int(value)
+    if dtype == torch.bool:
+        return int(value > 0)
+    limits = torch.iinfo(dtype)
+    return limits.min if value < 0 else limits.max
 
 
 __all__ = ["Local", "mask_part", "replace"]

@@ -289,9 +289,10 @@ class Partitioner:
             return form.node
         summed = {token for sums in instance.sums for token in sums}
         x = form.node
+        neutral = form.sharding.zero if rule.neutral == 0 else frozenset()
         for dim, row in enumerate(instance.operands[position]):
             for place, token in enumerate(row):
-                if (token in summed or clean) and (dim, place) not in form.sharding.zero:
+                if (token in summed or clean) and (dim, place) not in neutral:
                     if is_padded(form.sharding.dims[dim][place], self.build.sizes):
                         x = mask_part(self.build, x, form.sharding, (dim, place), rule.neutral)
         return x

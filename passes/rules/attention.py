@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+import meshc.ops.attention  # noqa: F401 - registers the operators
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum
 
 meshc = torch.ops.meshc

@@ -32,11 +32,13 @@ def _lower_addmm(local) -> object:  # type: ignore[no-untyped-def]
     axes = local.axes("k")
     if axes:
         bias = local.keep_first(bias, axes)
-    return local.emit(aten.addmm.default, bias, x, w, **local.node.kwargs)
+    return local.emit(local.node.target, bias, x, w, **local.node.kwargs)
 
 
 def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("b m n, b m k, b k n -> b m n", node, tensors, whole=frozenset("k"))
+    """bias + x @ w, batched; the bias broadcasts, and counts once where k is split."""
+    bias = " ".join("b m n".split()[3 - len(shape_of(tensors[0])) :])
+    return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm)
 
 
 RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}

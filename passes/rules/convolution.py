@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, result_shapes, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -58,7 +60,8 @@ def _lower_convolution_backward(local) -> object:  # type: ignore[no-untyped-def
 
 
 def _window(node: Node, tensors: list[Node]) -> Rule:
-    """Pooling: batch and channels pass."""
+    """Pooling: batch and channels pass. Indices lie in space, which is whole; those in padding must not point outside it."""
+
     def dims(shape: tuple[int, ...], prefix: str) -> str:
         lead = ["b", "c"][4 - len(shape) :] if len(shape) < 4 else ["b", "c"]
         return " ".join([*lead, _space(prefix, len(shape) - len(lead))])
@@ -67,7 +70,18 @@ def _window(node: Node, tensors: list[Node]) -> Rule:
     for tensor in tensors:
         operands.append(dims(shape_of(tensor), f"t{len(operands)}_"))
     results = [dims(shape, f"r{index}_") for index, shape in enumerate(result_shapes(node))]
-    return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors)
+    indices = tuple(position for position, tensor in enumerate(tensors) if not dtype_of(tensor).is_floating_point)
+    return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors, clean=indices)
+
+
+def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
+    return replace(_window(node, tensors), lower=_lower_upsample_backward)
+
+
+def _lower_upsample_backward(local) -> object:  # type: ignore[no-untyped-def]
+    """(grad, output_size, input_size, ...): input_size speaks of batch and channels too."""
+    args = local.node.args
+    return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)
 
 
 RULES: dict[object, RuleFunction] = {
@@ -79,4 +93,16 @@ RULES: dict[object, RuleFunction] = {
     aten.avg_pool2d_backward.default: _window,
     aten._adaptive_avg_pool2d.default: _window,
     aten._adaptive_avg_pool2d_backward.default: _window,
+    aten.max_pool3d_with_indices.default: _window,
+    aten.avg_pool3d.default: _window,
+    aten._adaptive_avg_pool3d.default: _window,
+    aten.adaptive_max_pool2d.default: _window,
+    aten.reflection_pad2d.default: _window,
+    aten.replication_pad2d.default: _window,
+    aten.upsample_nearest2d.default: _window,
+    aten.upsample_nearest2d.vec: _window,
+    aten.upsample_bilinear2d.default: _window,
+    aten.upsample_bilinear2d.vec: _window,
+    aten.upsample_nearest2d_backward.default: _upsample_backward,
+    aten.upsample_bilinear2d_backward.default: _upsample_backward,
 }

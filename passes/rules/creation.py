@@ -42,15 +42,14 @@ def _lower_arange(local) -> object:  # type: ignore[no-untyped-def]
     node = local.node
     if not local.axes("d0"):
         return local.emit(node.target, *node.args, **node.kwargs)
+    start: float
+    step: float
     start, step = 0, 1
     if node.target is aten.arange.start:
         start = node.args[0]
     elif node.target is aten.arange.start_step:
         start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
-    kwargs = {key: value for key, value in node.kwargs.items() if key in ("dtype", "device")}
-    kwargs.setdefault("dtype", node.meta["meshc"].dtype)
-    index = local.emit(aten.arange.default, local.local_size("d0"), **kwargs)
-    index = local.emit(aten.add.Tensor, index, local.start("d0"))
+    index = local.positions("d0", node.meta["meshc"].dtype, node.kwargs.get("device") or torch.device("cpu"))
     if step != 1:
         index = local.emit(aten.mul.Tensor, index, step)
     return local.emit(aten.add.Tensor, index, start) if start else index

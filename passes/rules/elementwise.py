@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+import meshc.ops.random  # noqa: F401 - registers the operators
 from meshc.ir import is_tensor
-from meshc.passes.rules.rule import Rule, RuleFunction, pointwise, result_shapes
+from meshc.passes.rules.rule import Rule, RuleFunction, pointwise, result_shapes, shape_of
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -19,11 +20,6 @@ LINEAR_EACH = {
     aten.neg.default,
     aten.mul.Scalar,
     aten.div.Scalar,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
 }
 LINEAR_ALL = {aten.add.Tensor, aten.sub.Tensor}
 UNTAGGED = {
@@ -37,13 +33,18 @@ UNTAGGED = {
     aten.leaky_relu_backward.default,
     aten.hardtanh_backward.default,
     aten.softplus_backward.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.mish_backward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten.copy.default,
+    aten.fill.Scalar,
+    aten.complex.default,
     aten.where.self,
     aten.where.ScalarOther,
+    aten.where.ScalarSelf,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
     aten.zeros_like.default,
@@ -56,9 +57,7 @@ UNTAGGED = {
 
 def _linear(node: Node) -> str:
     if node.target in LINEAR_EACH:
-        dtype = node.kwargs.get("dtype")
-        narrowing = node.target is aten._to_copy.default and dtype in (torch.bfloat16, torch.float16)
-        return "" if narrowing else "each"
+        return "each"
     if node.target in LINEAR_ALL and len(node.all_input_nodes) >= 1 and all(isinstance(a, Node) for a in node.args[:2]):
         return "all"
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
@@ -91,6 +90,17 @@ def _lower_dropout(local) -> object:  # type: ignore[no-untyped-def]
     return local.emit(meshc.dropout.default, x, seed_step, *local.node.args[2:4], *local.tiles(0))
 
 
+def _glu(node: Node, tensors: list[Node]) -> Rule:
+    """Halves of one dim, which is whole, times each other; everything else passes."""
+    shape = shape_of(tensors[-1])
+    position = len(tensors)
+    dim = int(node.args[position] if len(node.args) > position else -1) % len(shape)  # type: ignore[call-overload]
+    full = tuple("c" if i == dim else f"d{i}" for i in range(len(shape)))
+    half = tuple("h" if i == dim else f"d{i}" for i in range(len(shape)))
+    ins, out = ((full,), half) if position == 1 else ((half, full), full)
+    return Rule(ins, (out,), ({},), whole=frozenset("ch"))
+
+
 def _draw(node: Node, tensors: list[Node]) -> Rule:
     (shape,) = result_shapes(node)
     return Rule((("_seed",),), (tuple(f"d{i}" for i in range(len(shape))),), ({},), whole=frozenset({"_seed"}), lower=_lower_draw)
@@ -107,6 +117,8 @@ def _lower_draw(local) -> object:  # type: ignore[no-untyped-def]
 
 
 RULES: dict[object, RuleFunction] = {
+    aten.glu.default: _glu,
+    aten.glu_backward.default: _glu,
     meshc.dropout.default: _dropout,
     meshc.uniform.default: _draw,
     meshc.normal.default: _draw,

@@ -1,4 +1,7 @@
-"""Indexing by data: embeddings and `take`. The indexed letter is split by global position: indices outside a rank's tile give zero."""
+"""Indexing by data. The indexed letter is split by global position where the operator reads: indices outside a rank's tile give zero.
+
+Where it writes, the dim written to is whole, and so is what is written, unless it adds up.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops.take import take_backward
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, shape_of
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -18,14 +21,14 @@ def _index_letters(node: Node) -> list[str]:
 
 def _embedding(node: Node, tensors: list[Node]) -> Rule:
     index = " ".join(_index_letters(tensors[1]))
-    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, self_masked=True, clean=(1,))
+    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, self_masked=True, clean=(1,), major=frozenset("v"))
 
 
 def _inside(local, index, letter: str):  # type: ignore[no-untyped-def]
     """(index inside the tile or 0, mask of those inside)."""
     shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
     low = local.emit(aten.ge.Scalar, shifted, 0)
-    high = local.emit(aten.lt.Scalar, shifted, local.local_size(letter))
+    high = local.emit(aten.lt.Scalar, shifted, local.count(letter))
     inside = local.emit(aten.logical_and.default, low, high)
     return local.emit(aten.mul.Tensor, shifted, inside), inside
 
@@ -43,7 +46,7 @@ def _embedding_backward(node: Node, tensors: list[Node]) -> Rule:
     letters = _index_letters(tensors[1])
     index = " ".join(letters)
     reduced = " ".join(f"+{letter}" for letter in letters)
-    return einsum(f"{index} d, {index} -> v d {reduced}", node, tensors, lower=_lower_embedding_backward)
+    return einsum(f"{index} d, {index} -> v d {reduced}", node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"))
 
 
 def _lower_embedding_backward(local) -> object:  # type: ignore[no-untyped-def]
@@ -61,17 +64,21 @@ def _lower_embedding_backward(local) -> object:  # type: ignore[no-untyped-def]
 
 def _take(node: Node, tensors: list[Node]) -> Rule:
     rows = " ".join(_index_letters(tensors[1]))
-    return einsum(f"{rows} v, {rows} -> {rows} +v", node, tensors, lower=_lower_take, self_masked=True)
+    return einsum(f"{rows} v, {rows} -> {rows} +v", node, tensors, lower=_lower_take, self_masked=True, major=frozenset("v"))
 
 
 def _lower_take(local) -> object:  # type: ignore[no-untyped-def]
     x, index = local.operands
-    return local.emit(meshc.take.default, x, index, local.node.args[2], local.start("v"))
+    ignore = local.node.args[2]
+    if len(local.axes("v")) > 1:  # tiles of tiles: what lies behind this tile is another's, though the padding has room for it
+        before = local.emit(aten.lt.Scalar, local.emit(aten.sub.Tensor, index, local.start("v")), local.count("v"))
+        index = local.emit(aten.where.ScalarOther, before, index, ignore)
+    return local.emit(meshc.take.default, x, index, ignore, local.start("v"))
 
 
 def _take_backward(node: Node, tensors: list[Node]) -> Rule:
     rows = " ".join(_index_letters(tensors[1]))
-    return einsum(f"{rows}, {rows} -> {rows} v", node, tensors, lower=_lower_take_backward)
+    return einsum(f"{rows}, {rows} -> {rows} v", node, tensors, lower=_lower_take_backward, major=frozenset("v"))
 
 
 def _lower_take_backward(local) -> object:  # type: ignore[no-untyped-def]
@@ -79,10 +86,155 @@ def _lower_take_backward(local) -> object:  # type: ignore[no-untyped-def]
     return local.emit(meshc.take_backward.default, grad, index, local.node.args[2], local.local_size("v"), local.start("v"))
 
 
+def _along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
+    """(dim, letters of x, letters of index): other dims pass where they have one size; where the index is shorter they must be whole."""
+    shape, short = shape_of(x), shape_of(index)
+    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    left = [f"a{d}" if a == b else f"x{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
+    right = [f"a{d}" if a == b else f"j{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
+    left[dim], right[dim] = "v", "j"
+    return dim, left, right
+
+
+def _gather(node: Node, tensors: list[Node]) -> Rule | None:
+    """Like `take`, with any number of entries a row."""
+    if not shape_of(tensors[0]) or not shape_of(tensors[1]):
+        return None
+    _, left, right = _along(node, *tensors)
+    index = " ".join(right)
+    summed = dtype_of(tensors[0]) != torch.bool
+    text = f"{' '.join(left)}, {index} -> {index}" if summed else f"{' '.join(left)}, {index} -> {index}".replace("v", "v!")
+    return einsum(f"{text}{' +v' if summed else ''}", node, tensors, lower=_lower_gather, self_masked=True, clean=(1,), major=frozenset("v"))
+
+
+def _lower_gather(local) -> object:  # type: ignore[no-untyped-def]
+    x, index = local.operands
+    dim = local.node.args[1]
+    if not local.axes("v"):
+        return local.emit(aten.gather.default, x, dim, index)
+    safe, inside = _inside(local, index, "v")
+    return local.emit(aten.where.ScalarOther, inside, local.emit(aten.gather.default, x, dim, safe), 0)
+
+
+def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
+    """scatter, scatter_add: rows pass; the dim written to, and what is written along it, whole."""
+    if not shape_of(tensors[0]) or not shape_of(tensors[1]) or any(shape_of(t) not in ((), shape_of(tensors[1])) for t in tensors[2:]):
+        return None
+    dim, left, right = _along(node, *tensors[:2])
+    left[dim], right[dim] = "v!", "j!"
+    written = ["" if shape_of(t) == () else " ".join(right) for t in tensors[2:]]
+    return einsum(f"{', '.join([' '.join(left), ' '.join(right), *written])} -> {' '.join(left)}", node, tensors, clean=(1,))
+
+
+def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
+    shape = shape_of(tensors[0])
+    if not shape or shape_of(tensors[1]) == ():
+        return None
+    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
+    summed = dtype_of(tensors[0]) != torch.bool
+    text = f"{before} v{'' if summed else '!'} {after}, j -> {before} j {after} {'+v' if summed else ''}"
+    return einsum(text, node, tensors, lower=_lower_index_select, self_masked=True, clean=(1,), major=frozenset("v"))
+
+
+def _lower_index_select(local) -> object:  # type: ignore[no-untyped-def]
+    x, index = local.operands
+    dim = local.node.args[1]
+    if not local.axes("v"):
+        return local.emit(aten.index_select.default, x, dim, index)
+    safe, inside = _inside(local, index, "v")
+    rows = local.emit(aten.index_select.default, x, dim, safe)
+    rank = len(local.shape(x))
+    inside = local.emit(aten.reshape.default, inside, [-1 if d == dim % rank else 1 for d in range(rank)])
+    return local.emit(aten.where.ScalarOther, inside, rows, 0)
+
+
+def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
+    shape = shape_of(tensors[0])
+    if not shape or shape_of(tensors[1]) == ():
+        return None
+    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
+    return einsum(f"{before} v! {after}, j!, {before} j! {after} -> {before} v! {after}", node, tensors)
+
+
+def _indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
+    """Letters of x, of each index tensor, and of x[indices], which has the indices' dims in the place of those that they index."""
+    indices = node.args[1]
+    if any(isinstance(index, Node) and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):  # type: ignore[union-attr]
+        return None
+    shape = shape_of(tensors[0])
+    at = [position for position, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+    rank = max(len(shape_of(indices[position])) for position in at)  # type: ignore[index, arg-type]
+    x = [f"v{d}!" if d in at else f"a{d}" for d in range(len(shape))]
+    letters = []
+    for position in at:
+        extents = shape_of(indices[position])  # type: ignore[index, arg-type]
+        letters.append([f"i{rank - len(extents) + d}" for d in range(len(extents))])
+    together = at == list(range(at[0], at[-1] + 1))
+    rest = [letter for letter in x if not letter.endswith("!")]
+    place = at[0] if together else 0
+    return x, letters, [*rest[:place], *(f"i{d}" for d in range(rank)), *rest[place:]]
+
+
+def _index(node: Node, tensors: list[Node]) -> Rule | None:
+    found = _indexed(node, tensors)
+    if found is None:
+        return None
+    x, letters, out = found
+    operands = [" ".join(row) for row in (x, *letters)]
+    return einsum(f"{', '.join(operands)} -> {' '.join(out)}", node, tensors, clean=tuple(range(1, len(tensors))))
+
+
+def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
+    """Rows written one over the other must all be there; rows that add up may be split, and x then counts once."""
+    found = _indexed(node, tensors)
+    if found is None:
+        return None
+    x, letters, out = found
+    adds = bool(node.args[3]) if len(node.args) > 3 else False
+    values = out[len(out) - len(shape_of(tensors[-1])) :]
+    text = f"{', '.join(' '.join(row) for row in (x, *letters, values))} -> {' '.join(x)}"
+    rows = {letter for row in letters for letter in row}
+    if adds:
+        full = {letter for row in letters for letter, extent in zip(row, shape_of(tensors[1 + letters.index(row)]), strict=True) if extent != 1}
+        reduced = [letter for letter in sorted(rows) if letter in full and _everywhere(letter, letters, values, tensors)]
+        whole = rows - set(reduced)
+        text += "".join(f" +{letter}" for letter in reduced)
+    else:
+        whole = rows
+    for letter in whole:
+        text = text.replace(letter, f"{letter}!")
+    return einsum(text, node, tensors, lower=_lower_index_put, clean=tuple(range(1, 1 + len(letters))))
+
+
+def _everywhere(letter: str, letters: list[list[str]], values: list[str], tensors: list[Node]) -> bool:
+    """Whether the written values have this letter at full size: values that broadcast along it would have padding that counts."""
+    return letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
+
+
+def _lower_index_put(local) -> object:  # type: ignore[no-untyped-def]
+    x, *indices, values = local.operands
+    x = local.keep_first(x, [axis for letter in dict.fromkeys(local.rule.sums[0]) for axis in local.axes(letter)])
+    rest = iter(indices)
+    places = [None if index is None else next(rest) for index in local.node.args[1]]
+    return local.emit(local.node.target, x, places, values, *local.node.args[3:])
+
+
 RULES: dict[object, RuleFunction] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     meshc.take.default: _take,
     meshc.take_backward.default: _take_backward,
+    aten.gather.default: _gather,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.index_select.default: _index_select,
+    aten.index_add.default: _index_add,
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
 }
 __all__ = ["RULES", "take_backward"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from meshc.ir import is_getitem, operands, value_of
-from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, result_shapes, shape_of
+from meshc.ir import is_getitem, operands, records, value_of
+from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -92,6 +92,14 @@ def _lower_expand(local) -> object:  # type: ignore[no-untyped-def]
 def _same(node: Node, tensors: list[Node]) -> Rule:
     letters = _dims("d", shape_of(tensors[0]))
     return Rule((letters,), (letters,), ({},), kind="layout")
+
+
+def _cast(node: Node, tensors: list[Node]) -> Rule:
+    """A sum may ride through a cast that loses nothing; others round it, so they need it finished."""
+    source, target = dtype_of(tensors[0]), records(node)[0].dtype
+    letters = _dims("d", shape_of(tensors[0]))
+    exact = source == target or (target != torch.bool and torch.promote_types(source, target) == target)  # type: ignore[arg-type]
+    return Rule((letters,), (letters,), ({},), kind="layout", settles=not exact)
 
 
 def _tile(size: int, start: int, length: int) -> bool:
@@ -229,6 +237,54 @@ def _cat(node: Node, tensors: list[Node]) -> Rule:
     return Rule(tuple(inside), (tuple(out),), ({},), frozenset(whole), tuple(relations), kind="carry", linear="all")
 
 
+def _stack(node: Node, tensors: list[Node]) -> Rule:
+    """A cat along a dim of its own, which is whole."""
+    (shape,) = result_shapes(node)
+    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[arg-type]
+    letters = _dims("d", shape_of(tensors[0]))
+    out = (*letters[:dim], "n" if shape[dim] != 1 else ONE, *letters[dim:])
+    return Rule((letters,) * len(tensors), (out,), ({},), frozenset("n"), kind="carry", linear="all")
+
+
+def _unbind(node: Node, tensors: list[Node]) -> Rule:
+    source = shape_of(tensors[0])
+    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(source)  # type: ignore[arg-type]
+    inside = _dims("d", source)
+    out = tuple(letter for i, letter in enumerate(inside) if i != dim)
+    count = len(result_shapes(node))
+    return Rule((inside,), (out,) * count, ({},) * count, frozenset({inside[dim]} - {ONE}), kind="layout", shrinks=count > 1)
+
+
+def _repeat(node: Node, tensors: list[Node]) -> Rule:
+    """Dims repeated once pass; copies one after the other would be tiles of nothing that a split could name."""
+    source, repeats = shape_of(tensors[0]), [int(n) for n in node.args[1]]  # type: ignore[union-attr, call-overload]
+    shift = len(repeats) - len(source)
+    inside, out = list(_dims("d", source)), []
+    whole: set[str] = set()
+    for i, count in enumerate(repeats):
+        if i >= shift and count == 1:
+            out.append(inside[i - shift])
+            continue
+        out.append(f"o{i}" if result_shapes(node)[0][i] != 1 else ONE)
+        whole |= {out[-1]} | ({inside[i - shift]} if i >= shift else set())
+    return Rule((tuple(inside),), (tuple(out),), ({},), frozenset(whole - {ONE}), kind="layout")
+
+
+def _roll(node: Node, tensors: list[Node]) -> Rule:
+    letters = _dims("d", shape_of(tensors[0]))
+    dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", [])
+    moved = letters if not dims else tuple(letters[int(d)] for d in dims)  # type: ignore[union-attr, call-overload]
+    return Rule((letters,), (letters,), ({},), frozenset(moved) - {ONE}, kind="layout")
+
+
+def _pairs(node: Node, tensors: list[Node]) -> Rule:
+    """Complex numbers as pairs along a last dim, and back."""
+    letters = _dims("d", min(shape_of(tensors[0]), result_shapes(node)[0], key=len))
+    pair = (*letters, "pair")
+    inside, out = (pair, letters) if node.target is aten.view_as_complex.default else (letters, pair)
+    return Rule((inside,), (out,), ({},), frozenset({"pair"}))
+
+
 def _slice_backward(node: Node, tensors: list[Node]) -> Rule:
     (shape,) = result_shapes(node)
     dim, start, end, step = (int(a) for a in node.args[2:6])  # type: ignore[call-overload]
@@ -278,11 +334,14 @@ def _lower_select_backward(local) -> object:  # type: ignore[no-untyped-def]
 
 
 def _pad(node: Node, tensors: list[Node]) -> Rule:
-    source, target = shape_of(tensors[0]), result_shapes(node)[0]
+    source = shape_of(tensors[0])
     inside = tuple(f"d{i}" for i in range(len(source)))
-    out = tuple(letter if a == b else f"o{i}" for i, (letter, a, b) in enumerate(zip(inside, source, target, strict=True)))
+    amounts = [*node.args[1], *[0] * (2 * len(source))]  # type: ignore[misc]
+    padded = {len(source) - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
+    out = tuple(f"o{i}" if i in padded else letter for i, letter in enumerate(inside))
     whole = frozenset(letter for a, b in zip(inside, out, strict=True) if a != b for letter in (a, b))
-    return Rule((inside,), (out,), ({},), whole, kind="layout")
+    value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+    return Rule((inside,), (out,), ({},), whole, kind="layout" if value == 0 else "compute")
 
 
 def _flip(node: Node, tensors: list[Node]) -> Rule:
@@ -323,6 +382,12 @@ RULES: dict[object, RuleFunction] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.unbind.int: _unbind,
+    aten.repeat.default: _repeat,
+    aten.roll.default: _roll,
+    aten.view_as_complex.default: _pairs,
+    aten.view_as_real.default: _pairs,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.constant_pad_nd.default: _pad,
@@ -331,5 +396,5 @@ RULES: dict[object, RuleFunction] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
     aten.lift_fresh_copy.default: _same,
-    aten._to_copy.default: _same,
+    aten._to_copy.default: _cast,
 }

@@ -64,7 +64,7 @@ def _lower_mean(local) -> object:  # type: ignore[no-untyped-def]
     else:
         dims = local.node.args[1] if len(local.node.args) > 1 else local.node.kwargs.get("dim")
         keep = local.node.args[2] if len(local.node.args) > 2 else local.node.kwargs.get("keepdim", False)
-        total = local.emit(aten.sum.dim_IntList, x, dims, keep)
+        total = local.emit(aten.sum.dim_IntList, x, dims, keep, **{k: v for k, v in local.node.kwargs.items() if k == "dtype"})
     return local.emit(aten.mul.Tensor, total, 1.0 / size)
 
 
@@ -78,9 +78,58 @@ def _extreme(how: str) -> RuleFunction:
     return rule
 
 
-def _whole(node: Node, tensors: list[Node]) -> Rule:
-    dims = _argument(node, 1, "dim", None)
-    return _reduce(node, tensors, dims, bool(_argument(node, 2, "keepdim", False)), None)
+def _whole_at(dim: int, keep: int) -> RuleFunction:
+    """A reduction over dims that must be whole, with its dims and keepdim at these argument positions (-1: it has none)."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        dims = _argument(node, dim, "dim", None) if dim >= 0 else None
+        return _reduce(node, tensors, dims, bool(_argument(node, keep, "keepdim", False)) if keep >= 0 else False, None)
+
+    return rule
+
+
+def _extreme_all(how: str) -> RuleFunction:
+    neutral = float("-inf") if how == "max" else float("inf")
+    return lambda node, tensors: _reduce(node, tensors, None, False, how, neutral=neutral)
+
+
+def _ordered(dim: int, default: int) -> RuleFunction:
+    """sort, topk, scans: everything along one dim together, which may come out shorter."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        shape = shape_of(tensors[0])
+        letters = tuple(f"d{i}" for i in range(len(shape)))
+        if not shape:
+            return Rule((letters,), (letters,) * len(result_shapes(node)), ({},) * len(result_shapes(node)))
+        position = int(_argument(node, dim, "dim", default)) % len(shape)  # type: ignore[call-overload]
+        outs = []
+        for result in result_shapes(node):
+            same = result[position] == shape[position]
+            outs.append(letters if same else tuple("o" if i == position else letter for i, letter in enumerate(letters)))
+        return Rule((letters,), tuple(outs), ({},) * len(outs), whole=frozenset({letters[position], "o"}))
+
+    return rule
+
+
+def _triangle(node: Node, tensors: list[Node]) -> Rule:
+    letters = tuple(f"d{i}" for i in range(len(shape_of(tensors[0]))))
+    return Rule((letters,), (letters,), ({},), lower=_lower_triangle)
+
+
+def _lower_triangle(local) -> object:  # type: ignore[no-untyped-def]
+    """Rows and columns by their global positions."""
+    (x,) = local.operands
+    node = local.node
+    rank = len(local.shape(x))
+    row, column = f"d{rank - 2}", f"d{rank - 1}"
+    if not local.axes(row) and not local.axes(column):
+        return local.emit(node.target, x, *node.args[1:], **node.kwargs)
+    diagonal = _argument(node, 1, "diagonal", 0)
+    device = torch.device("cpu")
+    rows = local.emit(aten.unsqueeze.default, local.positions(row, torch.int64, device), -1)
+    distance = local.emit(aten.sub.Tensor, local.positions(column, torch.int64, device), rows)
+    kept = local.emit((aten.le if node.target is aten.tril.default else aten.ge).Scalar, distance, diagonal)
+    return local.emit(aten.where.ScalarOther, kept, x, 0)
 
 
 def _softmax(node: Node, tensors: list[Node]) -> Rule:
@@ -141,11 +190,20 @@ RULES: dict[object, RuleFunction] = {
     aten.mean.default: _mean_all,
     aten.amax.default: _extreme("max"),
     aten.amin.default: _extreme("min"),
-    aten.cumsum.default: lambda node, tensors: _softmax(node, tensors),
-    aten.any.dim: _whole,
-    aten.all.dim: _whole,
-    aten.argmax.default: _whole,
-    aten.max.dim: _whole,
+    aten.max.default: _extreme_all("max"),
+    aten.min.default: _extreme_all("min"),
+    **{op: _whole_at(1, 2) for op in (aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims, aten.max.dim, aten.min.dim)},
+    **{op: _whole_at(1, 2) for op in (aten.argmax.default, aten.argmin.default, aten.prod.dim_int, aten.logsumexp.default)},
+    **{op: _whole_at(1, 3) for op in (aten.var.correction, aten.std.correction)},
+    **{op: _whole_at(2, 3) for op in (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)},
+    **{op: _whole_at(-1, -1) for op in (aten.any.default, aten.all.default, aten.prod.default)},
+    **{op: _ordered(1, -1) for op in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default)},
+    aten.cummax.default: _ordered(1, -1),
+    aten.cummin.default: _ordered(1, -1),
+    aten.sort.stable: _ordered(2, -1),
+    aten.topk.default: _ordered(2, -1),
+    aten.tril.default: _triangle,
+    aten.triu.default: _triangle,
     aten._softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax.default: _log_softmax,

@@ -46,13 +46,14 @@ class Rule:
     kind     compute: chooses its letters by the plan; layout: moves nothing and has no opinion; carry: keeps a split that operands share
     sums     per result, letters whose sharding leaves that result pending, with the reduction
     whole    letters that may not be sharded
-    masked   operands whose padding along a summed letter must be neutral first; None: all that have the letter
     linear   operand positions that may come in pending (alone: `each`; together: `all`)
     lower    builds the per-rank code; None: the same operator on local operands
     neutral  what padding along a summed letter must hold (0, or an infinity for max and min)
     clean    operands whose padding must always be zero (indices)
     shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
     self_masked  `lower` masks by itself
+    major    letters whose first factor only may be sharded (their positions must be a range)
+    settles  a layout operator that a pending sum may not ride through
     """
 
     operands: tuple[Dims, ...]
@@ -68,6 +69,8 @@ class Rule:
     shrinks: bool = False
     self_masked: bool = False
     clean: tuple[int, ...] = ()
+    major: frozenset[str] = frozenset()
+    settles: bool = False
 
 
 RuleFunction = Callable[[Node, list[Node]], Rule | None]

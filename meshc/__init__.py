@@ -1,0 +1,40 @@
+"""meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
+
+from meshc.api import Program, compile, verify
+from meshc.calling import TrainStep
+from meshc.errors import (
+    ArtifactError,
+    CaptureError,
+    CompileError,
+    DeadlockError,
+    InputError,
+    MeshcError,
+    PeerError,
+    PlanError,
+    StateError,
+    VerifyError,
+)
+from meshc.mesh import Mesh
+from meshc.options import Options
+from meshc.plan import Plan
+
+__all__ = [
+    "ArtifactError",
+    "CaptureError",
+    "CompileError",
+    "DeadlockError",
+    "InputError",
+    "MeshcError",
+    "Mesh",
+    "Options",
+    "PeerError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "StateError",
+    "TrainStep",
+    "VerifyError",
+    "compile",
+    "verify",
+]
+__version__ = "0.1.0"

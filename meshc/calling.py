@@ -1,0 +1,148 @@
+"""How a program is called: what goes to the model, what to the loss, and under which key a compilation is kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshc.errors import InputError, PlanError
+
+BATCH_MIX = ("refuse", "mean_of_parts")
+
+
+class TrainStep:
+    """A training step as a value: forward, loss, backward, clipping, accumulation over microbatches, update.
+
+    Called like the model; its scalar output, or `output.loss`, is the loss. With `loss`, positional arguments and those that bind to
+    `model.forward` go to the model, the rest by name to `loss(output, ...)`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., torch.Tensor] | None = None,
+        clip_grad_norm: float | None = None,
+        microbatches: int | None = None,
+        batch_mix: str = "refuse",
+    ) -> None:
+        if batch_mix not in BATCH_MIX:
+            raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
+        if microbatches is not None and microbatches < 1:
+            raise PlanError(f"microbatches={microbatches}: a step has at least one")
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.clip_grad_norm = clip_grad_norm
+        self.microbatches = microbatches
+        self.batch_mix = batch_mix
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function to trace: called as function(module, **kwargs)."""
+
+    module: nn.Module
+    function: Callable[..., Any]
+    signature: Callable[..., Any]
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output: a scalar, or `output.loss`."""
+    if isinstance(output, torch.Tensor):
+        if output.numel() != 1:
+            raise InputError(f"a TrainStep without `loss` needs a scalar output, the model returned shape {list(output.shape)}")
+        return output.reshape(())
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise InputError("the model's output has no loss: pass labels, or give TrainStep(..., loss=function)")
+    return loss.reshape(())  # type: ignore[no-any-return]
+
+
+def traced_step(step: TrainStep) -> Traced:
+    """The function whose output is the loss."""
+    forward = _names(step.model.forward)
+    if step.loss is None:
+        return Traced(step.model, lambda module, *args, **kwargs: loss_of(module(*args, **kwargs)), step.model.forward)
+    loss = step.loss
+    takes = _names(loss)[1:]
+
+    def function(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mine = {key: value for key, value in kwargs.items() if key not in forward}
+        output = module(*args, **{key: value for key, value in kwargs.items() if key in forward})
+        return loss(output, **mine).reshape(())
+
+    both = sorted(set(forward) & set(takes) - {"args", "kwargs"})
+    function.refused = both  # type: ignore[attr-defined]
+    return Traced(step.model, function, step.model.forward)
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation."""
+    try:
+        parameters = list(inspect.signature(signature).parameters.values())
+    except (TypeError, ValueError):
+        return tuple(args), dict(kwargs)
+    named = dict(kwargs)
+    rest: list[Any] = []
+    for position, argument in enumerate(args):
+        kind = parameters[position].kind if position < len(parameters) else None
+        if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and not rest:
+            if parameters[position].name in named:
+                raise InputError(f"{parameters[position].name} is given twice, by position and by name")
+            named[parameters[position].name] = argument
+        else:
+            rest.append(argument)
+    order = {parameter.name: index for index, parameter in enumerate(parameters)}
+    return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+
+
+def input_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Structure, shapes, dtypes and plain values of a call's inputs."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    described = tuple(
+        ("tensor", tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else ("value", type(leaf), _hashable(leaf))
+        for leaf in leaves
+    )
+    return (spec, described)
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def module_key(module: nn.Module) -> tuple[Any, ...]:
+    """What else of a module decides its program: training flags, which parameters take gradients, grad mode, autocast."""
+    return (
+        tuple(child.training for child in module.modules()),
+        tuple(parameter.requires_grad for parameter in module.parameters()),
+        torch.is_grad_enabled(),
+        autocast_state(),
+    )
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocast regions around the call."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))

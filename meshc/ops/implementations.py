@@ -1,0 +1,35 @@
+"""The fastest way to call an operator from generated code, where autograd and dispatch modes play no part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshc.ops import attention, norm, optim, random, take
+
+_PLAIN: dict[Any, Callable[..., Any]] = {}
+
+
+def _collect() -> None:
+    for module, names in ((attention, ("attention", "attention_backward")), (take, ("take", "take_backward")), (norm, ("square_sum",))):
+        for name in names:
+            definition = getattr(module, name)
+            _PLAIN[definition._opoverload] = definition._init_fn
+
+
+_collect()
+
+
+def direct(target: Any, device: torch.device) -> Callable[..., Any]:
+    """A callable equal to `target` on plain tensors."""
+    if target in _PLAIN:
+        return _PLAIN[target]
+    if isinstance(target, torch._ops.OpOverload):
+        return target._op
+    function: Callable[..., Any] = target
+    return function
+
+
+__all__ = ["direct", "optim", "random"]

@@ -1,0 +1,33 @@
+"""Options of `meshc.compile`: what a careful engineer rarely changes. Later features add fields here, never parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshc.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    seed           of meshc's random numbers; default: rank 0's `torch.initial_seed()` at compile
+    cuda_graph     "auto", True or False: capture a step in one CUDA graph
+    dynamic        not yet: sizes are static
+    pp_splits      not yet: pipelines
+    memory_budget  not yet: the search's budget, in bytes
+    local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
+    """
+
+    seed: int | None = None
+    cuda_graph: str | bool = "auto"
+    dynamic: object = None
+    pp_splits: tuple[str, ...] | None = None
+    memory_budget: int | None = None
+    local_loss: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dynamic", "pp_splits", "memory_budget"):
+            if getattr(self, name) is not None:
+                raise PlanError(f"Options({name}=...) is not supported yet: leave it out")
+        if self.local_loss not in (None, "mean", "sum"):
+            raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")

@@ -1,0 +1,96 @@
+"""What passes hand to each other: a program under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from meshc.capture import TorchGraph
+from meshc.mesh import Mesh
+from meshc.optimizer import OptimizerSpec
+from meshc.passes.factorize import Factors
+from meshc.passes.names import Names
+from meshc.passes.propagate import Assignment
+from meshc.plan import Plan
+from meshc.program import Instruction, Port, Stage
+from meshc.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, in one value.
+
+    function      called as function(module, *args, **kwargs); its output is the program's
+    train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
+    fixed         storage of parameters that another program of the same model has settled
+    """
+
+    module: nn.Module
+    function: Callable[..., Any]
+    signature: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    plan: Any = "auto"
+    grad: bool = False
+    train: bool = False
+    optimizer: OptimizerSpec | None = None
+    clip_grad_norm: float | None = None
+    microbatches: int = 1
+    inputs: str = "global"
+    outputs: str = "plain"
+    names: Mapping[str, Sequence[str | None]] | None = None
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    double: bool = False
+    fixed: Mapping[str, Sharding] = field(default_factory=dict)
+    cache_outputs: tuple[str, ...] = ()
+
+
+@dataclass
+class Draft:
+    """Everything known so far; each pass fills in or replaces what it is named after."""
+
+    request: Request
+    traced: TorchGraph | None = None
+    graph: Graph | None = None
+    inputs: list[Port] = field(default_factory=list)
+    outputs: list[Port] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates: dict[Node, str] = field(default_factory=dict)
+    factors: Factors | None = None
+    names: Names | None = None
+    plan: Plan | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    pins: dict[tuple[Node, int], dict[tuple[int, int], tuple[str, ...]]] = field(default_factory=dict)
+    storage_pins: dict[str, dict[tuple[int, int], tuple[str, ...]]] = field(default_factory=dict)
+    spread_pins: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    stages: dict[str, Stage] = field(default_factory=dict)
+    schedule: tuple[Instruction, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    out_spec: Any = None
+    output_paths: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    random_calls: int = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.request.mesh
+
+    def the_graph(self) -> Graph:
+        assert self.graph is not None
+        return self.graph
+
+    def placeholders(self) -> dict[str, Node]:
+        """Placeholder of each input port, by key."""
+        nodes = self.the_graph().find_nodes(op="placeholder")
+        return {port.key: node for port, node in zip(self.inputs, nodes, strict=True)}
+
+    def results(self) -> list[Node]:
+        (output,) = self.the_graph().find_nodes(op="output")
+        return list(output.args[0])  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""Microbatch: a step over M microbatches as three stages.
+
+    per-rank graph with the sequential axis mb          before:  what depends on no parameter and no microbatch (counts of labels)
+                                               becomes  each:    forward and backward of microbatch k; partial sums leave
+                                                        after:   reductions of gradients, clipping, the update
+
+A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over it is accumulation. Where an operator needs the whole batch
+in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.errors import CompileError
+from meshc.ir import record
+from meshc.passes.draft import Draft
+from meshc.passes.propagate import MICROBATCH
+from meshc.program import Instruction, Stage
+
+
+def split_microbatches(draft: Draft) -> Draft:
+    """Three stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
+    (stage,) = draft.stages.values()
+    count = draft.sizes.get(MICROBATCH, 1)
+    if count == 1:
+        draft.schedule = (Instruction("run", stage.name),)
+        return draft
+    graph = stage.graph
+    keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
+    varies = _reach([n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH], stop=set(sums))
+    done = _reach(sums, stop=set())
+    _refuse_mixing(graph, varies, done, sums)
+    learned = _reach([node for node, key in keys.items() if key.startswith(("parameter:", "state:"))], stop=set())
+    (output,) = graph.find_nodes(op="output")
+    early = [n for n in graph.nodes if n.op == "call_function" and n not in varies and n not in done and n not in learned]
+    split = Splitter(graph, keys)
+    wanted_late = [n for n in (*output.args[0], *[x for d in done for x in d.all_input_nodes]) if isinstance(n, Node)]  # type: ignore[misc]
+    for node in wanted_late:
+        if node in varies and node not in sums:
+            raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")
+    integers = {n for n in early if record_is_integer(n)}
+    shared = [n for n in early if n not in integers and any(user in varies or user in done or user in learned or user is output for user in n.users)]
+    parts = [node.args[0] for node in sums]
+    before = split.stage("before", shared, given={}, label={n: f"value:{n.name}" for n in shared})
+    given = {n: f"value:{n.name}" for n in shared}
+    each = split.stage("each", parts, given=given, label={n: f"part:{n.name}" for n in parts})
+    totals = {total: f"sum:{part.name}" for total, part in zip(sums, parts, strict=True)}
+    late = list(output.args[0])  # type: ignore[arg-type]
+    after = split.stage("after", late, given={**given, **totals}, label=dict(zip(late, stage.outputs, strict=True)), outputs=stage.outputs)
+    draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
+    schedule = [Instruction("run", "before")] if before.outputs else []
+    for k in range(count):
+        schedule.append(Instruction("run", "each", k))
+        schedule += [Instruction("add", "each", k, f"part:{part.name}", f"sum:{part.name}") for part in dict.fromkeys(parts)]
+    draft.schedule = (*schedule, Instruction("run", "after"))
+    return draft
+
+
+def record_is_integer(node: Node) -> bool:
+    found = node.meta["meshc"]
+    return not isinstance(found, tuple) and found.dtype is None
+
+
+def _reach(start: list[Node], stop: set[Node]) -> set[Node]:
+    """Nodes that depend on any of `start`, themselves included; not beyond `stop`."""
+    found = set(start)
+    work = list(start)
+    while work:
+        for user in work.pop().users:
+            if user not in found and user not in stop and user.op != "output":
+                found.add(user)
+                work.append(user)
+    return found
+
+
+def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[Node]) -> None:
+    for node in graph.nodes:
+        clash = node in varies and node in done
+        other = spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]
+        if clash or other:
+            cause = next((s for s in sums if node in _reach([s], set())), node) if clash else node
+            found = record(cause)
+            raise CompileError(
+                f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
+                "microbatches without changing the result.\n"
+                "  what to do: microbatches=1, or TrainStep(..., batch_mix=\"mean_of_parts\") to accept the mean over parts"
+            )
+
+
+class Splitter:
+    def __init__(self, graph: Graph, keys: dict[Node, str]) -> None:
+        self.graph, self.keys = graph, keys
+
+    def stage(
+        self, name: str, results: list[Node], given: dict[Node, str], label: dict[Node, str], outputs: tuple[str, ...] | None = None
+    ) -> Stage:
+        """The part of the graph that makes `results`; `given` nodes come in by key."""
+        needed: set[Node] = set()
+        work = list(results)
+        while work:
+            node = work.pop()
+            if node not in needed:
+                needed.add(node)
+                if node not in given:
+                    work += node.all_input_nodes
+        copy = Graph()
+        env: dict[Node, Node] = {}
+        inputs: list[str] = []
+        for node in self.graph.nodes:
+            if node in needed and (node.op == "placeholder" or node in given):
+                env[node] = copy.placeholder(node.name)
+                env[node].meta = dict(node.meta)
+                inputs.append(given.get(node) or self.keys[node])
+        for node in self.graph.nodes:
+            if node in needed and node not in env and node.op == "call_function":
+                env[node] = copy.node_copy(node, lambda n: env[n])
+        unique = results if outputs is not None else list(dict.fromkeys(results))
+        copy.output(tuple(env[node] for node in unique))
+        return Stage(name, copy, tuple(inputs), outputs if outputs is not None else tuple(label[node] for node in unique))

@@ -1,0 +1,208 @@
+"""The compiler's table of contents: every pass, in order, with the reason where its place is not obvious."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch.utils import _pytree as pytree
+
+from meshc.capture import torch_graph
+from meshc.errors import CompileError, PlanError
+from meshc.ir import record, records, value_of
+from meshc.mesh import DATA_ROLES, role
+from meshc.passes import annotate as annotate_pass
+from meshc.passes import autocast, cut, differentiate, emit, microbatch, raise_ops, update
+from meshc.passes.draft import Draft, Request
+from meshc.passes.factorize import factorize
+from meshc.passes.names import name_factors
+from meshc.passes.partition import partition
+from meshc.passes.propagate import MICROBATCH, Propagator
+from meshc.program import Port, Program, Stage
+from meshc.recipes import resolve
+from meshc.sharding import Sharding
+
+Pass = Callable[[Draft], Draft]
+
+
+def _capture(draft: Draft) -> Draft:
+    ask = draft.request
+    traced = torch_graph(
+        ask.module, ask.function, ask.args, ask.kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double
+    )
+    draft.traced, draft.out_spec, draft.output_paths = traced, traced.out_spec, traced.output_paths
+    return draft
+
+
+def _autocast(draft: Draft) -> Draft:
+    assert draft.traced is not None
+    draft.traced = autocast.lower_autocast(draft.traced)
+    return draft
+
+
+def _raise(draft: Draft) -> Draft:
+    assert draft.traced is not None
+    draft.traced = raise_ops.raise_ops(draft.traced)
+    draft.random_calls = draft.traced.random_calls
+    return draft
+
+
+def _differentiate(draft: Draft) -> Draft:
+    assert draft.traced is not None
+    draft.graph, draft.inputs, draft.outputs, draft.constants = differentiate.differentiate(draft.traced)
+    return update.close_loss(draft) if draft.request.train else draft
+
+
+def _factorize(draft: Draft) -> Draft:
+    draft.factors = factorize(draft.the_graph())
+    draft.notes += draft.factors.dropped
+    draft.names = name_factors(draft.the_graph(), draft.factors, draft.inputs, draft.request.names)
+    return draft
+
+
+def _propagate(draft: Draft) -> Draft:
+    assert draft.factors is not None and draft.names is not None and draft.plan is not None
+    propagator = Propagator(draft.the_graph(), draft.factors, draft.names, draft.plan, draft.sizes, draft.inputs)
+    propagator.updates = draft.updates
+    propagator.fixed = draft.request.fixed
+    propagator.pins = draft.pins
+    propagator.storage_pins = draft.storage_pins
+    propagator.spread_pins = draft.spread_pins
+    if draft.request.inputs == "local":
+        propagator.local_batch = tuple(axis.name for axis in draft.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
+    draft.assignment = propagator.run()
+    draft.inputs = [replace(port, sharding=_lies(propagator, port, node)) for port, node in zip(draft.inputs, _nodes(draft), strict=True)]
+    draft.outputs = [
+        replace(port, sharding=_leaves(propagator, draft, port, node)) for port, node in zip(draft.outputs, draft.results(), strict=True)
+    ]
+    _warn_replicated(draft)
+    return draft
+
+
+def _nodes(draft: Draft):  # type: ignore[no-untyped-def]
+    return draft.the_graph().find_nodes(op="placeholder")
+
+
+def _lies(propagator: Propagator, port: Port, node) -> Sharding:  # type: ignore[no-untyped-def]
+    whole = propagator.result.whole((node, 0))
+    if port.kind == "parameter":
+        return propagator.storage(port.name, "parameter")
+    if port.kind == "state" and len(whole.dims) == len(propagator.storage(port.of, "state").dims):
+        return propagator.storage(port.of, "state")
+    if port.kind == "input":
+        return propagator.given((node, 0)) or whole
+    return whole
+
+
+def _leaves(propagator: Propagator, draft: Draft, port: Port, node) -> Sharding:  # type: ignore[no-untyped-def]
+    value = value_of(node)
+    whole = propagator.result.whole(value)
+    if port.kind in ("parameter", "state"):
+        like = next((p for p in draft.inputs if p.key == port.key), None)
+        return like.sharding if like is not None and like.sharding is not None else whole
+    if port.kind == "gradient" and not port.name.startswith("input:"):
+        return propagator.storage(port.name, "gradient")
+    if port.kind == "output":
+        given = propagator.given(value)
+        if port.name in draft.request.cache_outputs or draft.request.outputs == "dtensor":
+            return _known(given, whole)
+        if draft.request.inputs == "local":
+            return _batch_only(propagator, value, whole)
+    return whole
+
+
+def _known(given: Sharding | None, whole: Sharding) -> Sharding:
+    return whole if given is None else given.without_pending()
+
+
+def _batch_only(propagator: Propagator, value, whole: Sharding) -> Sharding:  # type: ignore[no-untyped-def]
+    for dim, row in enumerate(propagator.factors.dims[value]):
+        for position, factor in enumerate(row):
+            if "batch" in propagator.names.also[factor]:
+                return whole.with_axes(dim, position, propagator.local_batch)
+    return whole
+
+
+def _warn_replicated(draft: Draft) -> None:
+    assert draft.assignment is not None
+    seen: dict[str, tuple[int, int, str]] = {}
+    for node in draft.assignment.replicated:
+        size = 0
+        for result in records(node):
+            if result.dtype is not None:
+                count = result.dtype.itemsize
+                for extent in result.shape:
+                    count *= extent
+                size += count
+        name = str(node.target).removesuffix(".default")
+        times, total, where = seen.get(name, (0, 0, str(records(node)[0].source)))
+        seen[name] = (times + 1, total + size, where)
+    for name, (times, total, where) in seen.items():
+        draft.notes.append(f"{name} has no rule: it runs whole on every rank ({times}x, {total:,} bytes of results), first at {where}")
+
+
+def _partition(draft: Draft) -> Draft:
+    assert draft.assignment is not None
+    wants = [port.sharding for port in draft.outputs]
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, [want for want in wants if want is not None])
+    stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
+    draft.stages = {"main": stage}
+    return draft
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    run: Pass
+
+
+PASSES: tuple[Entry, ...] = (
+    Entry("capture", _capture),
+    Entry("autocast", _autocast),  # before raise: custom operators ignore autocast
+    Entry("raise", _raise),  # before AOTAutograd: one node forward and one backward for each composite
+    Entry("differentiate", _differentiate),
+    Entry("update", update.append_update),  # on the global view, so that norms and updates shard by the same rules as the model
+    Entry("factorize", _factorize),
+    Entry("annotate", annotate_pass.annotate),
+    Entry("propagate", _propagate),
+    Entry("partition", _partition),
+    Entry("microbatch", microbatch.split_microbatches),  # after partition: a microbatch is one more axis there
+    Entry("cut", cut.cut_backward),  # likewise: what lies where decides what is saved
+    Entry("emit", emit.fuse_updates),
+)
+
+Hook = Callable[[str, Draft], None]
+
+
+def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
+    """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
+    draft = Draft(request)
+    draft.plan = resolve(request.plan, request.mesh)
+    draft.sizes = {axis.name: axis.size for axis in request.mesh.axes}
+    if request.microbatches > 1:
+        draft.sizes[MICROBATCH] = request.microbatches
+    for entry in PASSES:
+        start = time.process_time()
+        draft = entry.run(draft)
+        draft.seconds[entry.name] = time.process_time() - start
+        if hook is not None:
+            hook(entry.name, draft)
+    program = Program(
+        stages=draft.stages,
+        mesh=request.mesh,
+        plan=draft.plan,
+        inputs=tuple(draft.inputs),
+        outputs=tuple(draft.outputs),
+        schedule=draft.schedule,
+        constants=draft.constants,
+        axis_sizes=draft.sizes,
+        microbatches=request.microbatches,
+        mode="step" if request.train else ("autograd" if request.grad else "forward"),
+        notes=draft.notes,
+        info={"output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs},
+    )
+    return program, draft
+
+
+__all__ = ["PASSES", "CompileError", "Entry", "PlanError", "compile_program", "pytree", "record"]

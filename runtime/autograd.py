@@ -1,0 +1,73 @@
+"""A program in module mode as one differentiable function: forward now, backward when torch asks, each call with its own saved values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshc.errors import StateError
+from meshc.program import Instruction, Port
+from meshc.runtime.session import Session
+
+
+class Call:
+    """The state of one forward call until its backward."""
+
+    def __init__(self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None]) -> None:
+        self.session = session
+        self.parameters = list(parameters)
+        self.inputs = list(inputs)
+        self.scale = dict(scale)
+        self.saved: dict[str, Any] = {}
+        self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
+        self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
+        self.results = session.results
+
+
+class ProgramFunction(torch.autograd.Function):
+    """forward(call, tensors, parameters..., inputs that need gradients...) -> outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        session = call.session
+        env = {**session.values(tensors, {}), **session.executor.constants}
+        with session.executor.guarded(session.store.step, "run forward"):
+            session.executor.perform(Instruction("run", "forward"), env)
+        session.finish(env)
+        call.saved = {key: env[key] for key in session.program.stages["backward"].inputs if key in env}
+        ctx.call = call
+        outputs = tuple(session.output(port, env[port.key]) for port in call.results)
+        ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
+        return tuple(o.view_as(o) if not isinstance(o, DTensor) else o for o in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        session = call.session
+        env = dict(call.saved)
+        for port, grad in zip(call.results, grads, strict=True):
+            tangent = call.tangents.get(port.name)
+            if tangent is None:
+                continue
+            scale = call.scale.get(port.name, 1.0)
+            if scale is None and grad is not None:
+                raise StateError(
+                    f"backward from {port.name}, which carries this rank's part of the batch, needs to know what the local loss means.\n"
+                    '  what to do: compile with options=meshc.Options(local_loss="mean") (what DDP means) or "sum"'
+                )
+            if grad is None:
+                grad = torch.zeros(session.shape(tangent), dtype=tangent.dtype, device=session.device)
+            env[tangent.key] = grad if scale in (None, 1.0) else grad * scale
+        with torch.no_grad(), session.executor.guarded(session.store.step, "run backward"):
+            session.executor.perform(Instruction("run", "backward"), env)
+        found: list[Any] = []
+        for port in call.parameters:
+            gradient = call.gradients.get(port.name)
+            found.append(None if gradient is None else session.parameter_gradient(gradient, env[gradient.key]))
+        for port in call.inputs:
+            gradient = call.gradients.get(f"input:{port.name}")
+            found.append(None if gradient is None else env[gradient.key])
+        return (None, None, *found)

@@ -1,0 +1,105 @@
+"""The process groups of one program: for any axes, the ranks that differ along these axes only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from meshc.errors import StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Groups:
+    """Makes each group once, in an order that is the same on all ranks.
+
+    sizes: axis name -> number of ranks along it, major to minor. rank_of: the rank at each position, row-major over the axes (a
+    DeviceMesh's `mesh`); 0, 1, 2, ... by default. device_mesh: its groups of single axes are used where their order is the wanted one.
+    Raises StateError if the axes do not account for every rank of the world.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        rank: int,
+        world_size: int,
+        device_mesh: DeviceMesh | None = None,
+        rank_of: torch.Tensor | None = None,
+    ) -> None:
+        self._sizes = dict(sizes)
+        self._rank = rank
+        count = math.prod(self._sizes.values())
+        if count != world_size:
+            axes = ",".join(f"{name}={size}" for name, size in self._sizes.items())
+            raise StateError(
+                f"the program is for the {count} ranks of the mesh {axes}, but {world_size} were started: "
+                f"start {count}, or compile for {world_size}"
+            )
+        if rank_of is None:
+            rank_of = torch.arange(count) if device_mesh is None else device_mesh.mesh
+        self._rank_of = rank_of.reshape(tuple(self._sizes.values()))
+        self._device_mesh = device_mesh
+        self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+
+    def prepare(self, wanted: Iterable[Iterable[str]]) -> None:
+        """Makes the groups over each of these axes. All ranks call it, with the same list, before any calls `group`."""
+        for axes in wanted:
+            self._group(tuple(axes))
+
+    def group(self, axes: Iterable[str]) -> ProcessGroup | None:
+        """The prepared group of this rank over `axes`, None if that is this rank alone.
+
+        Its members are in row-major order of the axes as given: the first varies slowest.
+        """
+        key = tuple(axes)
+        if key not in self._groups:
+            raise StateError(f"no group over the axes {key} was prepared when the program was loaded; there are: {list(self._groups)}")
+        return self._groups[key]
+
+    def members(self, axes: Iterable[str]) -> list[list[int]]:
+        """The ranks of every group over `axes`, a list for each group; every rank is in exactly one."""
+        names = list(self._sizes)
+        inner = [names.index(name) for name in axes]
+        outer = [dim for dim in range(len(names)) if dim not in inner]
+        size = math.prod(self._rank_of.shape[dim] for dim in inner)
+        return [list(map(int, row)) for row in self._rank_of.permute(*outer, *inner).reshape(-1, size).tolist()]
+
+    def all_groups(self) -> list[ProcessGroup]:
+        """Every group of this rank so far, each once."""
+        return list({id(group): group for group in self._groups.values() if group is not None}.values())
+
+    def _group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        if axes in self._groups:
+            return self._groups[axes]
+        # Axes of size 1 do not matter, and (dp, one) and (dp) are one group.
+        wide = tuple(name for name in axes if self._sizes[name] > 1)
+        if not wide:
+            group = None
+        elif wide != axes:
+            group = self._group(wide)
+        else:
+            group = self._make(wide)
+        self._groups[axes] = group
+        return group
+
+    def _make(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """Every rank takes the same way here: what decides is the table of all groups, never this rank's own."""
+        rows = self.members(axes)
+        ascending = all(row == sorted(row) for row in rows)
+        if len(rows) == 1 and ascending:
+            return dist.group.WORLD
+        if len(axes) == 1 and ascending and self._device_mesh is not None and axes[0] in (self._device_mesh.mesh_dim_names or ()):
+            return self._device_mesh.get_group(axes[0])
+        mine = None
+        for row in rows:
+            # Only a row out of order needs the keyword, which torch has not always had.
+            made = dist.new_group(row) if ascending else dist.new_group(row, sort_ranks=False)
+            if self._rank in row:
+                mine = made
+        return mine

@@ -1,0 +1,164 @@
+"""One program at work on this rank: inputs in, outputs out, state in place.
+
+It checks what it is given before anything is sent, moves it to the device, supplies numbers of the optimizer, seed and step, runs the
+executor, and hands outputs back as the model would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from meshc.errors import InputError
+from meshc.program import Port, Program
+from meshc.runtime import collectives, layouts
+from meshc.runtime.executor import Executor
+from meshc.runtime.store import Store
+from meshc.sharding import local_shape
+
+
+class Session:
+    """A loaded program with its store. `out_spec` rebuilds the output; None gives outputs by path."""
+
+    def __init__(self, program: Program, store: Store, executor: Executor, out_spec: Any = None) -> None:
+        self.program = program
+        self.store = store
+        self.executor = executor
+        self.out_spec = out_spec
+        self.device = executor.device
+        self.inputs = [port for port in program.inputs if port.kind == "input"]
+        self.kept = [port for port in program.inputs if port.kind in ("parameter", "buffer", "state")]
+        self.results = [port for port in program.outputs if port.kind == "output"]
+        self.written = [port for port in program.outputs if port.kind in ("parameter", "buffer", "state")]
+        self.numbers: dict[str, torch.Tensor] = {
+            port.key: torch.zeros((), dtype=torch.float64) for port in program.inputs if port.kind == "number"
+        }
+        self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
+        self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.calls = 0
+
+    # ------------------------------------------------------------------------------------------------------------------- inputs
+
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Every input by key, for the executor."""
+        self.store.check_filled()
+        self.store.adopt_changes()
+        values: dict[str, Any] = {port.key: self.store.buffer(port.key) for port in self.kept}
+        for port, tensor in zip(self.inputs, tensors, strict=True):
+            values[port.key] = self._input(port, tensor)
+        for key, tensor in self.numbers.items():
+            tensor.fill_(numbers[key.removeprefix("number:")])
+            values[key] = tensor
+        if self.random is not None:
+            seed = self.store.seed & ((1 << 64) - 1)
+            self.seed_step[0] = seed - (1 << 64) if seed >> 63 else seed
+            self.seed_step[1] = self.store.step
+            values[self.random] = self.seed_step
+        return values
+
+    def _input(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.detach().to(self.device)
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Refuse inputs that the program was not compiled for, before anything is sent."""
+        faults = []
+        sizes = self.program.axis_sizes
+        for port, tensor in zip(self.inputs, tensors, strict=True):
+            wanted = local_shape(port.sharding, sizes) if port.sharding is not None else port.shape
+            if not isinstance(tensor, torch.Tensor):
+                faults.append(f"{port.name} must be a tensor, not {type(tensor).__name__}")
+            elif tuple(tensor.shape) != wanted or tensor.dtype != port.dtype:
+                faults.append(
+                    f"{port.name} is {tensor.dtype} of shape {list(tensor.shape)}, the program takes {port.dtype} of shape {list(wanted)}"
+                )
+        if faults:
+            raise InputError("inputs do not match the program:\n  " + "\n  ".join(faults))
+
+    def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Ranks compare a digest of their inputs on calls 1, 2, 4, ... 1024 and every 1024th after that."""
+        self.calls += 1
+        due = self.calls % 1024 == 0 if self.calls > 1024 else self.calls & (self.calls - 1) == 0
+        if not due or self.program.info.get("inputs") != "global" or not tensors or dist.get_world_size() == 1:
+            return
+        digest = torch.tensor([_digest(tensors)], dtype=torch.int64, device=self.device)
+        digests = collectives.all_gather(digest, dist.group.WORLD).wait().tolist()
+        if len(set(digests)) > 1:
+            first = next(rank for rank, value in enumerate(digests) if value != digests[0])
+            raise InputError(
+                f"ranks 0 and {first} passed different inputs, but inputs=\"global\" takes the same on every rank.\n"
+                '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
+            )
+
+    # ------------------------------------------------------------------------------------------------------------------ outputs
+
+    def finish(self, env: Mapping[str, Any]) -> None:
+        """Write back what a stage made anew, and note what has changed."""
+        for port in self.written:
+            buffer, value = self.store.buffer(port.key), env[port.key]
+            if value is not buffer:
+                buffer.copy_(value)
+        if self.written:
+            self.store.mark_written([port.key for port in self.written])
+
+    def outputs(self, env: Mapping[str, Any]) -> Any:
+        """The program's outputs, in the model's own structure."""
+        leaves = [self.output(port, env[port.key]) for port in self.results]
+        if self.out_spec is None:
+            return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+    def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
+        """Plain where whole on every rank (or the rank's own part of the batch), a DTensor where it stays as it lies."""
+        if port.sharding is None or not port.sharding.split_axes() or self.program.info.get("inputs") == "local":
+            return value
+        return self._dtensor(port, value)
+
+    def _dtensor(self, port: Port, value: torch.Tensor) -> DTensor:
+        mesh, sharding = self.program.mesh, port.sharding
+        assert sharding is not None
+        if layouts.aligned(sharding, mesh):
+            local = layouts.tile_to_chunk(value, sharding, mesh, mesh.coordinates(dist.get_rank()))
+        else:
+            local = self.store.transfers.to_chunk(value, sharding)
+        places = layouts.torch_placements(sharding, mesh)
+        return DTensor.from_local(local, mesh.device_mesh, places, run_check=False, shape=torch.Size(port.shape), stride=_strides(port.shape))
+
+    def shape(self, port: Port) -> tuple[int, ...]:
+        """What a port's tensor is on this rank."""
+        return port.shape if port.sharding is None else local_shape(port.sharding, self.program.axis_sizes)
+
+    def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
+        """A gradient as autograd wants it: like its parameter."""
+        return self._dtensor(gradient, value)
+
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+        """One call: values, schedule, write-back. Returns every value by key."""
+        with torch.no_grad():
+            env = self.executor.run(self.values(tensors, numbers), self.store.step)
+            self.finish(env)
+        return env
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state.update(plain.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(state.digest(), "big", signed=True)
