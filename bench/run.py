@@ -1,0 +1,93 @@
+"""Trains the same models with meshc and with its peers on two CPU ranks, and prints one table.
+
+    python bench/run.py                                   everything
+    python bench/run.py --models llama --plans ddp fsdp   some rows
+    python bench/run.py --quick                           Llama, eager, few pairs
+
+`bench/README.md` says what is measured and how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import machine, write
+
+HERE = Path(__file__).resolve().parent
+RANKS = 2
+PLANS = {"llama": 4, "nanogpt": 4, "mlp": 3}
+ALL_PLANS = ("ddp", "fsdp", "megatron", "megatron_sp")
+
+
+def contenders(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one model and plan; the single process comes first, since its losses are the reference."""
+    rows: list[dict[str, Any]] = [{"system": "single"}]
+    if options.default_adamw:
+        rows.append({"system": "peer", "fused": False})
+    for compiled in (False,) if options.eager else (False, True):
+        if compiled:
+            rows.append({"system": "single", "compiled": True})
+        for system in ("peer", "meshc"):
+            if system in options.systems:
+                rows.append({"system": system, "compiled": compiled})
+    return rows
+
+
+def measure(model: str, plan: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        request = {"model": model, "plan": plan, "pairs": options.pairs, "contenders": contenders(options), "out": str(out)}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += [str(HERE / "measure.py"), json.dumps(request)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "KINETO_LOG_LEVEL": "5",
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        }
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if options.verbose or done.returncode != 0:
+            print(done.stdout, flush=True)
+        if done.returncode != 0:
+            return [{"title": "all", "system": "", "mode": "", "problem": f"the ranks ended with status {done.returncode}"}]
+        return json.loads(out.read_text())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(PLANS), default=list(PLANS))
+    parser.add_argument("--plans", nargs="+", choices=ALL_PLANS, default=list(ALL_PLANS))
+    parser.add_argument("--systems", nargs="+", choices=("peer", "meshc"), default=["peer", "meshc"], help="beside the single process")
+    parser.add_argument("--pairs", type=int, default=15, help="interleaved timed steps of each contender")
+    parser.add_argument("--eager", action="store_true", help="leave out torch.compile and Inductor, which compile for minutes")
+    parser.add_argument("--default-adamw", action="store_true", help="also peers with AdamW as it is by default, not fused")
+    parser.add_argument("--quick", action="store_true", help="Llama, eager, 5 pairs")
+    parser.add_argument("--name", help="of the files in bench/results/; by default nothing is written")
+    parser.add_argument("--verbose", action="store_true", help="print what the ranks print")
+    options = parser.parse_args()
+    if options.quick:
+        options.models, options.eager, options.pairs = ["llama"], True, 5
+
+    start = time.monotonic()
+    results = []
+    for model in options.models:
+        for plan in ALL_PLANS[: PLANS[model]]:
+            if plan in options.plans:
+                print(f"measuring {model}, {plan} ...", file=sys.stderr, flush=True)
+                results.append({"model": model, "plan": plan, "rows": measure(model, plan, options)})
+    about = {"command": " ".join(["python", "bench/run.py", *sys.argv[1:]]), "machine": machine(), "pairs": options.pairs}
+    about["minutes"] = round((time.monotonic() - start) / 60, 1)
+    return write(results, about, HERE / "results" / options.name if options.name else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
