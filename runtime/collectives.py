@@ -5,8 +5,8 @@
     x_whole = pending.wait()                       # ... until the value is needed
 
 A `group` is what `Groups.group` returns; None stands for a group of one rank, which communicates nothing. All ranks of a group make the
-same calls in the same order, under `no_grad`, and their tensors have the same shape and dtype. Nobody writes a tensor that was passed in, or
-reads one that will come out, before `wait` has returned.
+same calls in the same order, under `no_grad`, and their tensors have the same shape and dtype. Nobody writes a tensor that was passed in,
+or reads one that will come out, before `wait` has returned.
 
 On CUDA every call is torch's own. On CPU (gloo) some are not, since torch 2.13's are slow there: its gloo reduce-scatter is an
 all-reduce, its all-gather goes through a second buffer, its all-reduce has many steps. Here a reduce-scatter is an all-to-all and a local
@@ -203,18 +203,18 @@ def interrupt(group: ProcessGroup) -> None:
 
     The peers' connections to this rank close, so their waits raise too. The group is lost: this is for failures only.
     """
-    backends = dist.get_backend_config(group)
-    if "nccl" in backends:
-        group.abort()
-    if "gloo" in backends:
-        # gloo has no abort that wakes a wait, but a receive that times out closes all connections of its group, which does.
-        try:
+    try:
+        backends = dist.get_backend_config(group)
+        if "nccl" in backends:
+            group.abort()
+        if "gloo" in backends:
+            # gloo has no abort that wakes a wait, but a receive that times out closes all connections of its group, which does.
             peer = (group.rank() + 1) % group.size()
             work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=_INTERRUPT_TAG)
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass  # it has timed out, or the group was lost already
+    except (RuntimeError, ValueError):
+        pass  # it has timed out, or the group was lost or destroyed already
 
 
 def _direct(x: Tensor) -> bool:

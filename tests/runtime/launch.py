@@ -1,0 +1,139 @@
+"""Starts a function on several ranks, each a real process, and hands back what they printed and how they ended.
+
+    run = launch("tests.runtime.programs:hello", ranks=4)                    # MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE in the environment
+    run = launch("tests.runtime.programs:hello", "x", ranks=4, torchrun=True)
+    assert run.ok, run
+
+The function takes the further arguments, as text, and sets up its own process group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class RankEnd:
+    """How one rank ended: its exit code (None under torchrun, which has its own), what it printed, and when, from the start."""
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+@dataclass
+class Run:
+    """How all ranks ended. code: torchrun's exit code, or the first rank's that is not 0."""
+
+    code: int
+    ranks: list[RankEnd]
+    timed_out: bool
+    launcher_text: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0 and not self.timed_out
+
+    def __str__(self) -> str:
+        lines = [f"exit code {self.code}{', timed out' if self.timed_out else ''}", self.launcher_text[-3000:]]
+        for rank, end in enumerate(self.ranks):
+            lines.append(f"---- rank {rank}: exit code {end.code} after {end.seconds:.1f} s\n{end.out[-3000:]}\n{end.err[-3000:]}")
+        return "\n".join(lines)
+
+
+def launch(
+    target: str, *arguments: str, ranks: int, torchrun: bool = False, timeout_s: float = 60, environment: Mapping[str, str] | None = None
+) -> Run:
+    """Runs `target` ("module:function") with `arguments` on `ranks` processes, one thread each, from the repository's root."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
+    module = ["-m", "tests.runtime.launch", target, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        if torchrun:
+            return _under_torchrun(module, ranks, timeout_s, variables, Path(folder))
+        return _by_hand(module, ranks, timeout_s, variables, Path(folder))
+
+
+def _by_hand(module: list[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    start = time.monotonic()
+    processes = []
+    for rank in range(ranks):
+        with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
+            environment = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen([sys.executable, *module], cwd=ROOT, env=environment, stdout=out, stderr=err))
+    seconds = [0.0] * ranks
+    running = set(range(ranks))
+    timed_out = False
+    while running:
+        for rank in list(running):
+            if processes[rank].poll() is not None:
+                running.remove(rank)
+                seconds[rank] = time.monotonic() - start
+        if running and not timed_out and time.monotonic() > start + timeout_s:
+            timed_out = True
+            for rank in running:
+                processes[rank].kill()
+        time.sleep(0.02)
+    ends = [
+        RankEnd(process.returncode, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text(), seconds[rank])
+        for rank, process in enumerate(processes)
+    ]
+    return Run(next((end.code for end in ends if end.code), 0), ends, timed_out)
+
+
+def _under_torchrun(module: list[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
+    logs = folder / "logs"
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--log-dir", str(logs), "--redirects", "3"]
+    start = time.monotonic()
+    with open(folder / "launcher", "w") as text:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, *module],
+            cwd=ROOT,
+            env=variables,
+            stdout=text,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            process.send_signal(signal.SIGTERM)  # which makes torchrun end its workers
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    took = time.monotonic() - start
+    ends = [RankEnd(None, _log(logs, rank, "stdout"), _log(logs, rank, "stderr"), took) for rank in range(ranks)]
+    return Run(process.returncode, ends, timed_out, (folder / "launcher").read_text())
+
+
+def _log(logs: Path, rank: int, stream: str) -> str:
+    return "".join(path.read_text() for path in sorted(logs.glob(f"*/attempt_*/{rank}/{stream}.log")))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    _module, _, _function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(_module), _function)(*sys.argv[2:])

@@ -1,0 +1,284 @@
+"""What the ranks of the process tests run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshc.errors import PeerError
+from meshc.runtime import collectives
+from meshc.runtime.failure import FailureBoard, world_board
+from meshc.runtime.groups import Groups
+
+MOVED = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+]
+REDUCED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+
+
+def sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Small whole numbers that every dtype holds, different on every rank, and whose sums are exact."""
+    draws = torch.randint(0, 8, shape, generator=torch.Generator().manual_seed(rank))
+    return draws.bool() if dtype is torch.bool else draws.to(dtype)
+
+
+def same(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape, (what, got.dtype, got.shape, want.dtype, want.shape)
+    assert got.is_contiguous(), (what, got.stride())
+    assert torch.equal(got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)), (what, got, want)
+
+
+def reduce(terms: list[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(terms)
+    return {"sum": lambda: stacked.sum(0, dtype=stacked.dtype), "max": lambda: stacked.amax(0), "min": lambda: stacked.amin(0)}[op]()
+
+
+def every_collective() -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+
+    def all_samples(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        return [sample(place, shape, dtype) for place in range(size)]
+
+    shape = (4, 8, 12)
+    for dtype in MOVED:
+        xs = all_samples(shape, dtype)
+        x = xs[rank]
+        same(collectives.all_gather(x, world).wait(), torch.cat(xs), f"all_gather {dtype}")
+        same(collectives.all_to_all(x, world).wait(), torch.cat([other.chunk(size)[rank] for other in xs]), f"all_to_all {dtype}")
+        same(collectives.broadcast(x.clone(), world, 1).wait(), xs[1], f"broadcast {dtype}")
+        successor, predecessor = (rank + 1) % size, (rank - 1) % size
+        received = collectives.recv(torch.empty_like(x), world, predecessor)
+        sent = collectives.send(x, world, successor)
+        same(received.wait(), xs[predecessor], f"send and recv {dtype}")
+        same(sent.wait(), x, f"send {dtype}")
+        for dim in range(-1, 3):
+            same(collectives.gather_dim(x, dim, world).wait(), torch.cat(xs, dim), f"gather_dim {dim} {dtype}")
+            turned = collectives.gather_dim(x.transpose(0, 2), dim, world).wait()
+            same(turned, torch.cat([other.transpose(0, 2) for other in xs], dim), f"gather_dim {dim} {dtype} of a transposed view")
+        for split, concat in itertools.product(range(-1, 3), range(-1, 3)):
+            want = torch.cat([other.chunk(size, split)[rank] for other in xs], concat)
+            same(collectives.all_to_all_dims(x, split, concat, world).wait(), want, f"all_to_all_dims {split} {concat} {dtype}")
+
+    for dtype, op in itertools.product(REDUCED, ("sum", "max", "min")):
+        for shape in ((4, 8, 12), (4, 128, 256), (0, 4, 4)):  # an exchange, a ring for 32-bit numbers and above, nothing
+            xs = all_samples(shape, dtype)
+            x, want = xs[rank], reduce(xs, op)
+            same(collectives.all_reduce(x, world, op).wait(), want, f"all_reduce {op} {dtype}")
+            same(x, sample(rank, shape, dtype), "the input of all_reduce")
+            mine = x.clone()
+            same(collectives.all_reduce(mine, world, op, out=mine).wait(), want, f"all_reduce in place {op} {dtype}")
+            same(mine, want, f"the tensor of all_reduce in place {op} {dtype}")
+            out = torch.empty_like(x)
+            collectives.all_reduce(x, world, op, out=out).wait()
+            same(out, want, f"all_reduce with out {op} {dtype}")
+            part = collectives.reduce_scatter(x, world, op).wait()
+            same(part, want.chunk(size)[rank] if x.numel() else want, f"reduce_scatter {op} {dtype}")
+            for dim in range(-1, 3):
+                part = collectives.scatter_dim(x, dim, world, op).wait()
+                same(part, want.chunk(size, dim)[rank], f"scatter_dim {dim} {op} {dtype}")
+            same(x, sample(rank, shape, dtype), "the input of the reduce-scatters")
+    scalars = [torch.tensor(float(place)) for place in range(size)]
+    same(collectives.all_reduce(scalars[rank], world).wait(), reduce(scalars, "sum"), "all_reduce of a scalar")
+    bools = all_samples((5,), torch.bool)
+    same(collectives.all_reduce(bools[rank], world, "max").wait(), torch.stack(bools).any(0), "any")
+    same(collectives.all_reduce(bools[rank], world, "min").wait(), torch.stack(bools).all(0), "all")
+
+    # Preallocated outputs, one of them holding the input.
+    whole = torch.zeros(size * 3)
+    whole[rank * 3 : rank * 3 + 3] = rank + 1
+    same(
+        collectives.all_gather(whole[rank * 3 : rank * 3 + 3], world, out=whole).wait(),
+        torch.arange(1.0, size + 1).repeat_interleave(3),
+        "all_gather in place",
+    )
+
+    # Many at once, waited for in another order.
+    xs = all_samples((64, 64), torch.float32)
+    pendings = [collectives.gather_dim(xs[rank] + i, i % 2, world) for i in range(6)]
+    pendings += [collectives.scatter_dim(xs[rank] + i, i % 2, world) for i in range(6)]
+    pendings += [collectives.all_reduce(xs[rank] + i, world) for i in range(6)]
+    for i in reversed(range(6)):
+        summed = reduce([other + i for other in xs], "sum")
+        same(pendings[12 + i].wait(), summed, "all_reduce among others")
+        same(pendings[6 + i].wait(), summed.chunk(size, i % 2)[rank], "scatter_dim among others")
+        same(pendings[i].wait(), torch.cat([other + i for other in xs], i % 2), "gather_dim among others")
+        same(pendings[i].wait(), torch.cat([other + i for other in xs], i % 2), "gather_dim, waited for again")
+
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: collectives.scatter_dim(torch.ones(3, size + 1), 1, world), f"dim 1 of shape (3, {size + 1}) does not split into {size}"),
+        (lambda: collectives.all_reduce(torch.ones(2, dtype=torch.bool), world), "bool takes max and min"),
+        (lambda: collectives.recv(torch.ones(2, 3).t(), world, 0), "is not contiguous"),
+    ]
+    for call, text in refused:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+    dist.destroy_process_group()
+    print("done")
+
+
+def groups_of_a_mesh() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = Groups({"dp": 2, "one": 1, "tp": 2}, rank, 4, mesh)
+    groups.prepare([("dp",), ("tp",), ("dp", "tp"), ("tp", "dp"), ("one",), ("tp", "one")])
+    assert groups.group(("dp",)) is mesh.get_group("dp") and groups.group(("tp", "one")) is mesh.get_group("tp")
+    assert groups.group(("dp", "tp")) is dist.group.WORLD
+    assert groups.group(("one",)) is None
+    assert len(groups.all_groups()) == 4
+    places = torch.tensor([float(rank)])
+    for axes, want in {
+        ("dp",): [rank % 2, rank % 2 + 2],
+        ("tp",): [rank // 2 * 2, rank // 2 * 2 + 1],
+        ("dp", "tp"): [0, 1, 2, 3],
+        ("tp", "dp"): [0, 2, 1, 3],
+    }.items():
+        got = collectives.all_gather(places, groups.group(axes)).wait().tolist()
+        assert got == want and want in groups.members(axes), (axes, got, want)
+        whole = collectives.gather_dim(torch.full((2, 1), float(rank)), 1, groups.group(axes)).wait()
+        assert whole.tolist() == [want, want], (axes, whole)
+    try:
+        groups.group(("pp",))
+    except Exception as error:  # noqa: BLE001 - its text is what matters
+        assert "no group over the axes ('pp',)" in str(error), error
+    # A mesh whose ranks are in another order, without a DeviceMesh.
+    turned = Groups({"dp": 2, "tp": 2}, rank, 4, rank_of=torch.tensor([[1, 0], [2, 3]]))
+    turned.prepare([("tp",), ("dp",)])
+    got = collectives.all_gather(places, turned.group(("tp",))).wait().tolist()
+    assert got == ([1, 0] if rank < 2 else [2, 3]), got
+    # Nobody in a group of one.
+    x = torch.arange(6.0).view(2, 3)
+    assert collectives.all_reduce(x, None).wait() is x and collectives.scatter_dim(x, 1, None).wait() is x
+    assert collectives.gather_dim(x, 1, None).wait() is x and collectives.all_to_all_dims(x, 0, 1, None).wait() is x
+    dist.destroy_process_group()
+    print("done")
+
+
+def _board(store: str) -> FailureBoard:
+    if store == "env":
+        dist.init_process_group("gloo")
+    else:
+        world_size = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=int(os.environ["RANK"]), world_size=world_size)
+    return world_board()
+
+
+def steps(store: str, deed: str, culprit: str) -> None:
+    """Eight steps of two all-reduces over dp and one over tp; in step 5 the culprit does the deed."""
+    board = _board(store)
+    size = dist.get_world_size()
+    groups = Groups({"dp": size // 2, "tp": 2}, board.rank, size)
+    groups.prepare([("dp",), ("tp",)])
+    board.groups += [group for group in groups.all_groups() if group is not dist.group.WORLD]
+    x = torch.ones(1000, 300)  # beyond the exchange: a ring over one axis ...
+    for step in range(8):
+        with board.guard(step, "all_reduce(dp)"):
+            collectives.all_reduce(x, groups.group(("dp",)), "max").wait()
+            if step == 5 and board.rank == int(culprit):
+                _do(deed)
+            board.instruction = "all_reduce(tp)"
+            collectives.all_reduce(x, groups.group(("tp",)), "max").wait()
+            board.instruction = "all_gather(dp)"
+            collectives.all_gather(x[0], groups.group(("dp",))).wait()  # ... and messages over another
+    print("finished", flush=True)
+
+
+def _do(deed: str) -> None:
+    if deed == "raise":
+        raise ValueError("the planted error")
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if deed == "leave":
+        sys.exit(0)
+
+
+def raises_between_steps() -> None:
+    """Rank 1 raises outside of any guard, after one step; the others wait for it in the next."""
+    board = _board("env")
+    with board.guard(0, "barrier"):
+        collectives.all_reduce(torch.ones(1), dist.group.WORLD).wait()
+    if board.rank == 1:
+        raise ValueError("the planted error")
+    with board.guard(1, "barrier"):
+        collectives.all_reduce(torch.ones(1), dist.group.WORLD).wait()
+
+
+def leaves_early(store: str) -> None:
+    """Rank 0 is done after one step, without a word to torch; the others, which need it no more, go on for longer than silence lasts."""
+    board = _board(store)
+    rest = dist.new_group(list(range(1, dist.get_world_size())))
+    with board.guard(0, "all_reduce"):
+        collectives.all_reduce(torch.ones(1), dist.group.WORLD).wait()
+    if board.rank == 0:
+        return
+    board.groups.append(rest)
+    end = time.monotonic() + 12
+    done = torch.zeros(1)
+    while not done:
+        with board.guard(1, "all_reduce"):
+            # All of them stop in the same round.
+            done = collectives.all_reduce(torch.tensor([float(time.monotonic() > end)]), rest, "max").wait()
+        time.sleep(0.2)
+    print("finished", flush=True)
+
+
+def waits_for_one_that_raised() -> None:
+    """Rank 1 raises and then hangs, with all its connections open; rank 0 waits for it by a message, rank 2 for rank 3 by a ring."""
+    board = _board("env")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    board.groups = [pairs[board.rank // 2]]
+    start = time.monotonic()
+    try:
+        with board.guard(3, "stage 1"):
+            if board.rank == 0:
+                collectives.recv(torch.empty(4), pairs[0], 1).wait()
+            elif board.rank == 1:
+                time.sleep(1)
+                board.groups = []  # so that nothing but the post tells the others
+                raise ValueError("the planted error")
+            elif board.rank == 2:
+                collectives.all_reduce(torch.ones(1000, 1000), pairs[1]).wait()
+            else:
+                time.sleep(8)
+    except PeerError as error:
+        assert time.monotonic() - start < 5 or board.rank == 3, time.monotonic() - start
+        print(f"PeerError: {error}", flush=True)
+    except ValueError:
+        time.sleep(8)
+
+
+def does_not_come_back() -> None:
+    """Rank 1 raises; rank 0 is deaf, in a computation that never ends, so its watcher ends it."""
+    board = _board("env")
+    with board.guard(2, "stage 0"):
+        if board.rank == 1:
+            raise ValueError("the planted error")
+        threading.Event().wait()

@@ -1,0 +1,31 @@
+"""Collectives and groups on real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshc.errors import StateError
+from meshc.runtime.groups import Groups
+from tests.runtime.launch import launch
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_collective_on_every_dim_and_dtype(ranks: int) -> None:
+    run = launch("tests.runtime.programs:every_collective", ranks=ranks, timeout_s=120)
+    assert run.ok, run
+    for end in run.ranks:
+        assert end.out == "done\n"
+        assert "warn" not in end.err.lower(), run  # torch warns about some of its own names
+
+
+def test_groups_of_a_2x2_mesh() -> None:
+    run = launch("tests.runtime.programs:groups_of_a_mesh", ranks=4)
+    assert run.ok, run
+    assert [end.out for end in run.ranks] == ["done\n"] * 4
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(StateError, match="for the 4 ranks of the mesh dp=2,tp=2, but 3 were started: start 4, or compile for 3"):
+        Groups({"dp": 2, "tp": 2}, 0, 3)
