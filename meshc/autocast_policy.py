@@ -1,8 +1,8 @@
 """torch's autocast policy as data: which ATen operators of a region take which dtype, for each device.
 
 The lists say what torch registers for its `AutocastCPU` and `AutocastCUDA` dispatch keys (aten/src/ATen/autocast_mode.cpp and .h of torch
-2.13). Reading the installed torch instead is not possible: the keys tell which operators they hold, not with which policy.
-`tests/passes/test_autocast.py` is the canary: it compares the lists with the dispatcher and with the header that torch ships.
+2.13); a key tells which operators it holds, not with which policy. `tests/passes/test_autocast.py` is the canary: it compares the lists
+with the dispatcher, and each policy with what torch's own kernel does to fake tensors of the device.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Policy(Enum):
     FLOAT32 = "float32"
     FLOAT32_RESULT = "float32, unless the call names a dtype"
     WIDEST = "float32 if one argument is float32, else the region's dtype"
+    CUDNN = "float16, by the rule of _cudnn_rnn, which only CUDA builds have"
     REFUSED = "torch refuses the call"
 
 
@@ -73,6 +74,7 @@ _CUDA = {
         cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int norm.Scalar norm.ScalarOpt_dim prod
         prod.dim_int softmax.int sum sum.dim_IntList""",
     Policy.WIDEST: "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot",
+    Policy.CUDNN: "gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input",
     Policy.REFUSED: "binary_cross_entropy",
 }
 
@@ -114,9 +116,34 @@ def operand_dtype(policy: Policy, region: Region, dtypes: Sequence[torch.dtype],
         return torch.float32
     if policy is Policy.FLOAT32_RESULT:  # torch adds dtype=float32, which reads the one operand as float32
         return None if names_dtype else torch.float32
+    if policy is Policy.CUDNN:
+        if region.dtype != torch.float16:
+            raise ValueError(f"cuDNN runs recurrent layers in float16 in a region of {region.dtype}")
+        return torch.float16
     if policy is Policy.REFUSED:
         raise ValueError(f"torch refuses it under autocast({region.device!r}), because float16 overflows in it")
     other = [dtype for dtype in dtypes if dtype not in (torch.float32, region.dtype)]
     if other:
         raise ValueError(f"torch refuses to mix {other[0]} with {region.dtype} under autocast({region.device!r})")
     return torch.float32 if torch.float32 in dtypes else region.dtype
+
+
+def entered(
+    around: Sequence[Region], mesh_device: str | None, device: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None
+) -> Region:
+    """The state in `torch.autocast(device, dtype, enabled, cache)` within the regions `around`, outermost first.
+
+    "cpu" stands for the mesh's device, or for that of the region around, because capture's stand-ins lie on the CPU.
+    Raises ValueError for a device without lists.
+    """
+    if device == "cpu":
+        device = mesh_device or (around[-1].device if around else device)
+    if dtype is None:
+        same = [region.dtype for region in around if region.device == device]
+        dtype = same[-1] if same else torch.get_autocast_dtype(device)
+    if cache is None:
+        cache = around[-1].cache if around else torch.is_autocast_cache_enabled()
+    if enabled and device not in POLICIES:
+        raise ValueError(f"meshc has torch's lists for {' and '.join(POLICIES)}, not for {device}")
+    allowed = DTYPES.get(device)
+    return Region(device, dtype, enabled and (allowed is None or dtype in allowed), cache)

@@ -37,8 +37,8 @@ class Source:
 class Record:
     """One value. `shape` is global before `partition` and local after it; `sharding` always speaks of the global value.
 
-    `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update.
-    `pass_through` values (`free`) depend on no parameter and no floating input.
+    `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
+    global-view value that a per-rank value is a form of (`mm_3`, `split.1`).
     """
 
     shape: tuple[int, ...] = ()
@@ -47,6 +47,7 @@ class Record:
     source: Source = Source()
     reason: str = ""
     phase: str = "forward"
+    of: str = ""
 
 
 def has_record(node: Node) -> bool:

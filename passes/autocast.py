@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshc.autocast_policy import DISPATCH_KEYS, DTYPES, INSIDE, POLICIES, Policy, Region, eligible, operand_dtype
+from meshc.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy, Region, eligible, entered, operand_dtype
 from meshc.capture import TorchGraph, source_of
 from meshc.errors import CompileError
 
@@ -59,8 +59,9 @@ def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
         return traced
     inputs = [node.meta["example_value"] for node in traced.module.graph.find_nodes(op="placeholder")]
     lowering = Lowering(traced.module, traced.fake_mode, device)
-    grad = torch.set_grad_enabled(torch.is_grad_enabled())  # the graph sets it as it goes
-    with grad, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
+    grad = torch.set_grad_enabled(torch.is_grad_enabled())  # put back afterwards: the graph sets it as it goes
+    onednn = torch.backends.mkldnn.flags(enabled=False)  # off in capture too
+    with grad, onednn, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.run(inputs, [])
     traced.notes += lowering.notes()
     return traced
@@ -120,16 +121,16 @@ class Watch(TorchDispatchMode):
         if function.namespace == "prim":  # a question (`prim::device`), no call
             return function(*args, **kwargs)
         policy = _policy(self.device, name)
-        if policy is None and name not in WHOLE and _composite(name):
+        if policy is None and name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
             with self:
                 return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        if self.region is not None and (inside := INSIDE[self.device].get(name)):
+        if self.region is not None and policy is not None:
+            args, kwargs = self._cast(name, policy, self.region, args, kwargs)
+        elif self.region is not None and name in INSIDE[self.device]:
             before = len(self.made)
-            self._cast(name, inside, self.region, args, kwargs)
+            self._cast(name, INSIDE[self.device][name], self.region, args, kwargs)
             if len(self.made) > before:
                 raise Refused(f"torch casts inside the kernel of {name}, where autograd does not see it")
-        if policy is not None and self.region is not None:
-            args, kwargs = self._cast(name, policy, self.region, args, kwargs)
         out = function(*args, **kwargs)
         self.calls.append(Call(function, args, kwargs, out))
         return out
@@ -161,11 +162,6 @@ def _policy(device: str, name: str) -> Policy | None:
     if policy is None and torch._C._dispatch_has_kernel_for_dispatch_key(name, DISPATCH_KEYS[device]):
         raise Refused(f"{name} has an autocast rule for {device} that meshc does not know")
     return policy
-
-
-@functools.cache
-def _composite(name: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -228,7 +224,7 @@ class Lowering:
                 result = self._value(node.args[0])
             elif node.target is ENTER:
                 outside[node] = len(stack)
-                stack.append(self._at(node, self._region, stack, *node.args))
+                stack.append(self._at(node, entered, stack, self.device, *node.args))
             elif node.target is EXIT:
                 del stack[outside[node.args[0]] :]
                 if not stack:  # torch clears its cache
@@ -252,19 +248,6 @@ class Lowering:
                 f"{name}() at {source_of(node)} cannot be compiled under autocast: {error}\n"
                 "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
             ) from error
-
-    def _region(self, stack: list[Region], device: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None) -> Region:
-        if device == "cpu":
-            device = self.device or (stack[-1].device if stack else device)
-        if dtype is None:
-            around = [region.dtype for region in stack if region.device == device]
-            dtype = around[-1] if around else torch.get_autocast_dtype(device)
-        if cache is None:
-            cache = stack[-1].cache if stack else torch.is_autocast_cache_enabled()
-        if enabled and device not in POLICIES:
-            raise Refused(f"meshc has torch's lists for {' and '.join(POLICIES)}, not for {device}")
-        allowed = DTYPES.get(device)
-        return Region(device, dtype, enabled and (allowed is None or dtype in allowed), cache)
 
     def _value(self, argument: Any) -> Any:
         return map_arg(argument, lambda node: self.values[node])

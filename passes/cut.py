@@ -18,7 +18,7 @@ from meshc.program import Instruction
 
 def cut_backward(draft: Draft) -> Draft:
     """Two stages for a program in autograd mode; others are left alone."""
-    (stage,) = draft.stages.values()
+    stage = next(iter(draft.stages.values()))
     if draft.request.train or not draft.request.grad or not any(key.startswith("tangent:") for key in stage.inputs):
         return draft
     graph = stage.graph

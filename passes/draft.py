@@ -47,6 +47,7 @@ class Request:
     names: Mapping[str, Sequence[str | None]] | None = None
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     double: bool = False
+    batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
     cache_outputs: tuple[str, ...] = ()
 

@@ -37,7 +37,7 @@ def split_microbatches(draft: Draft) -> Draft:
     (output,) = graph.find_nodes(op="output")
     early = [n for n in graph.nodes if n.op == "call_function" and n not in varies and n not in done and n not in learned]
     split = Splitter(graph, keys)
-    wanted_late = [n for n in (*output.args[0], *[x for d in done for x in d.all_input_nodes]) if isinstance(n, Node)]  # type: ignore[misc]
+    wanted_late = [n for n in (*output.args[0], *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]  # type: ignore[misc]
     for node in wanted_late:
         if node in varies and node not in sums:
             raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")

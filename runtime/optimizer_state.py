@@ -32,6 +32,8 @@ def adopt(store: Store, optimizer: torch.optim.Optimizer, ports: Sequence[Port],
     """
     if store.optimizer not in (None, optimizer):
         raise StateError("another optimizer updates this model's parameters already: one optimizer trains a model at a time")
+    if store.optimizer is None:
+        store.forget_states()
     store.check_storage([port for port in ports if port.key in store.held])
     mine: dict[str, Tensor] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

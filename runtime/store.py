@@ -343,6 +343,10 @@ class Store:
             held.buffer.copy_(optimizer_state.fresh(self, held.sharding, held.shape, held.dtype, self.held[held.of], held.fresh))
             self._refresh(held)
 
+    def forget_states(self) -> None:
+        """The optimizer is gone, and its state with it."""
+        self.held = {key: held for key, held in self.held.items() if not held.of}
+
     def _refresh(self, held: Held) -> None:
         if not held.shared:
             held.local.copy_(self.transfers.to_chunk(held.buffer, held.sharding))

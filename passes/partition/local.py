@@ -60,9 +60,8 @@ class Local:
         return local_shape(self.results[index], self.build.sizes)
 
     def _parts(self, letter: str) -> list[Part]:
-        return [
-            Part(letter, self.instance.size[token], self.chosen.get(token, ())) for token in sorted(self.instance.size) if token[0] == letter
-        ]
+        tokens = sorted(token for token in self.instance.size if token[0] == letter)
+        return [Part(letter, self.instance.size[token], self.chosen.get(token, ())) for token in tokens]
 
     def axes(self, letter: str) -> tuple[str, ...]:
         """Axes that split a letter."""

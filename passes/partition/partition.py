@@ -266,7 +266,7 @@ class Partitioner:
             zero = self._zero(instance, index, operands, sharding)
             form = Form(result, replace(sharding, zero=zero), phase)
             if result.op == "call_function" and record(result).sharding is None:
-                update(result, sharding=form.sharding)
+                update(result, sharding=form.sharding, of=f"{node.name}.{index}")
             self.forms.setdefault((node, index), {}).setdefault(form.sharding, form)
 
     def _used(self, node: Node, index: int) -> bool:

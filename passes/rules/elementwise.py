@@ -1,7 +1,7 @@
 """Pointwise operators: one rule for all of them, and what they let through.
 
-A sum that is still pending may pass through an operator that is linear in it: alone (`neg`, `mul` by a number), or through an addition whose
-operands are all pending alike.
+A sum that is still pending may pass through an operator that is linear in it: alone (`neg`, `mul` by a number), or through an addition
+whose operands are all pending alike.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Where it writes, the dim written to is whole, and so is what is written, unless 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -15,13 +17,17 @@ aten = torch.ops.aten
 meshc = torch.ops.meshc
 
 
+READS: dict[str, Any] = {"self_masked": True, "clean": (1,), "major": frozenset("v")}
+"""What readers of rows `v` by an index, their second operand, have in common: the index's padding must not point anywhere."""
+
+
 def _index_letters(node: Node) -> list[str]:
     return [f"i{k}" for k in range(len(shape_of(node)))]
 
 
 def _embedding(node: Node, tensors: list[Node]) -> Rule:
     index = " ".join(_index_letters(tensors[1]))
-    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, self_masked=True, clean=(1,), major=frozenset("v"))
+    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, **READS)
 
 
 def _inside(local, index, letter: str):  # type: ignore[no-untyped-def]
@@ -102,9 +108,10 @@ def _gather(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     _, left, right = _along(node, *tensors)
     index = " ".join(right)
-    summed = dtype_of(tensors[0]) != torch.bool
-    text = f"{' '.join(left)}, {index} -> {index}" if summed else f"{' '.join(left)}, {index} -> {index}".replace("v", "v!")
-    return einsum(f"{text}{' +v' if summed else ''}", node, tensors, lower=_lower_gather, self_masked=True, clean=(1,), major=frozenset("v"))
+    text = f"{' '.join(left)}, {index} -> {index} +v"
+    if dtype_of(tensors[0]) == torch.bool:  # no sum of truths
+        text = text.replace(" +v", "").replace("v", "v!")
+    return einsum(text, node, tensors, lower=_lower_gather, **READS)
 
 
 def _lower_gather(local) -> object:  # type: ignore[no-untyped-def]
@@ -134,7 +141,7 @@ def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
     before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
     summed = dtype_of(tensors[0]) != torch.bool
     text = f"{before} v{'' if summed else '!'} {after}, j -> {before} j {after} {'+v' if summed else ''}"
-    return einsum(text, node, tensors, lower=_lower_index_select, self_masked=True, clean=(1,), major=frozenset("v"))
+    return einsum(text, node, tensors, lower=_lower_index_select, **READS)
 
 
 def _lower_index_select(local) -> object:  # type: ignore[no-untyped-def]
@@ -192,25 +199,14 @@ def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
     if found is None:
         return None
     x, letters, out = found
-    adds = bool(node.args[3]) if len(node.args) > 3 else False
     values = out[len(out) - len(shape_of(tensors[-1])) :]
     text = f"{', '.join(' '.join(row) for row in (x, *letters, values))} -> {' '.join(x)}"
-    rows = {letter for row in letters for letter in row}
-    if adds:
-        full = {letter for row in letters for letter, extent in zip(row, shape_of(tensors[1 + letters.index(row)]), strict=True) if extent != 1}
-        reduced = [letter for letter in sorted(rows) if letter in full and _everywhere(letter, letters, values, tensors)]
-        whole = rows - set(reduced)
-        text += "".join(f" +{letter}" for letter in reduced)
-    else:
-        whole = rows
-    for letter in whole:
-        text = text.replace(letter, f"{letter}!")
+    for letter in sorted({letter for row in letters for letter in row}):
+        # values that broadcast along a letter have no padding there that could be made zero
+        written = letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
+        adds = len(node.args) > 3 and bool(node.args[3])
+        text = f"{text} +{letter}" if adds and written else text.replace(letter, f"{letter}!")
     return einsum(text, node, tensors, lower=_lower_index_put, clean=tuple(range(1, 1 + len(letters))))
-
-
-def _everywhere(letter: str, letters: list[list[str]], values: list[str], tensors: list[Node]) -> bool:
-    """Whether the written values have this letter at full size: values that broadcast along it would have padding that counts."""
-    return letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
 
 
 def _lower_index_put(local) -> object:  # type: ignore[no-untyped-def]

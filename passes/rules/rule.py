@@ -93,7 +93,7 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
 
 
 def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
-    """A Rule from its text, for the shapes at hand. Operands in the text beyond those given (None arguments) must be left out by the caller."""
+    """A Rule from its text, for the shapes at hand. The caller leaves out operands that are None."""
     left, right = text.split("->")
     whole: set[str] = set()
     operand_texts = [part.split() for part in left.split(",")] if left.strip() else []

@@ -1,0 +1,288 @@
+"""Verify: a program on simulated ranks against the model itself on one device.
+
+Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind). The floor matters: some gradients are
+zero in exact arithmetic, and two correct orders of summation differ there by percents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshc.errors import VerifyError
+from meshc.ir import Record, record
+from meshc.ops.random import seed_step
+from meshc.program import Port, Program
+from meshc.reference import ReferenceRandom
+from meshc.runtime.simulation import simulate, whole
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+FLOOR = 1e-3
+
+
+@dataclass
+class Report:
+    """Largest error per tensor, in the order compared."""
+
+    tolerance: float
+    rows: list[tuple[str, str, float]] = field(default_factory=list)
+
+    @property
+    def worst(self) -> float:
+        return max((error if error == error else float("inf") for _, _, error in self.rows), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.worst <= self.tolerance
+
+    def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        """Compare tensors of one kind, all under one floor."""
+        if set(found) != set(wanted):
+            raise VerifyError(f"{kind}: the program gives {sorted(set(found) - set(wanted))} beyond the model, and lacks {sorted(set(wanted) - set(found))}")
+        largest = max((_peak(value) for value in wanted.values()), default=0.0)
+        for name, value in wanted.items():
+            self.rows.append((kind, name, error(found[name], value, FLOOR * largest)))
+
+    def __str__(self) -> str:
+        shown = sorted(self.rows, key=lambda row: -row[2])[:12]
+        table = tabulate([(kind, name, f"{value:.2e}") for kind, name, value in shown], headers=("kind", "tensor", "error"))
+        return f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n{table}"
+
+
+def _peak(value: torch.Tensor) -> float:
+    finite = value.double().abs()
+    return float(finite.max()) if value.numel() else 0.0
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
+    """max|found - wanted| over max(max|wanted|, floor); infinite where shapes or NaNs differ."""
+    if tuple(found.shape) != tuple(wanted.shape):
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    a, b = found.detach().double(), wanted.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, (a - b).abs())
+    if difference.isnan().any():
+        return float("inf")
+    return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
+
+
+class Widened(TorchDispatchMode):
+    """float32 asked for inside a float64 model becomes float64 (Llama's norms, causal losses): what the float64 capture does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model on one device, as a plain copy, and how to call it.
+
+    call(module, leaves) gives the output leaves by path; `values` are inputs by name.
+    """
+
+    module: nn.Module
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int = 0
+    double: bool = False
+
+    def run(self, step: int) -> Any:
+        modes: list[Any] = [ReferenceRandom(self.seed, step)]
+        if self.double:
+            modes.insert(0, Widened())
+        with modes[0], modes[-1] if len(modes) > 1 else _Nothing():
+            return self.function(self.module, *self.args, **self.kwargs)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
+    """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        full = parameter.detach() if values is None else values[name]
+        memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
+    for name, buffer in module.named_buffers():
+        full = buffer.detach() if values is None else values.get(name, buffer)
+        memo[id(buffer)] = full.detach().cpu().clone()
+    twin = copy.deepcopy(module, memo)
+    for child, original in zip(twin.modules(), module.modules(), strict=True):
+        child.training = original.training
+    return widen(twin) if double else twin
+
+
+def widen(module: nn.Module) -> nn.Module:
+    return module._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
+
+
+def widen_inputs(tree: Any, double: bool) -> Any:
+    def wide(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and double:
+            return leaf.detach().double().requires_grad_(leaf.requires_grad)
+        return leaf
+
+    return pytree.tree_map(wide, tree)
+
+
+def input_values(program: Program, reference: Reference, step: int) -> dict[str, torch.Tensor]:
+    """Global values of parameters, buffers, inputs and the random seed, by key."""
+    parameters = dict(reference.module.named_parameters())
+    buffers = dict(reference.module.named_buffers())
+    tensors = iter([leaf for leaf in pytree.tree_leaves((reference.args, reference.kwargs)) if isinstance(leaf, torch.Tensor)])
+    values: dict[str, torch.Tensor] = {}
+    for port in program.inputs:
+        if port.kind == "parameter":
+            values[port.key] = parameters[port.name].detach()
+        elif port.kind == "buffer":
+            values[port.key] = buffers[port.name].detach().clone()
+        elif port.kind == "input":
+            values[port.key] = next(tensors).detach()
+        elif port.kind == "random":
+            values[port.key] = seed_step(reference.seed, step)
+    return values
+
+
+def compare_gradients(program: Program, reference: Reference, report: Report) -> None:
+    """A step program without an optimizer: its loss and gradients against the model's."""
+    found = simulate(program, input_values(program, reference, 0))
+    saved = {name: buffer.clone() for name, buffer in reference.module.named_buffers()}
+    reference.module.zero_grad(set_to_none=True)
+    loss = reference.run(0)
+    loss.backward()
+    report.add("output", _kind(found, "output"), {program_output(program): loss.detach()})
+    gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+    given = _kind(found, "gradient")
+    report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
+    _compare_buffers(found, reference, report)
+    reference.module.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in reference.module.named_buffers():
+            buffer.copy_(saved[name])
+
+
+def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, report: Report) -> None:
+    given = _kind(found, "buffer")
+    mine = dict(reference.module.named_buffers())
+    report.add("buffer", given, {name: mine[name] for name in given})
+
+
+def program_output(program: Program) -> str:
+    return next(port.name for port in program.outputs if port.kind == "output")
+
+
+def _kind(values: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key.split(":", 1)[1]: value for key, value in values.items() if key.startswith(kind + ":")}
+
+
+def compare_steps(
+    program: Program,
+    reference: Reference,
+    optimizer: torch.optim.Optimizer,
+    state: Callable[[Port], torch.Tensor],
+    numbers: Callable[[], list[dict[str, float]]],
+    clip: float | None,
+    report: Report,
+    *,
+    steps: int = 3,
+    parameters: bool = False,
+) -> None:
+    """Losses of some steps, and with `parameters` (float64) the parameters after each one."""
+    values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
+    for step in range(steps):
+        values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
+        row = {f"number:{i}.{name}": value for i, group in enumerate(numbers()) for name, value in group.items()}
+        values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
+        found = simulate(program, values)
+        optimizer.zero_grad(set_to_none=True)
+        loss = reference.run(step)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
+        optimizer.step()
+        report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss.detach()})
+        values.update({key: value for key, value in found.items() if key.split(":")[0] in ("parameter", "state", "buffer")})
+        if parameters:
+            given = _kind(found, "parameter")
+            mine = {name: p.detach() for name, p in reference.module.named_parameters()}
+            report.add(f"parameter after step {step}", given, {name: mine[name] for name in given})
+
+
+def compare_module(program: Program, reference: Reference, report: Report, seed: int = 0) -> None:
+    """A program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
+    generator = torch.Generator().manual_seed(seed)
+    values = input_values(program, reference, 0)
+    for port in program.inputs:
+        if port.kind == "tangent":
+            values[port.key] = torch.randn(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
+    found = simulate(program, values)
+    reference.module.zero_grad(set_to_none=True)
+    leaves = [leaf for leaf in pytree.tree_leaves(reference.run(0)) if isinstance(leaf, torch.Tensor)]
+    names = [port.name for port in program.outputs if port.kind == "output"]
+    outputs = dict(zip(names, leaves, strict=True))
+    report.add("output", _kind(found, "output"), {name: leaf.detach() for name, leaf in outputs.items()})
+    tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
+    if tangents:
+        torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
+        given = {name: value for name, value in _kind(found, "gradient").items() if ":" not in name}
+        mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+        report.add("gradient", given, {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
+    _compare_buffers(found, reference, report)
+
+
+def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float) -> str:
+    """The first per-rank value, in program order, that is not the global-view graph's value on one device."""
+    truth: dict[str, Any] = {}
+    env: dict[Node, Any] = {}
+    placeholders = iter(program.inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            port = next(placeholders)
+            env[node] = program.constants[port.name] if port.kind == "constant" else values[port.key]
+        elif node.op == "call_function":
+            env[node] = node.target(*torch.fx.node.map_arg(node.args, env.__getitem__), **torch.fx.node.map_arg(node.kwargs, env.__getitem__))  # type: ignore[operator]
+            for index, value in enumerate(env[node] if isinstance(env[node], list | tuple) else [env[node]]):
+                truth[f"{node.name}.{index}"] = value
+    wrong: list[str] = []
+
+    def observe(node: Node, ranks: list[Any]) -> None:
+        found = node.meta.get("meshc")
+        if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.pending or not found.of:
+            return
+        if "mb" in found.sharding.split_axes() or found.of not in truth:
+            return
+        wanted = truth[found.of]
+        value = whole(ranks, found.sharding, program)
+        if not torch.is_floating_point(wanted):
+            bad = not torch.equal(value, wanted)
+        else:
+            bad = error(value, wanted, FLOOR * _peak(wanted)) > tolerance
+        if bad:
+            wrong.append(f"{node.name} = {getattr(node.target, '__name__', node.target)} at {record(node).source} ({found.sharding})")
+
+    try:
+        simulate(program, values, observe=observe)
+    except VerifyError:
+        pass
+    return wrong[0] if wrong else ""
+
+
+__all__: Sequence[str] = ("Reference", "Report", "compare_gradients", "compare_module", "compare_steps", "error", "first_wrong", "plain_copy")
