@@ -1,120 +1,40 @@
-"""What the ranks of `test_store.py` run: a small model with tied, uneven and fused parameters, stored in several ways."""
+"""What the ranks of `test_store.py` run."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError
 from meshc.mesh import Mesh
-from meshc.optimizer import describe
+from meshc.optimizer import FIRST, describe
 from meshc.program import Port
 from meshc.runtime import layouts
 from meshc.runtime.store import Store
-from meshc.sharding import Part, Sharding
-
-
-class Net(nn.Module):
-    """129 words, 4 heads of 2 in a fused projection, a head tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(129, 8)
-        self.attn = nn.Linear(8, 24)
-        self.up = nn.Linear(8, 16)
-        self.up.bias.requires_grad_(False)
-        self.head = nn.Linear(8, 129, bias=False)
-        self.head.weight = self.wte.weight
-        self.register_buffer("scale", torch.rand(3))
-        self.register_buffer("calls", torch.tensor(7), persistent=False)
-
-
-# Where each parameter lies; (size, axes) for each part of each dim.
-PLANS = {
-    "dp=2,tp=2": {
-        "wte.weight": "129/dp/tp, 8",
-        "attn.weight": "3*4/tp*2, 8/dp",
-        "attn.bias": "3*4/tp*2",
-        "up.weight": "16/tp, 8/dp",
-        "up.bias": "16",
-    },
-    "dp=4,tp=1": {"wte.weight": "129/dp, 8", "attn.weight": "3*4/dp*2, 8", "attn.bias": "24", "up.weight": "16/dp, 8", "up.bias": "16/dp"},
-    "dp=2": {"wte.weight": "129, 8/dp", "attn.weight": "24/dp, 8", "attn.bias": "24/dp", "up.weight": "16/dp, 8", "up.bias": "16/dp"},
-    "tp=2": {"wte.weight": "129/tp, 8", "attn.weight": "3*4/tp*2, 8", "attn.bias": "3*4/tp*2", "up.weight": "16/tp, 8", "up.bias": "16/tp"},
-    "dp=1": {"wte.weight": "129, 8", "attn.weight": "24, 8", "attn.bias": "24", "up.weight": "16, 8", "up.bias": "16"},
-}
-COPIES = {"dp=2,tp=2": ["attn.bias", "attn.weight", "wte.weight"], "dp=4,tp=1": ["attn.weight"], "tp=2": ["attn.bias", "attn.weight"]}
-
-
-def sharding(text: str) -> Sharding:
-    dims = []
-    for dim in text.split(", "):
-        parts = [part.split("/") for part in dim.split("*")]
-        dims.append(tuple(Part("f", int(size), tuple(axes)) for size, *axes in parts))
-    return Sharding(tuple(dims))
-
-
-def model_ports(model: nn.Module, plan: str) -> list[Port]:
-    ports = [Port("parameter", name, tuple(p.shape), p.dtype, sharding(PLANS[plan][name])) for name, p in model.named_parameters()]
-    return ports + [Port("buffer", name, tuple(b.shape), b.dtype, None) for name, b in model.named_buffers()]
-
-
-def adam_ports(ports: list[Port]) -> list[Port]:
-    states = []
-    for port in ports:
-        if port.kind == "parameter" and port.name != "up.bias":
-            slots = [("exp_avg", port.shape, port.sharding), ("exp_avg_sq", port.shape, port.sharding), ("step", (), Sharding())]
-            states += [Port("state", f"{port.name}/{slot}", shape, torch.float32, at, port.name) for slot, shape, at in slots]
-    return states
-
-
-def start(plan: str) -> Mesh:
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*TypedStorage.*")
-    dist.init_process_group("gloo")
-    axes = [axis.split("=") for axis in plan.split(",")]
-    names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
-    return Mesh.of(init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names)))
-
-
-def seeded_model(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def check_values(store: Store, model: nn.Module, want: dict[str, Tensor]) -> None:
-    """Buffers and live tensors have these values, wherever they lie."""
-    for name, value in want.items():
-        held = store.find(f"parameter:{name}") or store.find(f"buffer:{name}")
-        tile = layouts.take_tile(value, held.sharding, store.transfers.sizes, store.transfers.coordinates)
-        real = layouts.take_tile(torch.ones_like(value), held.sharding, store.transfers.sizes, store.transfers.coordinates) > 0
-        assert held.buffer.shape == tile.shape, name
-        assert torch.equal(held.buffer[real], tile[real]), name
-    for name, value in model.state_dict().items():
-        assert torch.equal(whole(value), want[name]), name
-
-
-@contextmanager
-def refused(*texts: str) -> Iterator[None]:
-    try:
-        yield
-    except StateError as error:
-        assert all(text in str(error) for text in texts), str(error)
-    else:
-        raise AssertionError(f"nothing was refused: {texts}")
+from meshc.sharding import Sharding
+from tests.runtime.store_model import (
+    COPIES,
+    Net,
+    adam_ports,
+    check_training,
+    check_values,
+    model_ports,
+    refused,
+    seeded_model,
+    sharding,
+    single_device,
+    start,
+    step_live,
+    trained,
+    whole,
+)
 
 
 def adopt(plan: str) -> None:
@@ -194,17 +114,15 @@ def adopt(plan: str) -> None:
         Store.adopt(model, other, mesh, "cpu")
     with refused("a second program of it cannot be for"):
         Store.adopt(model, ports, Mesh("x=8"), "cpu")
-    print("done")
 
 
-def refuse_different_models() -> None:
-    mesh = start("dp=2")
+def refuse_different_models(plan: str) -> None:
+    mesh = start(plan)
     model = seeded_model()
     if dist.get_rank():
         model.up = nn.Linear(8, 12)
     with refused("rank 1", "parameter:up.weight: torch.float32 [16, 8]", "parameter:up.weight: torch.float32 [12, 8]"):
         Store.adopt(model, [], mesh, "cpu")
-    print("done")
 
 
 def meta(plan: str, folder: str) -> None:
@@ -262,57 +180,6 @@ def meta(plan: str, folder: str) -> None:
     store.check_filled()
     check_values(store, model, want)
     assert model.calls.item() == 7
-    print("done")
-
-
-def trained(plan: str, mesh: Mesh, seed: int = 0) -> tuple[Net, Store, torch.optim.Optimizer]:
-    model = seeded_model(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    spec = describe(optimizer)
-    ports = model_ports(model, plan)
-    store = Store.adopt(model, ports, mesh, "cpu")
-    store.adopt_optimizer(optimizer, adam_ports(ports), spec)
-    return model, store, optimizer
-
-
-def gradient(shape: torch.Size, step: int) -> Tensor:
-    return torch.linspace(-1, 1, shape.numel()).view(shape) * (step + 1)
-
-
-def single_device(steps: int) -> tuple[Net, torch.optim.Optimizer]:
-    model = seeded_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(steps):
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = gradient(parameter.shape, step)
-        optimizer.step()
-    return model, optimizer
-
-
-def step_live(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """torch's own optimizer, on the live DTensors."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            full = gradient(parameter.shape, step)
-            mesh, placements = parameter.device_mesh, parameter.placements
-            replicated = DTensor.from_local(full, mesh, run_check=False)
-            parameter.grad = replicated.redistribute(mesh, placements)
-    optimizer.step()
-
-
-def check_training(store: Store, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    reference, its_optimizer = single_device(steps)
-    store.adopt_changes()
-    for (name, live), parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(whole(live.detach()), parameter, atol=1e-6), name
-        held = store.find(f"parameter:{name}")
-        assert torch.allclose(store.transfers.whole(held.buffer, held.sharding), parameter, atol=1e-6), name
-        for slot, value in its_optimizer.state.get(parameter, {}).items():
-            held = store.held[f"state:{name}/{slot}"]
-            assert optimizer.state[live][slot] is held.live, (name, slot)
-            assert torch.allclose(whole(held.live), value, atol=1e-6), (name, slot)
-            assert torch.allclose(store.transfers.whole(held.buffer, held.sharding), value, atol=1e-6), (name, slot)
 
 
 def optimizer(plan: str) -> None:
@@ -352,7 +219,70 @@ def optimizer(plan: str) -> None:
     opt.state.clear()
     store.adopt_changes()
     assert all(whole(held.live).count_nonzero() == 0 for held in store.held.values() if held.of)
-    print("done")
+
+    # A new optimizer begins anew, once the old one is gone.
+    store.buffer("state:up.weight/step").fill_(5)
+    del opt
+    gc.collect()
+    new = torch.optim.AdamW(model.parameters())
+    store.adopt_optimizer(new, adam_ports(model_ports(model, plan)), describe(new))
+    assert new.state[model.up.weight]["step"].item() == 0
+
+
+def resumed(plan: str) -> None:
+    """An optimizer that has stepped on plain tensors before it is taken over; its state is stored apart from the parameters."""
+    mesh = start(plan)
+    model, opt = single_device(2)
+    spec = describe(opt)
+    ports = model_ports(model, plan)
+    store = Store.adopt(model, [Port(p.kind, p.name, p.shape, p.dtype, None) for p in ports], mesh, "cpu")
+    assert all(layouts.splitting_axes(held.sharding, mesh) == () for held in store.held.values())
+    store.adopt_optimizer(opt, adam_ports(ports), spec)
+    if mesh.world_size > 1:
+        assert opt.state[model.up.weight]["exp_avg"].placements != model.up.weight.placements
+    check_training(store, model, opt, 2)
+    other = torch.optim.AdamW(model.parameters())
+    with refused("one optimizer trains a model at a time"):
+        store.adopt_optimizer(other, adam_ports(ports), describe(other))
+
+
+def hidden_state(plan: str, folder: str) -> None:
+    """SGD's first step differs from the others, which torch knows from the absence of state and a program from a slot of its own."""
+    mesh = start(plan)
+
+    def build() -> tuple[Net, Store, torch.optim.Optimizer]:
+        model = seeded_model()
+        opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        spec = describe(opt)
+        ports = model_ports(model, plan)
+        states = []
+        for port in ports:
+            if port.kind == "parameter" and port.name != "up.bias":
+                states.append(Port("state", f"{port.name}/momentum_buffer", port.shape, port.dtype, port.sharding, port.name))
+                states.append(Port("state", f"{port.name}/{FIRST}", (), torch.float32, Sharding(), port.name))
+        store = Store.adopt(model, ports, mesh, "cpu")
+        store.adopt_optimizer(opt, states, spec)
+        return model, store, opt
+
+    model, store, opt = build()
+    first = store.held[f"state:up.weight/{FIRST}"]
+    assert first.buffer.item() == 1 and list(opt.state[model.up.weight]) == ["momentum_buffer"]
+    first.buffer.zero_()
+    store.buffer("state:up.weight/momentum_buffer").fill_(3)
+    store.mark_written()
+    dcp.save({"program": store}, checkpoint_id=f"{folder}/program")
+    model_state, optimizer_state = get_state_dict(model, opt)
+
+    model, store, opt = build()
+    dcp.load({"program": store}, checkpoint_id=f"{folder}/program")
+    assert store.buffer(f"state:up.weight/{FIRST}").item() == 0 and store.buffer(f"state:attn.weight/{FIRST}").item() == 1
+    assert (whole(opt.state[model.up.weight]["momentum_buffer"]) == 3).all()
+
+    model, store, opt = build()
+    store.load_state_dict({"model": model_state, "optim": optimizer_state})
+    assert store.buffer(f"state:up.weight/{FIRST}").item() == 0
+    copied = copy.deepcopy(model)  # a model of its own, with no store
+    assert Store.of(copied) is None and torch.equal(whole(copied.state_dict()["attn.weight"]), whole(model.state_dict()["attn.weight"]))
 
 
 def save(plan: str, folder: str) -> None:
@@ -364,7 +294,6 @@ def save(plan: str, folder: str) -> None:
     dcp.save({"program": store}, checkpoint_id=f"{folder}/program")
     model_state, optimizer_state = get_state_dict(model, opt)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/plain")
-    print("done")
 
 
 def load(plan: str, folder: str) -> None:
@@ -393,4 +322,13 @@ def load(plan: str, folder: str) -> None:
     with refused("up.bias is missing", "more is not in the model", "wte.weight is of shape [3]"):
         names = {name: value for name, value in store.state_dict()["model"].items() if name != "up.bias"}
         store.load_state_dict({"model": {**names, "more": torch.ones(1), "wte.weight": torch.ones(3)}})
+
+
+def run(plan: str, folder: str, *names: str) -> None:
+    """One after another in the same processes, whose start takes longer than any of these."""
+    for name in names:
+        function = globals()[name]
+        function(plan, folder) if name in ("meta", "hidden_state", "save", "load") else function(plan)
+    dist.barrier()
+    dist.destroy_process_group()
     print("done")

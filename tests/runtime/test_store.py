@@ -13,34 +13,28 @@ pytestmark = pytest.mark.processes
 RANKS = {"dp=1": 1, "dp=2": 2, "tp=2": 2, "dp=2,tp=2": 4, "dp=4,tp=1": 4}
 
 
-def ranks(function: str, plan: str, *arguments: str) -> None:
-    run = launch(f"tests.runtime.store_programs:{function}", plan, *arguments, ranks=RANKS[plan], timeout_s=120)
-    assert run.ok, run
-    assert [end.out for end in run.ranks] == ["done\n"] * RANKS[plan], run
-
-
-@pytest.mark.parametrize("plan", RANKS)
-def test_parameters_and_buffers(plan: str) -> None:
-    ranks("adopt", plan)
+def run(plan: str, folder: Path, *names: str) -> None:
+    ended = launch("tests.runtime.store_programs:run", plan, str(folder), *names, ranks=RANKS[plan], timeout_s=240)
+    assert ended.ok, ended
+    assert [end.out for end in ended.ranks] == ["done\n"] * RANKS[plan], ended
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "tp=2", "dp=2,tp=2"])
+def test_parameters_buffers_and_optimizer_state(plan: str, tmp_path: Path) -> None:
+    run(plan, tmp_path, "adopt", "optimizer", "resumed", "hidden_state")
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2"])
 def test_a_model_on_meta(plan: str, tmp_path: Path) -> None:
-    ranks("meta", plan, str(tmp_path))
+    run(plan, tmp_path, "meta")
 
 
-@pytest.mark.parametrize("plan", RANKS)
-def test_optimizer_state(plan: str) -> None:
-    ranks("optimizer", plan)
+def test_different_models_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    run("dp=2", tmp_path, "refuse_different_models")
 
 
-def test_different_models_are_refused_on_all_ranks() -> None:
-    run = launch("tests.runtime.store_programs:refuse_different_models", ranks=2)
-    assert run.ok, run
-
-
-@pytest.mark.parametrize("route", [("dp=2,tp=2", "dp=4,tp=1", "dp=1"), ("tp=2", "dp=2", "dp=1"), ("dp=1", "tp=2")], ids=" to ".join)
+@pytest.mark.parametrize("route", [("dp=2,tp=2", "dp=4,tp=1", "dp=1"), ("tp=2", "dp=2"), ("dp=1", "tp=2")], ids=" to ".join)
 def test_a_checkpoint_under_another_mesh(route: tuple[str, ...], tmp_path: Path) -> None:
-    ranks("save", route[0], str(tmp_path))
+    run(route[0], tmp_path, "save")
     for plan in route[1:]:
-        ranks("load", plan, str(tmp_path))
+        run(plan, tmp_path, "load")
