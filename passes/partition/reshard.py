@@ -67,7 +67,7 @@ def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = froze
                     now[part].append(axis)
                     break
         if step is None:
-            over = [axis for axis in pending if axis not in wanted and axis not in place]
+            over = [axis for axis in pending if wanted.get(axis) != pending[axis] and axis not in place]
             if over:
                 alone = [axis for axis in over if axis in sequential]
                 group = alone or [axis for axis in over if pending[axis] == pending[over[0]]]
@@ -101,9 +101,10 @@ def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = froze
                 step = Step("first", tuple(fresh))
                 pending.update({axis: wanted[axis] for axis in fresh})
         if step is None:
-            stuck = [axis for axis in pending if axis not in wanted]
-            if not stuck:
+            late = [axis for axis in pending if axis not in wanted]
+            if not late:
                 return found
+            stuck = [axis for axis in late if pending[axis] == pending[late[0]]]
             step = Step("all_reduce", tuple(stuck), reduction=pending[stuck[0]])
             for axis in stuck:
                 del pending[axis]
@@ -169,12 +170,16 @@ def merge(found: list[Step], source: Sharding, sizes: Mapping[str, int]) -> list
         last = merged[-1] if merged else None
         if step.kind == "all_gather" and len(step.axes) > 1 and not _even(now, after, step, sizes):
             merged += [replace(step, axes=(axis,)) for axis in reversed(step.axes)]
-        elif last and last.kind == step.kind == "reduce_scatter" and last.part == step.part and _even(after, source, step, sizes):
+        elif last and last.kind == step.kind == "reduce_scatter" and _joins(last, step) and _even(after, source, step, sizes):
             merged[-1] = replace(last, axes=(*last.axes, *step.axes))
         else:
             merged.append(step)
         now = after
     return merged
+
+
+def _joins(last: Step, step: Step) -> bool:
+    return last.part == step.part and last.reduction == step.reduction
 
 
 def _even(split: Sharding, whole: Sharding, step: Step, sizes: Mapping[str, int]) -> bool:

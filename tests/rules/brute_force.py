@@ -1,0 +1,234 @@
+"""Proves a rule by running it: every letter that the rule allows is split, every rank runs its part, the parts are put together again.
+
+Padding of operands holds NaN, or an index out of range. Where the rule says that pending sums may ride, operands come in as sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from meshc.ir import Record, record, set_record, value_of
+from meshc.mesh import Mesh
+from meshc.passes.factorize import Factors, Instance, Token, factorize
+from meshc.passes.names import Names
+from meshc.passes.partition import partition
+from meshc.passes.propagate import Assignment, spread
+from meshc.passes.rules.rule import Rule
+from meshc.program import Port, Stage
+from meshc.runtime.simulate import run_stage
+from meshc.sharding import Part, Sharding, is_padded, tile_sizes
+from tests.tiles import assemble, owned, tiles
+
+aten = torch.ops.aten
+Chosen = dict[Token, tuple[str, ...]]
+MESHES = (Mesh("a=2"), Mesh("a=3"))
+BOTH = Mesh("a=2,b=3")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator. `refine` cuts dims into factors, as views elsewhere in a graph would: operand (or ~result) -> shape.
+
+    `defined` is false for operators whose results hold anything (`empty`): only shapes are compared.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    refine: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    defined: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.op).removesuffix(".default")
+
+
+@dataclass
+class OneOp:
+    """A graph of one operator, solved into factors."""
+
+    graph: Graph
+    node: Node
+    factors: Factors
+    names: Names
+    tensors: list[Tensor]
+    expected: list[Tensor | None]
+    defined: bool
+
+    @property
+    def instance(self) -> Instance:
+        return self.factors.instances[self.node]
+
+    def tokens(self) -> list[Token]:
+        """What may be split."""
+        return [token for token, size in self.instance.size.items() if token not in self.instance.whole and size > 1]
+
+
+def build(sample: Sample) -> OneOp:
+    graph = Graph()
+    tensors: list[Tensor] = []
+    nodes: list[Node] = []
+
+    def visit(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+            nodes.append(graph.placeholder(f"x{len(nodes)}"))
+            set_record(nodes[-1], Record(tuple(argument.shape), argument.dtype))
+            return nodes[-1]
+        if isinstance(argument, list | tuple):
+            return type(argument)(visit(item) for item in argument)
+        return argument
+
+    args, kwargs = visit(tuple(sample.args)), {key: visit(value) for key, value in sample.kwargs.items()}
+    made = sample.op(*sample.args, **sample.kwargs)
+    node = graph.call_function(sample.op, args, kwargs)
+    results: list[Node | None] = [node]
+    expected = list(made) if isinstance(made, list | tuple) else [made]
+    found = [Record(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else Record() for t in expected]
+    set_record(node, tuple(found) if isinstance(made, list | tuple) else found[0])
+    if isinstance(made, list | tuple):
+        results = []
+        for index, item in enumerate(found):
+            results.append(graph.call_function(operator.getitem, (node, index)) if item.dtype is not None else None)
+            if item.dtype is not None:
+                set_record(results[-1], item)  # type: ignore[arg-type]
+    for position, shape in sample.refine.items():
+        view = graph.call_function(aten.view.default, (nodes[position] if position >= 0 else results[~position], list(shape)))
+        set_record(view, Record(tuple(shape), torch.float64))
+    graph.output(tuple(result for result in results if result is not None))
+    factors = factorize(graph)
+    names = Names({factor: f"f{factor}" for factor in factors.size})
+    return OneOp(graph, node, factors, names, tensors, expected, sample.defined)
+
+
+def choices(one: OneOp) -> Iterator[tuple[Mesh, Chosen]]:
+    """No split; each token on an axis of 2 and of 3; each two tokens (and each token twice) on two axes."""
+    yield BOTH, {}
+    tokens = one.tokens()
+    for mesh, token in itertools.product(MESHES, tokens):
+        yield mesh, {token: ("a",)}
+    for first, second in itertools.product(tokens, tokens):
+        if first != second:
+            yield BOTH, {first: ("a",), second: ("b",)}
+    for token in tokens:
+        for axes in (("a", "b"), ("b", "a")):
+            if tile_sizes(one.instance.size[token], [BOTH.size(axes[0])])[-1] > 1:
+                yield BOTH, {token: axes}
+
+
+def rides(rule: Rule, count: int) -> list[int]:
+    """Operands that may come in pending."""
+    if rule.kind == "layout":
+        return [0]
+    return {"each": [0], "first": [0], "all": list(range(count))}.get(rule.linear, [])
+
+
+def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Sequence[int] = (), zero: bool = False) -> list[Tensor | None]:
+    """The results put together from all ranks. `pending`: operands that are sums over the axis p; `zero`: padding known to be zero."""
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    instance, node = one.instance, one.node
+    assignment = Assignment(one.factors, one.names, sizes)
+    waits = (("p", "sum"),)
+    wanted = []
+    for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
+        want = spread(assignment.whole(value), dims, chosen)
+        wanted.append(replace(want, pending=waits if position in pending else ()))
+    given = []
+    for index, dims in enumerate(instance.results):
+        over = dict.fromkeys((axis, how) for token, how in instance.sums[index].items() for axis in chosen.get(token, ()))
+        if pending and not instance.rule.settles:
+            over.update(dict.fromkeys(waits))
+        given.append(replace(spread(assignment.whole((node, index)), dims, chosen), pending=tuple(over)))
+        assignment.given[(node, index)] = given[-1]
+    if instance.kind != "layout":
+        assignment.wanted[node], assignment.chosen[node] = tuple(wanted), chosen
+    inputs, values = [], []
+    placeholders = one.graph.find_nodes(op="placeholder")
+    for position, (placeholder, tensor) in enumerate(zip(placeholders, one.tensors, strict=True)):
+        found = record(placeholder)
+        sharding = wanted[position]
+        if zero:
+            padded = [(d, p) for d, p, part in sharding.parts() if is_padded(part, sizes)]
+            sharding = replace(sharding, zero=frozenset(padded))
+        assignment.given[(placeholder, 0)] = sharding
+        inputs.append(Port("input", placeholder.name, found.shape, found.dtype or torch.float64, sharding))
+        values.append(tiles(tensor, sharding, mesh, seed=position))
+    (output,) = one.graph.find_nodes(op="output")
+    kept = [value_of(result)[1] for result in output.args[0]]  # type: ignore[union-attr, arg-type]
+    local = partition(one.graph, assignment, inputs, [given[index] for index in kept])
+    stage = Stage("main", local, (), ())
+    rows = [[column[rank] for column in values] for rank in range(mesh.world_size)]
+    results = run_stage(stage, rows, mesh, sizes, observe=lambda n, seen: check_record(n, seen, mesh))
+    found_whole: list[Tensor | None] = [None] * len(one.expected)
+    for position, index in enumerate(kept):
+        found_whole[index] = assemble([row[position] for row in results], given[index], mesh, agree=one.defined)
+    return found_whole
+
+
+def check_record(node: Node, values: list[Any], mesh: Mesh) -> None:
+    """A per-rank node is what its record says: shape, dtype, and zero where padding is said to be zero."""
+    found = node.meta.get("meshc")
+    if not isinstance(found, Record) or found.dtype is None:
+        return
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    for rank, value in enumerate(values):
+        assert tuple(value.shape) == found.shape, f"{node.name} is {tuple(value.shape)}, its record says {found.shape}"
+        assert value.dtype == found.dtype, f"{node.name} is {value.dtype}, its record says {found.dtype}"
+        if found.sharding is not None:
+            _check_zero(node, value, found.sharding, sizes, mesh.coordinates(rank))
+
+
+def _check_zero(node: Node, value: Tensor, sharding: Sharding, sizes: Mapping[str, int], at: Mapping[str, int]) -> None:
+    parts: list[tuple[int, int, Part]] = list(sharding.parts())
+    held = [owned(part, sizes, at) for _, _, part in parts]
+    x = value.reshape([length for _, length in held])
+    for position, (dim, place, _) in enumerate(parts):
+        if (dim, place) in sharding.zero:
+            indices, length = held[position]
+            rest = x.narrow(position, len(indices), length - len(indices))
+            real = tuple(slice(0, len(i)) if k != position else slice(None) for k, (i, _) in enumerate(held))
+            assert not rest[real].any(), f"{node.name}: padding of dim {dim} is said to be zero and is not"
+
+
+def prove(sample: Sample) -> int:
+    """Raises AssertionError if a split that the rule allows changes the result. Returns the number of splits that ran."""
+    one = build(sample)
+    rule = one.instance.rule
+    knows = rule.kind == "layout" or rule.clean or rule.self_masked or any(one.instance.sums)  # what lies in padding matters
+    ran = 0
+    for mesh, chosen in choices(one):
+        for zero in (False, True) if chosen and knows else (False,):
+            _compare(sample, one, run(one, mesh, chosen, zero=zero), f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}")
+        ran += 1
+    riding = rides(rule, len(one.tensors))
+    floating = all(one.tensors[position].is_floating_point() for position in riding)
+    if riding and one.tensors and floating:
+        for token in [None, *one.tokens()]:
+            chosen = {token: ("a",)} if token else {}
+            _compare(sample, one, run(one, Mesh("a=3,p=2"), chosen, pending=riding), f"{_said(one, chosen)}, operands pending")
+            ran += 1
+    return ran
+
+
+def _said(one: OneOp, chosen: Chosen) -> str:
+    letters = ", ".join(f"{letter}.{position}: {'/'.join(axes)}" for (letter, position), axes in chosen.items())
+    return f"{one.node.target} with {letters or 'nothing'} split"
+
+
+def _compare(sample: Sample, one: OneOp, found: list[Tensor | None], said: str) -> None:
+    expected = [e for e in one.expected if isinstance(e, Tensor)]
+    got = [g for g in found if g is not None]
+    assert len(expected) == len(got)
+    dtypes = {t.dtype for t in (*one.tensors, *expected)}
+    close = 2e-2 if torch.bfloat16 in dtypes else 1e-5 if torch.float32 in dtypes else 1e-9
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        a = a if sample.defined else b.reshape(a.shape)
+        torch.testing.assert_close(a, b, rtol=close, atol=close, equal_nan=True, msg=lambda m, i=index: f"{said}: result {i} differs. {m}")

@@ -1,0 +1,181 @@
+"""Every rule by brute force: whatever it allows to be split is split, and the ranks together still give what the operator gives.
+
+`samples.SAMPLES` holds the calls. A rule without one fails here; so does a wrong one, of which a handful are planted at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules import FAMILIES, elementwise, reduction
+from meshc.passes.rules.rule import Rule, einsum, pointwise
+from tests.rules.brute_force import Sample, build, prove
+from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
+
+aten = torch.ops.aten
+ours = torch.ops.meshc
+
+CALLS = [(str(op), number, call) for op, calls in SAMPLES.items() for number, call in enumerate(calls)]
+TAGGED = [op for op in pointwise_operators() if op not in SAMPLES]
+NO_TENSOR = {"aten.equal.default"}
+"""Tagged as pointwise by torch, but its result is one truth: programs hold tensors only, so it never gets as far as a rule."""
+
+
+def test_every_rule_has_a_sample() -> None:
+    ruled = {op for family in FAMILIES for op in family.RULES} | elementwise.UNTAGGED
+    assert sorted(str(op) for op in ruled - set(SAMPLES)) == []
+
+
+@pytest.mark.parametrize("call", [call for *_, call in CALLS], ids=[f"{name}-{number}" for name, number, _ in CALLS])
+def test_rule(call: Sample) -> None:
+    assert build(call).instance.known, "there is no rule"
+    assert prove(call) > 0
+
+
+@pytest.mark.parametrize("op", TAGGED, ids=str)
+def test_what_torch_calls_pointwise_is(op: Any) -> None:
+    found = pointwise_sample(op)
+    if found is None:
+        assert str(op) in NO_TENSOR
+        return
+    assert prove(found) > 1
+
+
+def splittable(op: Any, *args: Any, **kwargs: Any) -> str:
+    """The letters that may be split, `+` before those that leave a sum."""
+    one = build(Sample(op, args, kwargs))
+    summed = {token for sums in one.instance.sums for token in sums}
+    return " ".join(sorted(f"{'+' * (token in summed)}{token[0]}" for token in one.tokens()))
+
+
+def test_what_may_be_split() -> None:
+    """Legality alone would be served by rules that allow nothing."""
+    assert splittable(aten.mm.default, f(5, 4), f(4, 7)) == "+k m n"
+    assert splittable(aten.addmm.default, f(7), f(5, 4), f(4, 7)) == "+k m n"
+    assert splittable(aten.embedding.default, f(7, 4), i(7, 3, 5)) == "+v d i0 i1"
+    assert splittable(aten._softmax.default, f(5, 4), -1, False) == "d0"
+    assert splittable(aten._log_softmax.default, f(5, 4), -1, False) == "d0 d1"
+    assert splittable(aten.view.default, f(6, 5), [2, 3, 5]) == "i0 i0 i1"
+    assert splittable(aten.split.Tensor, f(4, 6), 2, -1) == "d0 d1"
+    assert splittable(aten.slice.Tensor, f(4, 6), 1, 1) == "d0"
+    assert splittable(aten.var.correction, f(5, 4), [1]) == "d0"
+    assert splittable(aten.topk.default, f(5, 4), 2) == "d0"
+    assert splittable(aten.gather.default, f(5, 7), 1, i(7, 5, 3)) == "+v a0 j"
+    assert splittable(aten.index_put.default, f(5, 7), [i(5, 3)], f(3, 7), True) == "+i0 a1"
+    assert splittable(aten.index_put.default, f(5, 7), [i(5, 3)], f(3, 7)) == "a1"
+    assert splittable(aten.tril.default, f(5, 4)) == "d0 d1"
+    assert splittable(aten.stack.default, [f(5, 4), f(5, 4)], 1) == "d0 d1"
+    q, k = f(2, 3, 5, 4), f(2, 3, 7, 4)
+    assert splittable(ours.attention.default, q, k, k, None, False, 0.5) == "b h q"
+    assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h"
+    assert splittable(aten.convolution.default, f(3, 4, 6), f(5, 4, 3), None, [1], [1], [1], False, [0], 1) == "+i b o"
+
+
+def test_only_the_major_factor_of_an_indexed_dim_may_be_split() -> None:
+    """The rows of a rank must be a range, or an index could not be told to lie inside."""
+    one = build(Sample(aten.embedding.default, (f(10, 4), i(10, 3)), refine={0: (5, 2, 4)}))
+    assert [token for token in one.instance.size if token[0] == "v"] == [("v", 0), ("v", 1)]
+    assert [token for token in one.tokens() if token[0] == "v"] == [("v", 0)]
+
+
+# ------------------------------------------------------------------------------------------------------------- planted wrong rules
+
+
+def softmax_with_its_dim(node: Node, tensors: list[Node]) -> Rule:
+    return pointwise(node, tensors)
+
+
+def mm_without_its_sum(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("m k, k n -> m n", node, tensors)
+
+
+def mean_of_local_means(node: Node, tensors: list[Node]) -> Rule:
+    found = reduction._mean(node, tensors)
+    return Rule(found.operands, found.results, found.sums, kind="compute")
+
+
+def layer_norm_over_a_split_dim(node: Node, tensors: list[Node]) -> Rule:
+    def lower(local: Any) -> Node:
+        found: Node = local.emit(node.target, local.operands[0], [local.local_size("c0")], *local.operands[1:], node.args[4])
+        return found
+
+    return einsum("b0 b1 c0, c0, c0 -> b0 b1 c0 | b0 b1 _ | b0 b1 _", node, tensors, lower=lower)
+
+
+def addmm_with_a_bias_on_each_rank(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("n, m k, k n -> m n +k", node, tensors)
+
+
+def causal_attention_over_split_queries(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b h q d!, b h k! d!, b h k! d! -> b h q d! | b h q", node, tensors)
+
+
+def sum_that_leaves_padding(node: Node, tensors: list[Node]) -> Rule:
+    found = reduction._sum(node, tensors)
+    return Rule(found.operands, found.results, found.sums, kind="carry", self_masked=True)
+
+
+def maximum_with_zero_padding(node: Node, tensors: list[Node]) -> Rule:
+    found = reduction._extreme("max")(node, tensors)
+    return Rule(found.operands, found.results, found.sums, neutral=0.0)
+
+
+def exponential_of_a_pending_sum(node: Node, tensors: list[Node]) -> Rule:
+    return pointwise(node, tensors, linear="each")
+
+
+def arange_that_starts_at_zero(node: Node, tensors: list[Node]) -> Rule:
+    def lower(local: Any) -> Node:
+        found: Node = local.emit(aten.arange.default, local.local_size("d0"), device=torch.device("cpu"))
+        return found
+
+    return Rule((), (("d0",),), ({},), lower=lower)
+
+
+def cat_of_tiles(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("d0 a, d0 a -> d0 b", node, tensors)
+
+
+def embedding_that_reads_row_zero(node: Node, tensors: list[Node]) -> Rule:
+    """Indices are shifted, but those of other ranks are not masked."""
+
+    def lower(local: Any) -> Node:
+        weight, index = local.operands
+        shifted = local.emit(aten.sub.Tensor, index, local.start("v"))
+        found: Node = local.emit(aten.embedding.default, weight, local.emit(aten.clamp.default, shifted, 0, local.local_size("v") - 1))
+        return found
+
+    return einsum("v d, i0 i1 -> i0 i1 d +v", node, tensors, lower=lower, clean=(1,))
+
+
+PLANTED: list[tuple[Callable[[Node, list[Node]], Rule], Any, int]] = [
+    (softmax_with_its_dim, aten._softmax.default, 0),
+    (mm_without_its_sum, aten.mm.default, 0),
+    (mean_of_local_means, aten.mean.dim, 0),
+    (layer_norm_over_a_split_dim, aten.native_layer_norm.default, 0),
+    (addmm_with_a_bias_on_each_rank, aten.addmm.default, 0),
+    (causal_attention_over_split_queries, ours.attention.default, 1),
+    (sum_that_leaves_padding, aten.sum.dim_IntList, 0),
+    (maximum_with_zero_padding, aten.amax.default, 0),
+    (exponential_of_a_pending_sum, aten.exp.default, 0),
+    (arange_that_starts_at_zero, aten.arange.default, 0),
+    (cat_of_tiles, aten.cat.default, 0),
+    (embedding_that_reads_row_zero, aten.embedding.default, 0),
+]
+
+
+@pytest.mark.parametrize(("wrong", "op", "number"), PLANTED, ids=[wrong.__name__ for wrong, *_ in PLANTED])
+def test_a_planted_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Rule], op: Any, number: int) -> None:
+    call = SAMPLES[op][number] if SAMPLES.get(op) else pointwise_sample(op)
+    assert call is not None
+    prove(call)
+    for family in FAMILIES:
+        monkeypatch.delitem(family.RULES, op, raising=False)
+    monkeypatch.setitem(FAMILIES[0].RULES, op, wrong)
+    with pytest.raises((AssertionError, RuntimeError)):
+        prove(call)

@@ -1,0 +1,104 @@
+"""What every rank holds of a value, and the value again from what the ranks hold: the plain definition that checks lean on.
+
+Nothing here comes from the code under test. A factor of `size` split by axes of sizes a, b, ... lies in tiles of ceil(size / a), each of
+these in tiles of ceil(tile / b), and so on; `owner_ranges` says so by cutting lists of indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshc.mesh import Mesh
+from meshc.sharding import Part, Sharding
+
+GARBAGE = {True: float("nan"), False: 1_000_003}
+"""What lies in padding: NaN for floats, an index beyond any dim for integers."""
+
+
+def owned(part: Part, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> tuple[list[int], int]:
+    """(global indices of a part that a rank holds, padded length)."""
+    indices, length = list(range(part.size)), part.size
+    for axis in part.axes:
+        length = -(-length // sizes[axis])
+        start = length * coordinates[axis]
+        indices = indices[start : start + length]
+    return indices, length
+
+
+def by_parts(whole: Tensor, sharding: Sharding) -> Tensor:
+    return whole.reshape([part.size for _, _, part in sharding.parts()])
+
+
+def tile(whole: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
+    """One rank's tile of a value that is pending over nothing: zero in padding known to be zero, garbage in the rest."""
+    x = by_parts(whole, sharding)
+    for position, (dim, place, part) in enumerate(sharding.parts()):
+        indices, length = owned(part, sizes, coordinates)
+        x = x.index_select(position, torch.tensor(indices, dtype=torch.int64))
+        if len(indices) < length:
+            known = (dim, place) in sharding.zero
+            fill = 0 if known else GARBAGE[x.is_floating_point()] if x.dtype != torch.bool else True
+            shape = list(x.shape)
+            shape[position] = length - len(indices)
+            x = torch.cat([x, torch.full(shape, fill, dtype=x.dtype)], position)
+    local = [1] * len(sharding.dims)
+    for (dim, _, _), extent in zip(sharding.parts(), x.shape, strict=True):
+        local[dim] *= extent
+    return x.reshape(local)
+
+
+def tiles(whole: Tensor, sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[Tensor]:
+    """Every rank's tile. A value that is pending is cut into random terms (or lowered copies), one a coordinate."""
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    terms = {(): whole}
+    generator = torch.Generator().manual_seed(seed)
+    for axis, reduction in sharding.pending:
+        cut = {key: _terms(value, sizes[axis], reduction, generator) for key, value in terms.items()}
+        terms = {(*key, index): term for key, row in cut.items() for index, term in enumerate(row)}
+    found = []
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        found.append(tile(terms[tuple(at[axis] for axis, _ in sharding.pending)], sharding, sizes, at))
+    return found
+
+
+def _terms(value: Tensor, count: int, reduction: str, generator: torch.Generator) -> list[Tensor]:
+    noise = [torch.randn(value.shape, generator=generator).abs().mul(3).to(value.dtype) for _ in range(count - 1)]
+    if reduction == "sum":
+        return [value - sum(noise), *noise] if noise else [value]
+    lower = [value - n if reduction == "max" else value + n for n in noise]
+    return [*lower, value]
+
+
+def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree: bool = True) -> Tensor:
+    """The value that the ranks hold together. Raises AssertionError if two ranks that hold the same part of it disagree (with `agree`)."""
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    waiting = dict(sharding.pending)
+    parts = [part for _, _, part in sharding.parts()]
+    terms: dict[tuple[tuple[str, int], ...], Tensor] = {}
+    for rank, local in enumerate(locals_):
+        at = mesh.coordinates(rank)
+        key = tuple((axis, index) for axis, index in at.items() if axis not in waiting)
+        reduction = next(iter(waiting.values()), "sum")
+        assert all(how == reduction for how in waiting.values()), "one kind of reduction at a time"
+        fold = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+        terms[key] = fold(terms[key], local) if key in terms else local
+    whole = torch.zeros([part.size for part in parts], dtype=locals_[0].dtype)
+    filled = torch.zeros(whole.shape, dtype=torch.bool)
+    for key, local in terms.items():
+        held = [owned(part, sizes, dict(key)) for part in parts]
+        x = local.reshape([length for _, length in held])
+        for position, (indices, _) in enumerate(held):
+            x = x.narrow(position, 0, len(indices))
+        if any(not indices for indices, _ in held):
+            continue
+        index = torch.meshgrid(*[torch.tensor(indices) for indices, _ in held], indexing="ij") if parts else ()
+        again = filled[index] & agree
+        torch.testing.assert_close(x[again], whole[index][again], equal_nan=True, msg=lambda m: f"replicas disagree: {m}")
+        whole[index] = x
+        filled[index] = True
+    assert bool(filled.all()), "some part of the value lies nowhere"
+    return whole.reshape(sharding.shape)
