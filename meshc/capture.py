@@ -91,6 +91,37 @@ def path_names(tree: Any) -> list[str]:
     return [".".join(_key(entry) for entry in path) or "output" for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 
+def spec_paths(spec: pytree.TreeSpec) -> list[str]:
+    """The paths of a tree's leaves from its spec alone: some classes (caches) cannot be rebuilt from placeholders."""
+
+    def walk(spec: pytree.TreeSpec, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+        if spec.is_leaf():
+            return [path]
+        children = spec.children()
+        context = spec.context
+        for keys in (context, context[0] if isinstance(context, list | tuple) and context else None):
+            if isinstance(keys, list | tuple) and len(keys) == len(children) and all(isinstance(key, str) for key in keys):
+                return [leaf for key, child in zip(keys, children, strict=True) for leaf in walk(child, (*path, key))]
+        return [leaf for index, child in enumerate(children) for leaf in walk(child, (*path, str(index)))]
+
+    return [".".join(path) or "output" for path in walk(spec, ())]
+
+
+def cache_paths(spec: pytree.TreeSpec) -> list[str]:
+    """Paths of the leaves that lie in a key-value cache."""
+    flags: list[bool] = []
+
+    def walk(spec: pytree.TreeSpec, inside: bool) -> None:
+        if spec.is_leaf():
+            flags.append(inside)
+            return
+        for child in spec.children():
+            walk(child, inside or getattr(spec.type, "__name__", "").endswith("Cache"))
+
+    walk(spec, False)
+    return [path for path, inside in zip(spec_paths(spec), flags, strict=True) if inside]
+
+
 def _key(entry: Any) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
@@ -189,11 +220,29 @@ def torch_graph(
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
+    _detach_outputs(graph, cache_paths(graph.graph._codegen.pytree_info.out_spec))  # type: ignore[union-attr]
     if double:
         _widen(graph)
     out_spec = graph.graph._codegen.pytree_info.out_spec  # type: ignore[union-attr]
-    placeholder = pytree.tree_unflatten([0] * out_spec.num_leaves, out_spec)
-    return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, out_spec, path_names(placeholder))
+    return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, out_spec, spec_paths(out_spec))
+
+
+def _detach_outputs(module: torch.fx.GraphModule, paths: list[str]) -> None:
+    """Caches take no gradient."""
+    if not paths:
+        return
+    names = spec_paths(module.graph._codegen.pytree_info.out_spec)  # type: ignore[union-attr]
+    (output,) = module.graph.find_nodes(op="output")
+    with module.graph.inserting_before(output):
+        leaves = [
+            module.graph.call_method("detach", (node,)) if path in paths and isinstance(node, torch.fx.Node) else node
+            for path, node in zip(names, output.args[0], strict=True)
+        ]
+    for before, after in zip(output.args[0], leaves, strict=True):
+        if after is not before:
+            after.meta.update(before.meta)
+    output.args = (tuple(leaves),)
+    module.recompile()
 
 
 def _wide(dtype: torch.dtype, double: bool) -> torch.dtype:

@@ -1,25 +1,44 @@
 """Environment variables, read here and nowhere else.
 
-    MESHC_DUMP=dir    write the program's text after each pass into dir, numbered
-    MESHC_VERIFY=1    simulate the program after each pass, and name the pass that broke it
-    MESHC_LOG=info    print what each pass took and noted
+    MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.dump)
+    MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
+    MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-Hook = Callable[[str, Any], None]
+from meshc import spmd
+from meshc.dump import Hook, dumper
+from meshc.errors import PlanError, VerifyError
+
+DUMP: Final = "MESHC_DUMP"
+VERIFY: Final = "MESHC_VERIFY"
+LOG: Final = "MESHC_LOG"
+LEVELS: Final = ("", "info", "debug")
+
+_dumped: Final[Counter[Path]] = Counter()
+"""Compilations of this process dumped so far, by folder."""
 
 
 def hook(program: Any, simulation: Any) -> Hook | None:
-    """What the pass runner calls after each pass, as the environment asks."""
+    """What the pass runner calls after each pass of one compilation, as the environment asks; None if it asks for nothing.
+
+    program     what is compiled, for messages
+    simulation  offers `check_after_pass(name, draft)`, which raises if the draft does not mean what the model means
+    """
     wanted: list[Hook] = []
-    if os.environ.get("MESHC_DUMP"):
-        wanted.append(dumper(os.environ["MESHC_DUMP"]))
+    if log_level():
+        wanted.append(_logger(program, log_level()))
+    if os.environ.get(DUMP):
+        wanted.append(dumper(_next_folder(Path(os.environ[DUMP]))))
+    if _is_on(VERIFY):
+        wanted.append(_verifier(simulation))  # last, so that what it refuses is on disk
     if not wanted:
         return None
 
@@ -30,6 +49,67 @@ def hook(program: Any, simulation: Any) -> Hook | None:
     return call
 
 
-def dumper(path: str | Path) -> Hook:
-    """Writes `NN_pass.py` after each pass that leaves a graph."""
-    raise NotImplementedError
+def log_level() -> str:
+    """`info`, `debug`, or nothing."""
+    level = os.environ.get(LOG, "").strip().lower()
+    if level not in LEVELS:
+        raise PlanError(f"{LOG}={level} is not known: use info or debug")
+    return level
+
+
+def debugging() -> bool:
+    """Whether the command line shows tracebacks."""
+    return os.environ.get(LOG, "").strip().lower() == "debug"
+
+
+def _is_on(name: str) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value not in ("", "0", "1"):
+        raise PlanError(f"{name}={value} is not known: use 1, or leave it out")
+    return value == "1"
+
+
+def _next_folder(folder: Path) -> Path:
+    """The folder itself for the first compilation of a process, `2`, `3`, ... inside it for the next ones."""
+    key = folder.resolve()
+    _dumped[key] += 1
+    return folder if _dumped[key] == 1 else folder / str(_dumped[key])
+
+
+def _verifier(simulation: Any) -> Hook:
+    def verify(name: str, draft: Any) -> None:
+        if draft.graph is None:
+            return  # before differentiate there is no graph of operators to run
+        try:
+            simulation.check_after_pass(name, draft)
+        except Exception as error:
+            kind = "" if isinstance(error, VerifyError) else f"{type(error).__name__}: "
+            raise VerifyError(f"after the pass {name} the program no longer means what the model means\n  {kind}{error}") from error
+
+    return verify
+
+
+def _logger(program: Any, level: str) -> Hook:
+    told = 0
+
+    def log(name: str, draft: Any) -> None:
+        nonlocal told
+        left = f", leaves {_size(draft)}" if level == "debug" else ""
+        print(f"meshc: {name} {draft.seconds.get(name, 0.0):.2f} s{left}", file=sys.stderr)
+        for note in draft.notes[told:]:
+            print(f"meshc:   {note}", file=sys.stderr)
+        told = len(draft.notes)
+
+    return log
+
+
+def _size(draft: Any) -> str:
+    if draft.stages:
+        nodes = [node for stage in draft.stages.values() for node in stage.graph.nodes]
+        count = sum(spmd.is_collective(node.target) for node in nodes)
+        return f"{len(nodes)} values a rank in {len(draft.stages)} stages, {count} collectives"
+    graph = draft.graph or draft.traced.module.graph
+    return f"{len(graph.nodes)} values"
+
+
+__all__ = ["Hook", "debugging", "dumper", "hook", "log_level"]

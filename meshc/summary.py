@@ -1,13 +1,329 @@
-"""Tables about a program."""
+"""Tables about a program: where parameters lie, what is communicated and why, what a rank keeps in memory, what runs on every rank.
+
+Everything is read off the program's own graphs; nothing is measured, and nothing needs a process group.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from tabulate import tabulate
+from torch.fx import Node
 
-def summary(program: Any) -> str:
-    return ""
+from meshc import ir, memory, spmd
+from meshc.ir import Source
+from meshc.program import Port, Program, Stage
+from meshc.sharding import Part, Sharding, local_shape
+
+PHASES = ("forward", "backward", "update")
+MICROBATCH = "mb"
 
 
-def factors(names: Any, found: Any, program: Any) -> str:
-    return ""
+@dataclass(frozen=True)
+class CollectiveUse:
+    """One collective of a program.
+
+    bytes_per_rank  of its operand on each rank; of an all_gather its result, which is the larger side
+    times           how often a call of the program runs it (once a microbatch, for instance)
+    """
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    bytes_per_rank: int
+    node: str
+    reason: str
+    source: Source
+    stage: str = ""
+    times: int = 1
+
+
+def collectives(program: Program) -> list[CollectiveUse]:
+    """Every collective of a program, in the order in which it runs."""
+    runs = memory.runs(program)
+    found = []
+    for stage in program.stages.values():
+        phases = _phases(stage)
+        for node in stage.graph.nodes:
+            if not spmd.is_collective(node.target) or tuple(node.args[1]) == (MICROBATCH,):
+                continue
+            moved = node if node.target is spmd.all_gather else node.args[0]
+            record = ir.record(node)
+            size = sum(memory.local_bytes(one) for one in ir.records(moved))
+            kind = node.target.__name__
+            found.append(
+                CollectiveUse(
+                    phases[node], kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, runs[stage.name]
+                )
+            )
+    return found
+
+
+def _phases(stage: Stage) -> dict[Node, str]:
+    """The phase of each node: its own, or a later one that it depends on."""
+    rank: dict[Node, int] = {}
+    for node in stage.graph.nodes:
+        own = PHASES.index(ir.records(node)[0].phase) if ir.has_record(node) and node.op == "call_function" and ir.records(node) else 0
+        rank[node] = max([own, *(rank[operand] for operand in node.all_input_nodes)])
+    return {node: PHASES[position] for node, position in rank.items()}
+
+
+def summary(program: Program) -> str:
+    """What a user wants to know of a compiled program before running it."""
+    blocks = [_head(program), _parameters(program), _collectives(program), _memory(program), _work(program), _notes(program)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _head(program: Program) -> str:
+    ranks = program.mesh.world_size
+    what = {"step": "training step", "autograd": "forward and backward", "forward": "forward"}.get(program.mode, program.mode)
+    batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
+    return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}\n" + "\n".join(
+        f"  {line}" for line in str(program.plan).splitlines()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------- parameters
+
+
+def _parameters(program: Program) -> str:
+    sizes = program.axis_sizes
+    gradients = gradient_shardings(program)
+    states: dict[str, list[Port]] = defaultdict(list)
+    for port in program.inputs:
+        if port.kind == "state":
+            states[port.of].append(port)
+    groups: dict[tuple[Any, ...], list[Port]] = defaultdict(list)
+    for port in program.inputs:
+        if port.kind == "parameter":
+            kept = [state for state in states[port.name] if state.shape == port.shape]
+            others = (
+                _placement(gradients.get(port.name), port.sharding, sizes),
+                _placement(kept[0].sharding if kept else None, port.sharding, sizes),
+            )
+            groups[(collapsed(port.name), port.shape, placement(port.sharding, port.shape), others, port.dtype)].append(port)
+    if not groups:
+        return ""
+    rows = []
+    for (name, _, text, (gradient, state), dtype), ports in groups.items():
+        size = sum(memory.port_bytes(port, sizes) for port in ports)
+        state_size = sum(memory.port_bytes(state, sizes) for port in ports for state in states[port.name])
+        rows.append((name, len(ports), str(dtype).removeprefix("torch."), text, gradient, state, bytes_text(size), bytes_text(state_size)))
+    headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", "bytes/rank", "state/rank"]
+    drop = [column for column in (4, 5, 7) if all(row[column] in ("", "0 B") for row in rows)]
+    keep = [column for column in range(len(headers)) if column not in drop]
+    return _table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
+
+
+def _placement(other: Sharding | None, own: Sharding | None, sizes: Mapping[str, int]) -> str:
+    """The placement of a gradient or of state where it is not the parameter's."""
+    if other is None or own is None or local_shape(other, sizes) == local_shape(own, sizes):
+        return ""
+    return placement(other, other.shape)
+
+
+def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
+    """`[ffn 688/tp, hidden 256]`. Factors whose only name is a parameter's show their size alone, so that layers look alike."""
+    if sharding is None:
+        return f"[{', '.join(map(str, shape))}]"
+    return f"[{', '.join(' * '.join(map(_part, parts)) or '1' for parts in sharding.dims)}]"
+
+
+def _part(part: Part) -> str:
+    plain = "." in part.factor or not part.factor or re.fullmatch(r"f\d+", part.factor)
+    return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
+
+
+def collapsed(name: str) -> str:
+    """`model.layers.*.mlp.up_proj.weight`: one name for all members of a list of modules."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def gradient_shardings(program: Program) -> dict[str, Sharding]:
+    """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
+    found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
+    for stage in program.stages.values():
+        keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+        for node in stage.graph.nodes:
+            for parameter, gradient in memory.updates(node):
+                name = keys.get(parameter, "").removeprefix("parameter:")
+                sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
+                if name and sharding is not None:
+                    found[name] = sharding.without_pending()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------- collectives
+
+
+def _collectives(program: Program) -> str:
+    groups: dict[tuple[str, str, str], list[CollectiveUse]] = defaultdict(list)
+    for use in collectives(program):
+        groups[(use.phase, use.kind, ", ".join(use.axes))].append(use)
+    if not groups:
+        return "no collectives: ranks do not communicate"
+    rows = []
+    for (phase, kind, axes), uses in sorted(groups.items(), key=lambda item: PHASES.index(item[0][0])):
+        why: Counter[str] = Counter()
+        for use in uses:
+            why[_why(use)] += use.times * use.bytes_per_rank
+        total = sum(use.bytes_per_rank * use.times for use in uses)
+        largest = max(use.bytes_per_rank for use in uses)
+        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), why.most_common(1)[0][0]))
+    headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
+    return _table(rows, headers, "collectives of one call (bytes of the operand; of the result for all_gather)")
+
+
+def _why(use: CollectiveUse) -> str:
+    reason = re.sub(r"\b([A-Za-z]\w*?)(_default)?(_\d+)?(?= \()", r"\1", use.reason)
+    where = collapsed(use.source.module)
+    return f"{reason}{f' in {where}' if where else ''}"
+
+
+# --------------------------------------------------------------------------------------------------------------------------- memory
+
+
+def _memory(program: Program) -> str:
+    sizes = program.axis_sizes
+    kept: Counter[str] = Counter()
+    waste: Counter[str] = Counter()
+    for port in program.inputs:
+        if port.kind in memory.KEPT:
+            kept[port.kind] += memory.port_bytes(port, sizes)
+            waste[port.kind] += memory.port_bytes(port, sizes) - memory.real_bytes(port, sizes)
+    peak = memory.peak(program)
+    names = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
+    rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept[kind]]
+    if peak.total:
+        if peak.gradients:
+            rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
+        rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
+    rows.append(("together", bytes_text(sum(kept.values()) + peak.total), _share(sum(waste.values()), sum(kept.values()))))
+    lines = [_table(rows, ["memory", "bytes/rank", "padding"], "memory of a rank (predicted; the peak is where most is alive)")]
+    if peak.at:
+        lines.append(f"  peak at {peak.at}")
+    return "\n".join(lines)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if part > 0 and whole else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- work
+
+
+def _work(program: Program) -> str:
+    """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
+    sizes, runs = program.axis_sizes, memory.runs(program)
+    total, done = 0.0, 0.0
+    split: Counter[str] = Counter()
+    for stage in program.stages.values():
+        for node in ir.calls(stage.graph):
+            local = flops(node, globally=False)
+            if not local:
+                continue
+            whole = flops(node, globally=True)
+            axes = set().union(*(_axes(operand) for operand in [*ir.operands(node), node]))
+            times = 1 if MICROBATCH in axes else runs[stage.name]
+            total += whole * times
+            done += local * runs[stage.name] * program.mesh.world_size
+            for axis in axes:
+                split[axis] += whole * times
+    if not total:
+        return ""
+    names = [axis.name for axis in program.mesh.axes if axis.size > 1]
+    rows = [(axis, sizes.get(axis, 1), f"{100 * split[axis] / total:.0f} %") for axis in names]
+    table = _table(rows, ["axis", "ranks", "of the arithmetic split"], "work (matrix products, convolutions, attention)") if rows else "work"
+    return f"{table}\n  {bytes_text(total, 'FLOP')} a call; all ranks together do {done / total:.2f} times that (padding, and what is repeated)"
+
+
+def _axes(node: Node) -> set[str]:
+    found: set[str] = set()
+    for record in ir.records(node) if ir.has_record(node) else ():
+        if record.sharding is not None:
+            found |= record.sharding.axes()
+    return found
+
+
+def flops(node: Node, *, globally: bool) -> float:
+    """Multiplications and additions of a matrix product, convolution or attention, on one rank or of the whole; 0 for other operators."""
+    name = ir.op_name(node).removesuffix(".Tensor")
+
+    def shape(operand: Node, index: int = 0) -> tuple[int, ...]:
+        record = ir.records(operand)[index]
+        return record.sharding.shape if globally and record.sharding is not None else record.shape
+
+    tensors = ir.operands(node)
+    if name in ("aten.mm", "aten.bmm"):
+        return 2.0 * prod(shape(tensors[0])) * shape(tensors[1])[-1]
+    if name in ("aten.addmm", "aten.baddbmm"):
+        return 2.0 * prod(shape(tensors[1])) * shape(tensors[2])[-1]
+    if name == "aten.convolution":
+        return 2.0 * prod(shape(node)) * prod(shape(tensors[1])[1:])
+    if name == "aten.convolution_backward":
+        return 2.0 * prod(shape(tensors[0])) * prod(shape(tensors[2])[1:]) * sum(map(bool, node.args[-1][:2]))  # type: ignore[index, arg-type]
+    if name == "meshc.attention":
+        q, k = shape(tensors[0]), shape(tensors[1])
+        return 4.0 * prod(q) * k[-2]
+    if name == "meshc.attention_backward":
+        q, k = shape(tensors[1]), shape(tensors[2])
+        return 10.0 * prod(q) * k[-2]
+    return 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------------- notes, factors
+
+
+def _notes(program: Program) -> str:
+    return "\n".join(["notes", *(f"  {note}" for note in program.notes)]) if program.notes else ""
+
+
+def factors(names: Any, found: Any, program: Program) -> str:
+    """What a plan can name: a row a name, with sizes, the number of classes and some members.
+
+    names  `of`: class -> name, `also`: class -> all its names        found  `dims`: (node, result) -> classes of each dim, `size`
+    """
+    members: dict[int, list[str]] = defaultdict(list)
+    graph = next((node.graph for node, _ in found.dims), None)
+    if graph is not None:
+        placeholders = graph.find_nodes(op="placeholder")
+        for port, node in zip(program.inputs, placeholders, strict=True):
+            if port.kind in ("parameter", "input", "buffer"):
+                shown = collapsed(port.name) if port.kind != "input" else f"input:{port.name}"
+                for dim, row in enumerate(found.dims[(node, 0)]):
+                    for factor in row:
+                        members[factor].append(f"{shown}[{dim}]")
+    groups: dict[str, list[int]] = defaultdict(list)
+    for factor in sorted(found.size):
+        groups[collapsed(names.of[factor])].append(factor)
+    rows = []
+    for name, classes in groups.items():
+        aliases = sorted({alias for factor in classes for alias in names.also[factor]} - {names.of[factor] for factor in classes})
+        inside = list(dict.fromkeys(member for factor in classes for member in members[factor]))
+        if inside or not re.fullmatch(r"f\d+", name):
+            extents = sorted({found.size[factor] for factor in classes})
+            shown = ", ".join(inside[:3]) + (f", ... {len(inside) - 3} more" if len(inside) > 3 else "")
+            rows.append((name, ", ".join(aliases), ", ".join(map(str, extents)), len(classes), shown))
+    rows.sort(key=lambda row: "." in row[0])
+    return _table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
+
+
+def _table(rows: Any, headers: list[str], title: str) -> str:
+    text = tabulate(rows, headers=headers, disable_numparse=True)
+    return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def bytes_text(count: float, unit: str = "B") -> str:
+    """`12.3 MB`: decimal units."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {prefix}{unit}"
+    return f"{count:.0f} {unit}"
+
+
+__all__ = ["CollectiveUse", "collectives", "factors", "gradient_shardings", "summary"]

@@ -17,11 +17,10 @@ Runs right after capture, because later passes replace torch's functions by oper
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,23 +29,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshc.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy, Region, eligible, entered, operand_dtype
+from meshc.autocast_policy import Region, entered
 from meshc.capture import TorchGraph, source_of
 from meshc.errors import CompileError
+from meshc.passes.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-
-WHOLE: dict[str, Callable[..., Any]] = {
-    "aten::dropout": torch.dropout,
-    "aten::feature_dropout": torch.feature_dropout,
-    "aten::alpha_dropout": torch.alpha_dropout,
-    "aten::feature_alpha_dropout": torch.feature_alpha_dropout,
-    "aten::scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
-}
-"""Composites that are not taken apart, because later passes know them by these names."""
 
 
 def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
@@ -59,141 +49,26 @@ def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
         return traced
     inputs = [node.meta["example_value"] for node in traced.module.graph.find_nodes(op="placeholder")]
     lowering = Lowering(traced.module, traced.fake_mode, device)
-    grad = torch.set_grad_enabled(torch.is_grad_enabled())  # put back afterwards: the graph sets it as it goes
-    onednn = torch.backends.mkldnn.flags(enabled=False)  # off in capture too
-    with grad, onednn, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
+    with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.run(inputs, [])
     traced.notes += lowering.notes()
     return traced
 
 
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """oneDNN's own variants of operators are off, as in capture; the gradient mode, which the graph sets as it goes, comes back."""
+    onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+
+
 def _has_region(module: GraphModule) -> bool:
     return bool(module.graph.find_nodes(op="call_function", target=ENTER))
-
-
-# -------------------------------------------------------------------------------------------- one call, seen where torch's autocast sees it
-
-
-@dataclass
-class Call:
-    """One ATen call with its fake operands (after their casts) and results."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
-
-
-@dataclass
-class Casts:
-    """The casts of a graph so far, by the identity of fake tensors, which it keeps alive."""
-
-    source: dict[int, Tensor] = field(default_factory=dict)
-    node: dict[int, Node] = field(default_factory=dict)
-    of_leaf: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)
-
-    def make(self, tensor: Tensor, dtype: torch.dtype, region: Region) -> Tensor:
-        """torch's `cached_cast`: float32 leaves that require a gradient share one cast to the region's dtype."""
-        leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        shared = leaf and region.cache and dtype == region.dtype
-        if shared and (id(tensor), dtype) in self.of_leaf:
-            return self.of_leaf[id(tensor), dtype]
-        cast = tensor.to(dtype)
-        self.source[id(cast)] = tensor
-        self.alive += [tensor, cast]
-        if shared:
-            self.of_leaf[id(tensor), dtype] = cast
-        return cast
-
-
-class Watch(TorchDispatchMode):
-    """Records the ATen calls that a torch-level call comes down to; with a region, casts their operands as torch would."""
-
-    def __init__(self, device: str, region: Region | None, casts: Casts) -> None:
-        super().__init__()
-        self.device, self.region, self.casts = device, region, casts
-        self.calls: list[Call] = []
-        self.made: list[Tensor] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, function.name()
-        if function.namespace == "prim":  # a question (`prim::device`), no call
-            return function(*args, **kwargs)
-        policy = _policy(self.device, name)
-        if policy is None and name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            with self:
-                return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        if self.region is not None and policy is not None:
-            args, kwargs = self._cast(name, policy, self.region, args, kwargs)
-        elif self.region is not None and name in INSIDE[self.device]:
-            before = len(self.made)
-            self._cast(name, INSIDE[self.device][name], self.region, args, kwargs)
-            if len(self.made) > before:
-                raise Refused(f"torch casts inside the kernel of {name}, where autograd does not see it")
-        out = function(*args, **kwargs)
-        self.calls.append(Call(function, args, kwargs, out))
-        return out
-
-    def _cast(self, name: str, policy: Policy, region: Region, args: Any, kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        dtypes = [leaf.dtype for leaf in _tensors(leaves) if eligible(leaf.dtype)]
-        try:
-            dtype = operand_dtype(policy, region, dtypes, any(isinstance(leaf, torch.dtype) for leaf in leaves))
-        except ValueError as error:
-            raise Refused(f"{name}: {error}") from None
-
-        def cast(leaf: Any) -> Any:
-            if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype == dtype or not eligible(leaf.dtype):
-                return leaf
-            self.made.append(self.casts.make(leaf, dtype, region))
-            return self.made[-1]
-
-        return pytree.tree_map(cast, (args, kwargs))
-
-
-class Refused(Exception):
-    """Why a call of a region cannot be lowered."""
-
-
-@functools.cache
-def _policy(device: str, name: str) -> Policy | None:
-    policy = POLICIES[device].get(name)
-    if policy is None and torch._C._dispatch_has_kernel_for_dispatch_key(name, DISPATCH_KEYS[device]):
-        raise Refused(f"{name} has an autocast rule for {device} that meshc does not know")
-    return policy
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _apply(node: Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -> list[Any]:
-    """What a call did, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
-    name_of: dict[int, Any] = dict(zip(map(id, operands), names, strict=True))
-
-    def name(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return repr(leaf)
-        source = leaf if id(leaf) in name_of else watch.casts.source.get(id(leaf), leaf)
-        if id(source) not in name_of:
-            raise Refused("it uses a tensor that is no operand")
-        return name_of[id(source)], leaf.dtype
-
-    rows: list[Any] = []
-    for number, call in enumerate(watch.calls):
-        rows.append((call.function.name(), [name(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))]))
-        name_of.update({id(leaf): (number, position) for position, leaf in enumerate(_tensors(call.out))})
-    return [*rows, [name(leaf) for leaf in pytree.tree_leaves(result)]]
-
-
-# --------------------------------------------------------------------------------------------------------------------------- one graph
 
 
 class Lowering:
@@ -278,7 +153,7 @@ class Lowering:
 
     def _hoist(self, node: Node, watch: Watch, args: Any, kwargs: Any) -> bool:
         """Put the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
-        operands = _tensors((args, kwargs))
+        operands = tensors((args, kwargs))
         uses = Counter(map(id, operands))
         made: dict[int, list[Tensor]] = {}
         for cast in {id(cast): cast for cast in watch.made}.values():
@@ -298,12 +173,12 @@ class Lowering:
             return False
         first = {id(operand): position for position, operand in reversed(list(enumerate(operands)))}
         names = [first[id(operand)] for operand in operands]
-        if _trace(watch, operands, names, self.values[node]) != _trace(plain, _tensors((cast_args, cast_kwargs)), names, result):
+        if trace(watch, operands, names, self.values[node]) != trace(plain, tensors((cast_args, cast_kwargs)), names, result):
             return False
         turn = turns()
 
         def argument(used: Node) -> Any:
-            if not any(id(leaf) in turn for leaf in _tensors(self.values[used])):
+            if not any(id(leaf) in turn for leaf in tensors(self.values[used])):
                 return used
             wires = self._wires([used], node)
 
@@ -363,7 +238,7 @@ class Lowering:
                 wires[id(value)] = node
             elif isinstance(value, (tuple, list)):
                 for index, item in enumerate(value):
-                    if _tensors(item):
+                    if tensors(item):
                         visit(self._emit("call_function", operator.getitem, (node, index), {}, item, near), item)
 
         for node in nodes:
@@ -399,3 +274,9 @@ class Lowering:
                 if word not in source.code and word.removesuffix("32") + "(" not in source.code:
                     found.append(f"{source}: {dtype} may be a tensor's dtype as traced, which autocast changes on the device")
         return list(dict.fromkeys(found))
+
+
+def _apply(node: Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

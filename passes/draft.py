@@ -49,7 +49,6 @@ class Request:
     double: bool = False
     batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
-    cache_outputs: tuple[str, ...] = ()
 
 
 @dataclass
@@ -76,6 +75,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     out_spec: Any = None
     output_paths: list[str] = field(default_factory=list)
+    cache_outputs: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     random_calls: int = 0
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch.utils import _pytree as pytree
 
-from meshc.capture import torch_graph
+from meshc.capture import cache_paths, torch_graph
 from meshc.errors import CompileError, PlanError
 from meshc.ir import record, records, value_of
 from meshc.mesh import DATA_ROLES, role
@@ -32,6 +32,7 @@ def _capture(draft: Draft) -> Draft:
         ask.module, ask.function, ask.args, ask.kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double
     )
     draft.traced, draft.out_spec, draft.output_paths = traced, traced.out_spec, traced.output_paths
+    draft.cache_outputs = cache_paths(traced.out_spec)
     return draft
 
 
@@ -105,7 +106,7 @@ def _leaves(propagator: Propagator, draft: Draft, port: Port, node) -> Sharding:
         return propagator.storage(port.name, "gradient")
     if port.kind == "output":
         given = propagator.given(value)
-        if port.name in draft.request.cache_outputs or draft.request.outputs == "dtensor":
+        if port.name in draft.cache_outputs or draft.request.outputs == "dtensor":
             return _known(given, whole)
         if draft.request.inputs == "local":
             return _batch_only(propagator, value, whole)

@@ -1,0 +1,150 @@
+"""What a rank keeps in memory, by a liveness walk over the program that it runs.
+
+A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views share the
+storage of what they look at. Parameters, buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it
+runs is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from meshc import ir, spmd
+from meshc.ir import Record
+from meshc.program import Port, Program, Stage
+from meshc.sharding import local_shape
+
+KEPT = ("parameter", "state", "buffer", "constant", "input")
+"""Kinds of ports that are there for the whole call."""
+
+_VIEWS = ("aten._unsafe_view", "aten.reshape")  # views in all but schema, where operands are dense
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of bytes that values made by the program hold at once on a rank, gradients of parameters among them, and where."""
+
+    total: int = 0
+    gradients: int = 0
+    at: str = ""
+
+
+def local_bytes(record: Record) -> int:
+    """Bytes of a per-rank value."""
+    return prod(record.shape) * record.dtype.itemsize if record.dtype is not None else 0
+
+
+def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
+    """Bytes on each rank, padding included."""
+    shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
+    return prod(shape) * port.dtype.itemsize
+
+
+def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
+    """Bytes on a rank that are no padding, on average."""
+    tiles = 1 if port.sharding is None else prod(sizes[axis] for axis in port.sharding.split_axes())
+    return prod(port.shape) * port.dtype.itemsize / tiles
+
+
+def runs(program: Program) -> Counter[str]:
+    """How often a call of the program runs each stage."""
+    return Counter(instruction.stage for instruction in program.schedule if instruction.op == "run")
+
+
+def updates(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(parameter, gradient) of each parameter that an optimizer's operator updates."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "meshc":
+        return
+    arguments = [argument.name for argument in node.target._schema.arguments[:2]]
+    if arguments == ["params", "grads"]:
+        yield from zip(node.args[0], node.args[1], strict=True)  # type: ignore[arg-type]
+    elif arguments == ["param", "grad"]:
+        yield node.args[0], node.args[1]  # type: ignore[misc]
+
+
+def peak(program: Program) -> Peak:
+    """The peak over one call."""
+    best = Peak()
+    carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
+    walked: dict[str, tuple[Peak, dict[str, int]]] = {}
+    for instruction in program.schedule:
+        if instruction.op == "run":
+            stage = program.stages[instruction.stage]
+            if stage.name not in walked:
+                walked[stage.name] = _walk(stage)
+            inside, leaves = walked[stage.name]
+            waiting = sum(carried.values())
+            if waiting + inside.total > best.total:
+                grown = sum(size for key, size in carried.items() if key.startswith(("gradient:", "sum:")))
+                best = Peak(waiting + inside.total, inside.gradients + grown, inside.at)
+            carried.update(leaves)
+        elif instruction.op == "add":
+            size = carried.pop(instruction.value, 0)
+            carried[instruction.into] = max(carried.get(instruction.into, 0), size)
+    return best
+
+
+def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
+    """The peak inside a stage, and the bytes of each value that it makes and another may read."""
+    nodes = list(stage.graph.nodes)
+    home: dict[Node, Node] = {}  # the node that made a value's storage
+    size: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    gradients = {gradient for node in nodes for _, gradient in updates(node)}
+    results: dict[Node, list[str]] = {}
+    for position, node in enumerate(nodes):
+        last[node] = position
+        if node.op == "output":
+            for key, value in zip(stage.outputs, node.args[0], strict=True):  # type: ignore[arg-type]
+                if isinstance(value, Node):
+                    results.setdefault(home[value], []).append(key)
+                    last[home[value]] = position
+                    if key.startswith("gradient:"):
+                        gradients.add(value)
+            continue
+        home[node] = home[node.all_input_nodes[0]] if is_view(node) else node
+        if home[node] is node:
+            made = node.op == "call_function" and ir.has_record(node)
+            size[node] = sum(map(local_bytes, ir.records(node))) if made else 0
+        for operand in node.all_input_nodes:
+            last[home[operand]] = position
+    grown = {home[node] for node in gradients if node in home}
+    dying: dict[int, list[Node]] = {}
+    for node in size:
+        dying.setdefault(last[node], []).append(node)
+    alive = growing = 0
+    best = Peak()
+    for position, node in enumerate(nodes):
+        if node in size:
+            alive += size[node]
+            growing += size[node] if node in grown else 0
+        if alive > best.total:
+            best = Peak(alive, growing, _place(stage, node))
+        for dead in dying.get(position, ()):
+            alive -= size[dead]
+            growing -= size[dead] if dead in grown else 0
+    return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's value shares storage with its first operand: views, one result of several, updates in place."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if ir.is_getitem(node) or node.target is spmd.shard:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return ir.op_name(node) in _VIEWS or bool(returns and returns[0].alias_info is not None)
+
+
+def _place(stage: Stage, node: Node) -> str:
+    found = ir.records(node)[0].source if ir.has_record(node) and ir.records(node) else None
+    where = f" at {found}" if found is not None and str(found) else ""
+    return f"{node.name}{where}" + (f", stage {stage.name}" if stage.name != "main" else "")
