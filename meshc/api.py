@@ -24,11 +24,11 @@ from meshc.passes.pipeline import compile_program
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
-from meshc.runtime import simulation
 from meshc.runtime.autograd import Call, ProgramFunction
 from meshc.runtime.executor import Executor
 from meshc.runtime.failure import world_board
 from meshc.runtime.groups import Groups
+from meshc.runtime.passcheck import PassCheck
 from meshc.runtime.session import Session
 from meshc.runtime.store import Store
 from meshc.runtime import verify as verification
@@ -177,7 +177,7 @@ class Program:
                 self.spec = describe(self.step.optimizer)
         live = self.mesh.device_mesh is not None
         globals_ = self._global_examples((args, kwargs))
-        hook = environment.hook(self, simulation)
+        hook = environment.hook(self, PassCheck())
         compiled, draft = compile_program(self._request(*globals_), hook)
         for note in compiled.notes:
             if "has no rule" in note:

@@ -129,6 +129,7 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
         inputs.append(
             Port(kind, name, tuple(value.shape), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
         )
+        node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
     (output,) = graph.find_nodes(op="output")
     flat = _flat(output.args[0])
     kept: list[Node] = []
@@ -141,6 +142,11 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     output.args = (tuple(kept),)
     output.meta.pop("desc", None)
     return inputs, outputs
+
+
+def _identifier(name: str) -> str:
+    text = "".join(c if c.isalnum() else "_" for c in name)
+    return text if text[0].isalpha() else f"_{text}"
 
 
 def _flat(value: Any) -> list[Any]:
