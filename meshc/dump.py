@@ -35,9 +35,9 @@ PLAN = "00_plan.txt"
 
 
 def dumper(path: str | Path) -> Hook:
-    """A hook for one compilation: writes `NN_pass.py` after each pass and keeps `00_plan.txt` up to date. Of several ranks the first writes.
+    """A hook for one compilation: writes `NN_pass.py` after each pass and keeps `00_plan.txt` up to date.
 
-    Files of an earlier dump in the folder are removed first, so that what stands there is one compilation.
+    Of several ranks the first writes. Files of an earlier dump in the folder are removed first, so that all there is one compilation.
     """
     folder = Path(path)
     done: list[str] = []
@@ -101,7 +101,7 @@ def global_view(draft: Any) -> Stage:
             continue
         lies = ports[node].sharding if node in ports else None
         known = tuple(
-            replace(found, sharding=lies or _sharding(draft, value), reason=found.reason or _reason(draft, node))
+            replace(found, sharding=lies or _sharding(draft, value, found), reason=found.reason or _reason(draft, node))
             for found, value in zip(ir.records(node), _values(node), strict=True)
         )
         ir.set_record(made, known if isinstance(node.meta[ir.KEY], tuple) else known[0])
@@ -112,9 +112,9 @@ def _values(node: Node) -> list[tuple[Node, int]]:
     return [ir.value_of(node)] if ir.is_getitem(node) else [(node, index) for index in range(len(ir.records(node)))]
 
 
-def _sharding(draft: Any, value: tuple[Node, int]) -> Sharding | None:
+def _sharding(draft: Any, value: tuple[Node, int], found: Record) -> Sharding | None:
     """How a value lies; where nothing has an opinion yet, its factors."""
-    if draft.factors is None or value not in draft.factors.dims:
+    if draft.factors is None or found.dtype is None or value not in draft.factors.dims:
         return None
     given = None if draft.assignment is None else draft.assignment.given.get(value)
     if given is not None:

@@ -1,8 +1,8 @@
 """What a rank keeps in memory, by a liveness walk over the program that it runs.
 
-A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views share the
-storage of what they look at. Parameters, buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it
-runs is not counted.
+A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
+share the storage of what they look at. Parameters, buffers and optimizer state live for ever, and are counted apart; what a kernel needs
+while it runs is not counted.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from tabulate import tabulate
 from torch.fx import Node
@@ -140,8 +140,8 @@ def _part(part: Part) -> str:
 
 
 def collapsed(name: str) -> str:
-    """`model.layers.*.mlp.up_proj.weight`: one name for all members of a list of modules."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    """`model.layers.*.mlp.0.weight`: one name for all members of the outermost list of modules."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=1)
 
 
 def gradient_shardings(program: Program) -> dict[str, Sharding]:
@@ -224,11 +224,11 @@ def _work(program: Program) -> str:
     split: Counter[str] = Counter()
     for stage in program.stages.values():
         for node in ir.calls(stage.graph):
-            local = flops(node, globally=False)
+            local = flops(node)
             if not local:
                 continue
-            whole = flops(node, globally=True)
-            axes = set().union(*(_axes(operand) for operand in [*ir.operands(node), node]))
+            axes = _axes(node)
+            whole = flops(node, globally=True) or local * prod(sizes[axis] for axis in axes)
             times = 1 if MICROBATCH in axes else runs[stage.name]
             total += whole * times
             done += local * runs[stage.name] * program.mesh.world_size
@@ -238,42 +238,76 @@ def _work(program: Program) -> str:
         return ""
     names = [axis.name for axis in program.mesh.axes if axis.size > 1]
     rows = [(axis, sizes.get(axis, 1), f"{100 * split[axis] / total:.0f} %") for axis in names]
-    table = _table(rows, ["axis", "ranks", "of the arithmetic split"], "work (matrix products, convolutions, attention)") if rows else "work"
-    return f"{table}\n  {bytes_text(total, 'FLOP')} a call; all ranks together do {done / total:.2f} times that (padding, and what is repeated)"
+    title = "work (matrix products, convolutions, attention)"
+    table = _table(rows, ["axis", "ranks", "of the arithmetic split"], title) if rows else title
+    repeated = f"all ranks together do {done / total:.2f} times that (padding, and what is repeated)"
+    return f"{table}\n  {bytes_text(total, 'FLOP')} a call; {repeated}"
 
 
 def _axes(node: Node) -> set[str]:
+    """The axes among which the work of an operator is divided: those that split, or leave pending, an operand or a result."""
     found: set[str] = set()
-    for record in ir.records(node) if ir.has_record(node) else ():
-        if record.sharding is not None:
-            found |= record.sharding.axes()
+    results = [user for user in node.users if ir.is_getitem(user)]
+    for value in (*ir.operands(node), node, *results):
+        lies = _lies(value)
+        if lies is not None:
+            found |= lies.axes()
     return found
 
 
-def flops(node: Node, *, globally: bool) -> float:
-    """Multiplications and additions of a matrix product, convolution or attention, on one rank or of the whole; 0 for other operators."""
-    name = ir.op_name(node).removesuffix(".Tensor")
+def _lies(node: Node) -> Sharding | None:
+    """The sharding of a value; of a masked one, that of what was masked."""
+    while node.target is spmd.mask:
+        node = node.args[0]  # type: ignore[assignment]
+    return ir.record(node).sharding if ir.is_tensor(node) else None
 
-    def shape(operand: Node, index: int = 0) -> tuple[int, ...]:
-        record = ir.records(operand)[index]
-        return record.sharding.shape if globally and record.sharding is not None else record.shape
 
+def flops(node: Node, *, globally: bool = False) -> float:
+    """Multiplications and additions of a matrix product, convolution or attention on one rank; 0 for other operators.
+
+    With `globally`, those of the whole: 0 if the global shape of an operand is not known.
+    """
     tensors = ir.operands(node)
-    if name in ("aten.mm", "aten.bmm"):
-        return 2.0 * prod(shape(tensors[0])) * shape(tensors[1])[-1]
-    if name in ("aten.addmm", "aten.baddbmm"):
-        return 2.0 * prod(shape(tensors[1])) * shape(tensors[2])[-1]
-    if name == "aten.convolution":
-        return 2.0 * prod(shape(node)) * prod(shape(tensors[1])[1:])
-    if name == "aten.convolution_backward":
-        return 2.0 * prod(shape(tensors[0])) * prod(shape(tensors[2])[1:]) * sum(map(bool, node.args[-1][:2]))  # type: ignore[index, arg-type]
-    if name == "meshc.attention":
-        q, k = shape(tensors[0]), shape(tensors[1])
-        return 4.0 * prod(q) * k[-2]
-    if name == "meshc.attention_backward":
-        q, k = shape(tensors[1]), shape(tensors[2])
-        return 10.0 * prod(q) * k[-2]
-    return 0.0
+    counted = _FLOPS.get(ir.op_name(node))
+    if counted is None:
+        return 0.0
+    shapes = []
+    for operand in tensors:
+        lies = _lies(operand)
+        if globally and lies is None:
+            return 0.0
+        shapes.append(lies.shape if globally and lies is not None else ir.record(operand).shape)
+    return counted(node, shapes)
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _convolution(node: Node, shapes: Shapes) -> float:
+    """Each output element is a product over the kernel and the input channels of its group."""
+    image, weight = shapes[0], shapes[1]
+    made = ir.record(node).shape
+    positions = prod(image[2:]) if node.args[6] else prod(made[2:])  # a transposed one spreads each input element
+    return 2.0 * image[0] * positions * prod(weight)
+
+
+def _convolution_backward(node: Node, shapes: Shapes) -> float:
+    grad, image, weight = shapes[0], shapes[1], shapes[2]
+    wanted = node.args[-1]
+    positions = prod(image[2:]) if node.args[7] else prod(grad[2:])
+    return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
+
+
+_FLOPS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
+    "aten.mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "aten.bmm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "aten.addmm": lambda node, shapes: 2.0 * prod(shapes[1]) * shapes[2][-1],
+    "aten.baddbmm": lambda node, shapes: 2.0 * prod(shapes[1]) * shapes[2][-1],
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
+    "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
+    "meshc.attention_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
+}
 
 
 # ------------------------------------------------------------------------------------------------------------------- notes, factors
