@@ -302,13 +302,16 @@ def _solve(relations: list[_Solved], dropped: list[str]) -> dict[int, frozenset[
             solved.active = False
             dropped.append(f"{solved.node.name}: a reshape without common factors keeps its dims whole")
 
-    def weight(entry: tuple[_Solved, dict[int, set[int]] | None]) -> tuple[int, int]:
-        found = [(support[item, cut], cut) for item, cuts in (entry[1] or {}).items() for cut in cuts]
-        return min(found, default=(1 << 30, 0))
+    def weight(entry: tuple[_Solved, dict[int, set[int]] | None]) -> tuple[object, ...]:
+        """The support of what is least asked for; equals are told apart by what they ask, so that the graph's order says nothing."""
+        solved, merged = entry
+        found = sorted((support[item, cut], cut) for item, cuts in (merged or {}).items() for cut in cuts)
+        sides = [[extent for _, extent in side] for side in (solved.inside, solved.outside)]
+        return found[0] if found else (1 << 30, 0), found, sides
 
     live = [entry for entry in demands if entry[0].active]
     hard = sorted((e for e in live if not e[0].relation.soft), key=weight, reverse=True)
-    soft = [e[0] for e in live if e[0].relation.soft]
+    soft = [e[0] for e in sorted((e for e in live if e[0].relation.soft), key=weight, reverse=True)]
     while True:
         cuts: dict[int, frozenset[int]] = {}
         clash = None
