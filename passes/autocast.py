@@ -47,7 +47,8 @@ def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
     """
     if not any(_has_region(module) for module in traced.module.modules() if isinstance(module, GraphModule)):
         return traced
-    inputs = [node.meta["example_value"] for node in traced.module.graph.find_nodes(op="placeholder")]
+    placeholders = traced.module.graph.find_nodes(op="placeholder")
+    inputs = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]  # an unused one has only "val"
     lowering = Lowering(traced.module, traced.fake_mode, device)
     with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.run(inputs, [])
@@ -79,6 +80,7 @@ class Lowering:
         self.values: dict[Node, Any] = {}
         self.casts = Casts()
         self.erased: set[Node] = set()
+        self.emitted: set[Node] = set()
         self.retyped: set[torch.dtype] = set()
         self.bodies: list[Lowering] = []
 
@@ -255,6 +257,7 @@ class Lowering:
             node = self.graph.create_node(op, target, args, kwargs)
         node.meta = {key: near.meta[key] for key in ("stack_trace", "nn_module_stack") if key in near.meta}
         node.meta["example_value"] = self.values[node] = value
+        self.emitted.add(node)
         return node
 
     def _retype(self, node: Node) -> None:
@@ -264,15 +267,16 @@ class Lowering:
             self.retyped.add(old.dtype)
 
     def notes(self) -> list[str]:
-        """Calls with a dtype that the model seems to have read from a tensor, while tensors had another dtype than at run time."""
+        """Lines of the model that seem to pass on a tensor's dtype, where a tensor had another dtype as traced than it has on the device."""
         found = [note for body in self.bodies for note in body.notes()]
         for node in self.graph.nodes:
             source = source_of(node)
             named = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.dtype)}
-            for dtype in named & self.retyped:
+            for dtype in named & self.retyped if node not in self.emitted else ():
                 word = str(dtype).removeprefix("torch.")
                 if word not in source.code and word.removesuffix("32") + "(" not in source.code:
-                    found.append(f"{source}: {dtype} may be a tensor's dtype as traced, which autocast changes on the device")
+                    place = f"{source.file}:{source.line}: {source.code}"
+                    found.append(f"{place}\n  {dtype} here may be a tensor's dtype as traced; under autocast it is another on the device")
         return list(dict.fromkeys(found))
 
 

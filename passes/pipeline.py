@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch.utils import _pytree as pytree
@@ -13,7 +13,7 @@ from meshc.errors import CompileError, PlanError
 from meshc.ir import record, records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
-from meshc.passes import autocast, cut, differentiate, emit, microbatch, raise_ops, update
+from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, raise_ops, update
 from meshc.passes.draft import Draft, Request
 from meshc.passes.factorize import factorize
 from meshc.passes.names import name_factors
@@ -170,6 +170,7 @@ PASSES: tuple[Entry, ...] = (
     Entry("partition", _partition),
     Entry("microbatch", microbatch.split_microbatches),  # after partition: a microbatch is one more axis there
     Entry("cut", cut.cut_backward),  # likewise: what lies where decides what is saved
+    Entry("collectives", collectives.schedule_collectives),  # once it is settled which stage a collective is in
     Entry("emit", emit.fuse_updates),
 )
 
@@ -178,18 +179,34 @@ Hook = Callable[[str, Draft], None]
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
+    draft = run_passes(start(request), PASSES, hook)
+    return finish(draft), draft
+
+
+def start(request: Request) -> Draft:
     draft = Draft(request)
     draft.plan = resolve(request.plan, request.mesh)
     draft.sizes = {axis.name: axis.size for axis in request.mesh.axes}
     if request.microbatches > 1:
         draft.sizes[MICROBATCH] = request.microbatches
-    for entry in PASSES:
-        start = time.process_time()
+    return draft
+
+
+def run_passes(draft: Draft, entries: Sequence[Entry], hook: Hook | None = None) -> Draft:
+    for entry in entries:
+        begin = time.process_time()
         draft = entry.run(draft)
-        draft.seconds[entry.name] = time.process_time() - start
+        draft.seconds[entry.name] = time.process_time() - begin
         if hook is not None:
             hook(entry.name, draft)
-    program = Program(
+    return draft
+
+
+def finish(draft: Draft) -> Program:
+    """The program that a draft has become after the last pass."""
+    request = draft.request
+    assert draft.plan is not None
+    return Program(
         stages=draft.stages,
         mesh=request.mesh,
         plan=draft.plan,
@@ -203,7 +220,6 @@ def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program
         notes=draft.notes,
         info={"output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs},
     )
-    return program, draft
 
 
-__all__ = ["PASSES", "CompileError", "Entry", "PlanError", "compile_program", "pytree", "record"]
+__all__ = ["PASSES", "CompileError", "Entry", "PlanError", "compile_program", "finish", "pytree", "record", "run_passes", "start"]

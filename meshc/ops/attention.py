@@ -25,7 +25,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
         return out, lse[:, :, : q.shape[2]].contiguous()
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    return out.contiguous() if out._is_view() else out, lse
+    return out, lse
 
 
 @attention.register_fake

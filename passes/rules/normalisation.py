@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
@@ -33,7 +35,20 @@ def _layer_norm_backward(node: Node, tensors: list[Node]) -> Rule:
     weight = len(tensors) - 4
     operands = [f"{lead} {whole}", f"{lead} {whole}", f"{lead} {ones}", f"{lead} {ones}"] + [whole] * weight
     sums = " ".join(f"+{letter}" for letter in lead.split())
-    return einsum(f"{', '.join(operands)} -> {lead} {whole} | {whole} {sums} | {whole} {sums}", node, tensors)
+    text = f"{', '.join(operands)} -> {lead} {whole} | {whole} {sums} | {whole} {sums}"
+    return einsum(text, node, tensors, lower=_lower_layer_norm_backward)
+
+
+def _lower_layer_norm_backward(local) -> object:  # type: ignore[no-untyped-def]
+    """torch's CPU kernel reads mean and rstd as if they were contiguous; slices of them are not."""
+    grad, x, mean, rstd, *weights = local.operands
+    args, rest = list(local.node.args), iter(weights)
+    mean, rstd = (
+        row if row.target is operator.getitem else local.emit(aten.clone.default, row, memory_format=torch.contiguous_format)
+        for row in (mean, rstd)
+    )
+    weights = [None if argument is None else next(rest) for argument in args[5:7]]
+    return local.emit(aten.native_layer_norm_backward.default, grad, x, args[2], mean, rstd, *weights, *args[7:])
 
 
 RULES: dict[object, RuleFunction] = {
