@@ -267,7 +267,7 @@ class Lowering:
             self.retyped.add(old.dtype)
 
     def notes(self) -> list[str]:
-        """Lines of the model that seem to pass on a tensor's dtype, where a tensor had another dtype as traced than it has on the device."""
+        """Lines of the model that seem to read a tensor's dtype, in a graph where tensors had other dtypes as traced than on the device."""
         found = [note for body in self.bodies for note in body.notes()]
         for node in self.graph.nodes:
             source = source_of(node)
@@ -275,7 +275,7 @@ class Lowering:
             for dtype in named & self.retyped if node not in self.emitted else ():
                 word = str(dtype).removeprefix("torch.")
                 if word not in source.code and word.removesuffix("32") + "(" not in source.code:
-                    place = f"{source.file}:{source.line}: {source.code}"
+                    place = f"{source.file.rsplit('/', 1)[-1]}:{source.line}: {source.code}"
                     found.append(f"{place}\n  {dtype} here may be a tensor's dtype as traced; under autocast it is another on the device")
         return list(dict.fromkeys(found))
 
