@@ -1,0 +1,103 @@
+"""One capture of a model for many meshes and plans.
+
+Capture and differentiation know neither mesh nor plan, and take most of a small model's compile time. `Captured` runs them once; `program`
+runs the other passes on a copy, so that the result is the program that `meshc.compile` makes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import meshc
+from meshc import calling
+from meshc.mesh import Mesh
+from meshc.optimizer import describe, numbers
+from meshc.passes.draft import Draft, Request
+from meshc.passes.pipeline import PASSES, finish, run_passes, start
+from meshc.program import Port, Program
+from meshc.runtime import verify as verification
+from tests.models import Case
+
+MODEL_PASSES = [entry.name for entry in PASSES].index("update")
+"""How many passes come before the first that depends on mesh, plan or optimizer."""
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Captured:
+    """A case, captured as a train step (train) or as an inference program, in float64 or float32."""
+
+    def __init__(self, case: Case, *, train: bool, double: bool) -> None:
+        self.train, self.double = train, double
+        case.model.train(train)
+        if train:
+            step = calling.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss)
+            traced, given = calling.traced_step(step), case.call_kwargs
+        else:
+            traced, given = calling.Traced(case.model, calling.call_module, case.model.forward), case.kwargs
+        twin = verification.plain_copy(case.model, None, double)
+        args, kwargs = verification.widen_inputs(calling.canonical(traced.signature, (), given), double)
+        self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double)
+        self.initial = {name: value.clone() for name, value in twin.state_dict().items()}
+        self.request = Request(
+            module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh("dp=1"), grad=train,
+            train=train, double=double, names=case.names,
+        )  # fmt: skip
+        with torch.set_grad_enabled(train):
+            self.draft = run_passes(start(self.request), PASSES[:MODEL_PASSES])
+
+    def program(self, mesh: str, plan: str = "auto", **changes: Any) -> Program:
+        """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""
+        draft = start(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
+        own: Draft = replace(
+            self.draft, request=draft.request, plan=draft.plan, sizes=draft.sizes, graph=copy.deepcopy(self.draft.graph),
+            inputs=list(self.draft.inputs), outputs=list(self.draft.outputs), notes=list(self.draft.notes), updates={}, seconds={},
+        )  # fmt: skip
+        with torch.set_grad_enabled(self.train):
+            return finish(run_passes(own, PASSES[MODEL_PASSES:]))
+
+    def restore(self) -> None:
+        """Back to the model's initial parameters and buffers."""
+        self.reference.module.zero_grad(set_to_none=True)
+        self.reference.module.load_state_dict(self.initial)
+
+    def verify_training(
+        self, mesh: str, plan: str, make: Make, *, clip: float | None = None, microbatches: int = 1, steps: int = 2
+    ) -> verification.Report:
+        """What `meshc.verify` does with a train step: loss and every gradient; then losses and updated parameters of some steps."""
+        report = verification.Report(verification.TOLERANCE[torch.float64 if self.double else torch.float32])
+        cut = dict(clip_grad_norm=clip, microbatches=microbatches)
+        self.restore()
+        verification.compare_gradients(self.program(mesh, plan, **cut), self.reference, report)
+        optimizer = make(self.reference.module.parameters())
+        spec = describe(optimizer)
+        parameters = dict(self.reference.module.named_parameters())
+        program = self.program(mesh, plan, optimizer=spec, **cut)
+        slots = {f"{name}/{slot.name}": slot for name, p in parameters.items() for slot in spec.slots_of(p)}
+
+        def state(port: Port) -> torch.Tensor:
+            return slots[port.name].initial(parameters[port.of].detach())
+
+        verification.compare_steps(
+            program, self.reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=self.double
+        )
+        return _checked(report)
+
+    def verify_inference(self, mesh: str, plan: str) -> verification.Report:
+        """What `meshc.verify` does with a module under no_grad: every output."""
+        report = verification.Report(verification.TOLERANCE[torch.float64 if self.double else torch.float32])
+        self.restore()
+        with torch.no_grad():
+            verification.compare_module(self.program(mesh, plan), self.reference, report)
+        return _checked(report)
+
+
+def _checked(report: verification.Report) -> verification.Report:
+    if not report.ok:
+        raise meshc.VerifyError(f"the program does not mean what the model means:\n{report}")
+    return report
