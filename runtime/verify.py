@@ -27,6 +27,9 @@ from meshc.runtime.simulation import simulate, whole
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOOR = 1e-3
+AMPLIFIED = 100
+"""Updated parameters may be this much further off: Adam divides a gradient by its own size plus eps, so the rounding of one that is zero in
+exact arithmetic (a key's bias) comes out times lr / eps."""
 
 
 @dataclass
@@ -42,7 +45,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return self.worst <= self.tolerance
+        return all(error <= self.allowed(kind) for kind, _, error in self.rows)
+
+    def allowed(self, kind: str) -> float:
+        """The bound for tensors of a kind."""
+        return self.tolerance * (AMPLIFIED if kind.startswith("parameter") else 1)
 
     def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
         """Compare tensors of one kind, all under one floor."""
