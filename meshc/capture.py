@@ -41,10 +41,13 @@ class Root(nn.Module):
         self.autocast = tuple(autocast)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for device, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype))
+        return self._within(self.autocast, args, kwargs)
+
+    def _within(self, regions: tuple[tuple[str, torch.dtype], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not regions:
             return self.function(self.module, *args, **kwargs)
+        with torch.autocast("cpu", regions[0][1]):  # whatever the device: capture runs on the CPU, and `autocast` knows the mesh's
+            return self._within(regions[1:], args, kwargs)
 
 
 @dataclass
@@ -319,6 +322,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(traced.fake_mode)))
         stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(_dynamo_settings())
         joint = aot_export_joint_with_descriptors(
             stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
         )

@@ -38,7 +38,7 @@ def _capture(draft: Draft) -> Draft:
 
 def _autocast(draft: Draft) -> Draft:
     assert draft.traced is not None
-    draft.traced = autocast.lower_autocast(draft.traced)
+    draft.traced = autocast.lower_autocast(draft.traced, draft.mesh.device_type)
     return draft
 
 
