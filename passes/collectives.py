@@ -12,6 +12,7 @@ below SMALL bytes over the same axes travel as one. Every rank runs the same ord
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -82,16 +83,11 @@ def _start_reductions(graph: Graph) -> None:
 
 
 def _start_gathers(graph: Graph) -> None:
-    """Each gather of a stored parameter starts where the one before it stands."""
+    """Each gather of a stored parameter starts where the one before it stood."""
     keys = {node for node in graph.nodes if node.op == "placeholder"}
-    before: Node | None = None
-    for node in list(graph.nodes):
-        if node.target is not spmd.all_gather or not _from_placeholder(node, keys):
-            continue
+    gathers = [node for node in graph.nodes if node.target is spmd.all_gather and _from_placeholder(node, keys)]
+    for before, node in reversed(list(pairwise(gathers))):
         anchor = before
-        before = node
-        if anchor is None:
-            continue
         for item in _chain(node, keys):
             anchor.append(item)
             anchor = item
