@@ -1,6 +1,6 @@
 """meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
 
-from meshc.api import Program, compile, verify
+from meshc.api import Program, compile
 from meshc.calling import TrainStep
 from meshc.errors import (
     ArtifactError,
@@ -17,6 +17,7 @@ from meshc.errors import (
 from meshc.mesh import Mesh
 from meshc.options import Options
 from meshc.plan import Plan
+from meshc.verification import verify
 
 __all__ = [
     "ArtifactError",

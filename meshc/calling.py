@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshc.errors import InputError, PlanError
+from meshc.plan import Plan
 
 BATCH_MIX = ("refuse", "mean_of_parts")
 
@@ -118,11 +119,43 @@ def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 def input_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Structure, shapes, dtypes and plain values of a call's inputs."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    described = tuple(
-        ("tensor", tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else ("value", type(leaf), _hashable(leaf))
-        for leaf in leaves
+    return (spec, tuple(_described(leaf) for leaf in leaves))
+
+
+def _described(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        return ("tensor", tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return ("value", type(leaf), _hashable(leaf))
+
+
+def describe_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Inputs for people, and to compare between ranks: `input_ids int64 [4, 16], labels int64 [4, 16]`."""
+    lines = []
+    for path, leaf in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        name = "".join(str(entry) for entry in path[1:]).replace("['", ".").replace("']", "").lstrip(".")
+        if isinstance(leaf, torch.Tensor):
+            lines.append(f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}")
+        else:
+            lines.append(f"{name}={leaf!r}")
+    return ", ".join(lines) or "nothing"
+
+
+def unequal_parts(text: str) -> str:
+    return (
+        f"all parts of a local batch have one shape: {text}\n"
+        "  what to do: drop_last=True in the data loader, or pad the last batch and ignore its labels"
     )
-    return (spec, described)
+
+
+def refuse_partial_storage(plan: Plan) -> None:
+    """In module mode gradients and optimizer state are torch.optim's, and follow the parameters' placement."""
+    faults = [entry for entry in plan.axes if entry.store and "params" not in entry.store]
+    if faults:
+        raise PlanError(
+            "\n".join(f"{entry.where}: it stores {', '.join(entry.store)} split, and parameters whole" for entry in faults)
+            + "\n  why: outside a TrainStep the optimizer is torch's own, and its state lies as the parameters do\n"
+            "  what to do: compile meshc.TrainStep(model, optimizer=...) for zero1 and zero2, or use the recipe fsdp (or ddp)"
+        )
 
 
 def _hashable(value: Any) -> Any:

@@ -18,6 +18,7 @@ class Call:
 
     def __init__(self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None]) -> None:
         self.session = session
+        self.step = session.store.step
         self.parameters = list(parameters)
         self.inputs = list(inputs)
         self.scale = dict(scale)
@@ -33,8 +34,9 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         session = call.session
+        ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
-        with session.executor.guarded(session.store.step, "run forward"):
+        with session.executor.guarded(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
         call.saved = {key: env[key] for key in session.program.stages["backward"].inputs if key in env}
@@ -60,8 +62,8 @@ class ProgramFunction(torch.autograd.Function):
                 )
             if grad is None:
                 grad = torch.zeros(session.shape(tangent), dtype=tangent.dtype, device=session.device)
-            env[tangent.key] = grad if scale in (None, 1.0) else grad * scale
-        with torch.no_grad(), session.executor.guarded(session.store.step, "run backward"):
+            env[tangent.key] = session.tangent(tangent, grad if scale in (None, 1.0) else grad * scale)
+        with torch.no_grad(), session.executor.guarded(call.step, "run backward"):
             session.executor.perform(Instruction("run", "backward"), env)
         found: list[Any] = []
         for port in call.parameters:

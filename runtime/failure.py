@@ -50,6 +50,7 @@ GRACE_S: Final = 20.0
 """A process whose main thread has not come back so long after a failure was known is ended."""
 FAREWELL_S: Final = 3.0
 """The rank that serves the store stays so long at most, for the others to read its last words."""
+SETTLE_S: Final = 0.1
 WATCHED: Final = 32
 _PAGE_BYTES: Final = 256
 
@@ -104,6 +105,8 @@ class FailureBoard:
         self._instruction = ""
         self._page: mmap.mmap | None = None
         self._inside = 0  # how many guards the main thread is in
+        self.began = 0
+        """Calls of programs that this rank has begun to run: what `ahead` compares."""
         self._failure: Failure | None = None
         self._failure_at = 0.0
         self._interrupted = False
@@ -141,7 +144,7 @@ class FailureBoard:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     def _meet(self) -> None:
         """Waits for the peers in the store, and opens what the kernel knows of those on this machine: their ends, and their pages."""
@@ -197,6 +200,12 @@ class FailureBoard:
         broke because another rank failed becomes PeerError. Entering raises PeerError if a rank is known to have failed."""
         return _Guard(self, step, instruction)
 
+    def ahead(self) -> int | None:
+        """A rank that runs a call which this one has not begun, as of its last beat; None if there is none."""
+        if self._closed:
+            return None
+        return next((rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] > self.began), None)
+
     def check(self) -> None:
         """Raises PeerError if a rank is known to have failed. Looks at memory only."""
         if self._failure is not None:
@@ -216,7 +225,8 @@ class FailureBoard:
         self._interrupt()
 
     def close(self) -> None:
-        """Says goodbye: from here on the others do not expect to hear from this rank. Called at exit, if not before."""
+        """Says goodbye: from here on the others do not expect to hear from this rank. Called at exit, if not before. For good: a process
+        has one board, whatever number of programs it runs."""
         if self._closed or self._closing or os.getpid() != self._process_id:
             return
         uncaught = getattr(sys, "last_value", None)
@@ -235,7 +245,12 @@ class FailureBoard:
         self._wake_watcher()
         for thread in self._threads:
             thread.join(2 * BEAT_S)
-        atexit.unregister(self.close)
+
+    def _at_exit(self) -> None:
+        self.close()
+        # gloo's worker threads let go of a finished collective's tensors a little late, need the interpreter's lock for it, and abort
+        # the process ("terminate called without an active exception") if they ask for it once the interpreter has begun to end.
+        time.sleep(SETTLE_S)
 
     def _explain(self, exception: BaseException) -> Failure | None:
         """The other rank's failure behind an exception of this one; None if the exception is this rank's own, which is then posted."""
@@ -329,6 +344,7 @@ class FailureBoard:
             "beat": self._beats,
             "step": self.step,
             "instruction": self.instruction,
+            "began": self.began,
             "goodbye": self._goodbye,
             "knows": self._failure is not None,
             "gone": gone,

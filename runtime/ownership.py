@@ -6,12 +6,15 @@ The hooks are plain functions that look their owner up, so that modules and opti
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 _STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
 """The store of each compiled model, of each submodule that holds copies, and of each optimizer that a program updates."""
+
+_GUARDS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""The hook on each model that refuses its calls."""
 
 _REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
@@ -40,6 +46,25 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
     _refuse_replaced_parameters()
 
 
+def guard_calls(model: nn.Module) -> None:
+    """From now on calling the model raises, except within `calls_allowed`."""
+    if model not in _GUARDS:
+        _GUARDS[model] = model.register_forward_pre_hook(_refuse_call)
+
+
+@contextmanager
+def calls_allowed(model: nn.Module) -> Iterator[None]:
+    """A context without the hook of `guard_calls`: for tracing, which would trace the hook too, and for copies of the model."""
+    guard = _GUARDS.pop(model, None)
+    if guard is not None:
+        guard.remove()
+    try:
+        yield
+    finally:
+        if guard is not None:
+            guard_calls(model)
+
+
 def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
     _STORES[optimizer] = store
     optimizer.register_state_dict_pre_hook(_sync)
@@ -51,6 +76,14 @@ def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
 def mark_replaced(parameter: Tensor, name: str) -> None:
     """From now on an optimizer that steps this parameter is told that it trains nothing."""
     _REPLACED[parameter] = name
+
+
+def _refuse_call(model: nn.Module, *_: Any) -> None:
+    if model in _GUARDS:  # a copy of the model has the hook and is free
+        raise StateError(
+            f"this {type(model).__qualname__} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
+            "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
+        )
 
 
 def _sync(owner: Any, *_: Any) -> None:

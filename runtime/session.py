@@ -63,16 +63,28 @@ class Session:
         return values
 
     def _input(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        return tensor.detach().to(self.device)
+        return self._as_it_lies(port, tensor.detach())
+
+    def tangent(self, port: Port, gradient: torch.Tensor) -> torch.Tensor:
+        """An output's gradient as the program takes it."""
+        return self._as_it_lies(port, gradient.detach().contiguous())
+
+    def _as_it_lies(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor is what this rank's program takes; a DTensor is moved if the program takes it otherwise than it lies."""
+        if not isinstance(tensor, DTensor):
+            return tensor.to(self.device)
+        if port.sharding is None:
+            return tensor.full_tensor()
+        places = layouts.torch_placements(port.sharding, self.program.mesh)
+        return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
 
     def check(self, tensors: Sequence[Any]) -> None:
         """Refuse inputs that the program was not compiled for, before anything is sent."""
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):
-            wanted = local_shape(port.sharding, sizes) if port.sharding is not None else port.shape
+            whole = port.sharding is None or isinstance(tensor, DTensor)
+            wanted = port.shape if whole else local_shape(port.sharding, sizes)  # type: ignore[arg-type]
             if not isinstance(tensor, torch.Tensor):
                 faults.append(f"{port.name} must be a tensor, not {type(tensor).__name__}")
             elif tuple(tensor.shape) != wanted or tensor.dtype != port.dtype:
@@ -89,7 +101,8 @@ class Session:
         if not due or self.program.info.get("inputs") != "global" or not tensors or dist.get_world_size() == 1:
             return
         digest = torch.tensor([_digest(tensors)], dtype=torch.int64, device=self.device)
-        digests = collectives.all_gather(digest, dist.group.WORLD).wait().tolist()
+        with self.executor.guarded(self.store.step, "compare inputs"):
+            digests = collectives.all_gather(digest, dist.group.WORLD).wait().tolist()
         if len(set(digests)) > 1:
             first = next(rank for rank, value in enumerate(digests) if value != digests[0])
             raise InputError(

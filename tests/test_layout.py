@@ -12,10 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SEES_BOTH = ("meshc.api", "meshc.__main__")
+SEES_BOTH = ("meshc.api", "meshc.verification", "meshc.__main__")
 """The only modules that may know the passes and the runtime."""
 
-SEES_THE_FACE = ("meshc", "meshc.__main__")
+SEES_THE_FACE = ("meshc", "meshc.__main__", "meshc.verification")
 """The only modules that may import `meshc.api`: the package that offers it, and the command line."""
 
 

@@ -1,0 +1,124 @@
+"""`meshc.verify`: a program against the model itself, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshc import calling
+from meshc.errors import InputError, VerifyError
+from meshc.mesh import Mesh
+from meshc.optimizer import describe, numbers
+from meshc.passes.draft import Draft
+from meshc.passes.pipeline import compile_program
+from meshc.program import Port
+from meshc.program import Program as Compiled
+from meshc.runtime import verify as verification
+from meshc.runtime.ownership import calls_allowed
+
+if TYPE_CHECKING:
+    from meshc.api import Program
+
+
+def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = None) -> verification.Report:
+    """Simulate all ranks in this process and compare with the model itself on one device.
+
+    inputs   keyword inputs of one call (a mapping), or positional ones (a sequence); default: random ones of the compiled shapes
+    dtype    torch.float64 captures a float64 copy under the same plan and checks updated parameters too
+
+    Under a process group every rank calls it; weights are gathered and rank 0 computes (the others get an empty Report). Raises VerifyError
+    that names the first value that is wrong.
+    """
+    module = program.traced.module
+    values = None
+    if program._store is not None:
+        values = program._store.state_dict(full=True).get("model")
+        if dist.get_rank() != 0:
+            return verification.Report(0.0)
+    double = dtype == torch.float64
+    if dtype not in (None, torch.float32, torch.float64):
+        raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
+    ask = program.draft.request
+    args, kwargs = _call_inputs(inputs, ask.args, dict(ask.kwargs), program)
+    with calls_allowed(module):
+        twin = verification.plain_copy(module, values, double)
+    args, kwargs = verification.widen_inputs((args, kwargs), double)
+    reference = verification.Reference(twin, program.traced.function, args, kwargs, program._store.seed if program._store else 0, double)
+    floats = [p.dtype for p in twin.parameters()] or [torch.float32]
+    low = [d for d in (torch.bfloat16, torch.float16) if d in floats or any(d == region[1] for region in ask.autocast)]
+    usual = torch.float64 if double else torch.float32
+    report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
+    mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
+    base = dict(module=twin, args=args, kwargs=kwargs, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain")
+    if program.step is not None:
+        plain, draft = compile_program(program._request(**{**base, "optimizer": None}))
+        verification.compare_gradients(plain, reference, report)
+        _raise_if_wrong(report, plain, draft, reference)
+        verify_update(program, base, twin, reference, report, double)
+    else:
+        plain, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
+        verification.compare_module(plain, reference, report)
+        _raise_if_wrong(report, plain, draft, reference)
+    if not report.ok:
+        raise VerifyError(f"the program does not mean what the model means:\n{report}")
+    return report
+
+
+def _raise_if_wrong(report: verification.Report, compiled: Compiled, draft: Draft, reference: verification.Reference) -> None:
+    if report.ok:
+        return
+    values = verification.input_values(compiled, reference, 0)
+    values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
+    first = verification.first_wrong(compiled, draft.the_graph(), values, report.tolerance * 10)
+    raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
+
+
+def verify_update(
+    program: Program,
+    base: dict[str, Any],
+    twin: nn.Module,
+    reference: verification.Reference,
+    report: verification.Report,
+    double: bool,
+    compiled: Compiled | None = None,
+) -> None:
+    """Some steps with a copy of the user's optimizer, of `compiled` or else of what the request compiles to."""
+    assert program.step is not None
+    names = {id(p): name for name, p in program.traced.module.named_parameters()}
+    mine = dict(twin.named_parameters())
+    original = program.step.optimizer
+    groups = [{**group, "params": [mine[names[id(p)]] for p in group["params"]]} for group in original.param_groups]
+    optimizer = type(original)(groups)  # type: ignore[call-arg, arg-type]
+    spec = describe(optimizer)
+    if compiled is None:
+        compiled, _ = compile_program(program._request(**{**base, "optimizer": spec}))
+    updated = {id(p) for group in spec.groups for p in group.params}
+    slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
+
+    def state(port: Port) -> torch.Tensor:
+        return slots[port.name].initial(mine[port.of].detach())
+
+    verification.compare_steps(
+        compiled, reference, optimizer, state, lambda: numbers(optimizer), program.step.clip_grad_norm, report, parameters=double
+    )
+
+
+def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs is not None:
+        given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        return calling.canonical(program.traced.signature, *given)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
+        return torch.randint(0, 2, tuple(leaf.shape), generator=generator, dtype=torch.int64).to(leaf.dtype)
+
+    return pytree.tree_map(random, (args, kwargs))

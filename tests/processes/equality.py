@@ -1,0 +1,80 @@
+"""Training steps on real ranks against plain PyTorch in one process: losses, and every entry of the state dict."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import meshc
+from tests.models import FACTORIES, FLOAT32_INSIDE
+from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
+from tests.processes.session import device_mesh
+
+
+@dataclass(frozen=True)
+class Sample:
+    kind: str
+    mesh: str
+    plan: str = "auto"
+    optimizer: str = "adamw"
+    microbatches: int | None = None
+
+
+TWO = (
+    Sample("llama", "dp=2"),
+    Sample("gpt2", "tp=2"),
+    Sample("mlp", "dp=2", "zero2", "sgd", 2),
+    Sample("nanogpt", "cp=2"),
+    Sample("vit", "tp=2", "megatron_sp"),
+    Sample("resnet", "dp=2", "fsdp", "sgd"),
+)
+FOUR = (
+    Sample("llama", "dp=2,tp=2"),
+    Sample("gpt2", "dp_shard=2,tp=2"),
+    Sample("bert", "dp_replicate=2,dp_shard=2"),
+    Sample("nanogpt", "dp=2,cp=2", "zero1+ulysses", microbatches=3),
+    Sample("resnet", "dp=4", optimizer="sgd"),
+    Sample("mlp", "tp=4"),
+)
+
+
+def check(sample: Sample) -> str:
+    """One line that says how close two steps came. Losses to 1e-10 and the state to 1e-9 in float64; models that compute some values in
+    float32 whatever their dtype: 1e-5."""
+    small = {"batch": 8} if sample.kind == "resnet" else {"batch": 12} if sample.kind == "mlp" else {"batch": 12, "layers": 1}
+    case = FACTORIES[sample.kind](torch.float64, **small)
+    build = {"adamw": adamw, "sgd": sgd}[sample.optimizer]
+    start = copy.deepcopy(case.model)
+    step = meshc.TrainStep(
+        case.model, optimizer=build(case.model.parameters()), loss=case.loss if case.name in ("mlp", "resnet") else _loss_of(case),
+        clip_grad_norm=1.0, microbatches=sample.microbatches,
+    )  # fmt: skip
+    options = meshc.Options(seed=SEED)
+    program = meshc.compile(step, device_mesh(sample.mesh), plan=sample.plan, options=options)
+    losses = [program(**case.call_kwargs).item() for _ in range(2)]
+    state = program.state_dict(full=True)
+    if dist.get_rank():
+        return ""
+    wanted, twin, _ = train(start, case.loss_of, case.kwargs, build)
+    inside = case.name in FLOAT32_INSIDE
+    close(losses, wanted, 1e-5 if inside else 1e-10)
+    worst, name = furthest(state["model"], twin.state_dict())
+    assert worst <= (1e-4 if inside else 1e-9), (sample, worst, name)
+    return f"{sample.kind} on {sample.mesh}: loss {losses[-1]:.6f}, state to {worst:.1e}"
+
+
+def _loss_of(case):  # type: ignore[no-untyped-def]
+    return None if case.loss is None else (lambda output: case.loss(output))
+
+
+def run(which: str) -> None:
+    dist.init_process_group("gloo")
+    for sample in {"two": TWO, "four": FOUR}[which]:
+        line = check(sample)
+        if line:
+            print(line, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
