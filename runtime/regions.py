@@ -62,8 +62,6 @@ def compile_regions(
     env: dict[Node, Node] = {}
     for node in stage.graph.find_nodes(op="placeholder"):
         env[node] = outer.placeholder(node.name)
-    integer = {node: outer.call_function(node.target, torch.fx.node.map_arg(node.args, lambda n: env[n] if n in env else known[n])) for node in []}  # type: ignore[arg-type]
-    env.update(integer)
     for node in stage.graph.nodes:
         if node in varying:
             env[node] = outer.call_function(node.target, torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]))  # type: ignore[arg-type]
@@ -121,5 +119,5 @@ class _Region:
 
     def __call__(self, *inputs: Any) -> Any:
         if self.compiled is None:
-            self.compiled = torch.compile(self.module, backend="inductor", dynamic=False, fullgraph=True)
+            self.compiled = torch._inductor.compile(self.module, list(inputs))
         return self.compiled(*inputs)
