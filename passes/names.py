@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import PlanError
-from meshc.ir import operands, record, records, value_of
+from meshc.ir import operands, records, value_of
 from meshc.passes.factorize import Factors, Instance
 from meshc.program import Port
 
@@ -45,7 +45,7 @@ def name_factors(
     found = Names()
     placeholders = dict(zip((port.key for port in inputs), graph.find_nodes(op="placeholder"), strict=True))
     _user_names(found, factors, inputs, placeholders, names or {})
-    _attention(found, graph, factors)
+    _attention(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     _inputs(found, factors, inputs, placeholders)
     _vocabulary(found, graph, factors)
     _hidden(found, graph, factors)
@@ -100,7 +100,7 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
                     found.set(instance.factor[token], "seq")
 
 
-def _attention(found: Names, graph: Graph, factors: Factors) -> None:
+def _attention(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
     spans: list[tuple[Instance, Instance]] = []
     for node, instance in factors.instances.items():
         if node.target is meshc.attention.default:
@@ -119,8 +119,7 @@ def _attention(found: Names, graph: Graph, factors: Factors) -> None:
     for node in factors.instances:
         if record_phase(node) == "backward" and node.meta.get("seq_nr") in numbers:
             found.attention.add(node)
-    first = {factor for dims in (factors.dims[(n, 0)] for n in graph.find_nodes(op="placeholder") if _is_input(n)) for factor in dims[:1]}
-    batch = {factor for classes in first for factor in classes}
+    batch = {factor for node in inputs for classes in factors.dims[(node, 0)][:1] for factor in classes}
     for scores, mix in spans:
         shared = {scores.factor[t] for t in scores.operands[0][0]} & {mix.factor[t] for t in mix.operands[0][0]}
         for factor in sorted(shared - batch):
@@ -131,10 +130,6 @@ def _attention(found: Names, graph: Graph, factors: Factors) -> None:
 
 def record_phase(node: Node) -> str:
     return records(node)[0].phase
-
-
-def _is_input(node: Node) -> bool:
-    return bool(record(node).shape)
 
 
 def _heads(found: Names, instance: Instance, dim: int) -> None:
