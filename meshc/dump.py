@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from meshc import ir, spmd
 from meshc.capture import source_of
-from meshc.ir import Record, Source
+from meshc.ir import Record
 from meshc.program import Program, Stage
 from meshc.recipes import explain
 from meshc.sharding import Part, Sharding
@@ -135,7 +135,7 @@ def torch_text(graph: Graph) -> str:
     names = value_names(graph)
     arguments = [f"    {names[node]}{_type(node)}," for node in graph.find_nodes(op="placeholder")]
     lines = ["def model(", *arguments, "):"] if arguments else ["def model():"]
-    above = Source()
+    above = ("", 0)
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
@@ -143,9 +143,10 @@ def torch_text(graph: Graph) -> str:
             lines.append(f"    return {_argument(node.args[0], names)}")
             continue
         source = source_of(node)
-        if source.code and source != above:
+        place = (source.file, source.line)
+        if source.code and place != above:
             lines.append(f"    # {source.code}")
-        above = source
+        above = place
         lines.append(f"    {names[node]}{_type(node)} = {_call(node, names)}{f'  # {source}' if str(source) else ''}")
     return "\n".join(lines) + "\n"
 
@@ -175,7 +176,7 @@ def _call(node: Node, names: dict[Node, str]) -> str:
 def _function(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{str(target).removesuffix('.default')}"
-    module = (getattr(target, "__module__", None) or "torch").removeprefix("_")
+    module = (getattr(target, "__module__", None) or "torch").removeprefix("_").replace("torch._C._nn", "torch.nn.functional")
     return f"{module}.{getattr(target, '__name__', type(target).__name__)}"
 
 

@@ -151,6 +151,8 @@ def gradient_shardings(program: Program) -> dict[str, Sharding]:
         keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
         for node in stage.graph.nodes:
             for parameter, gradient in memory.updates(node):
+                while memory.is_view(parameter):  # the update of a tile of a parameter that is stored whole
+                    parameter = parameter.all_input_nodes[0]
                 name = keys.get(parameter, "").removeprefix("parameter:")
                 sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
                 if name and sharding is not None:

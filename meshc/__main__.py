@@ -1,0 +1,312 @@
+"""The command line: `meshc`, or `python -m meshc`.
+
+    meshc compile model.py:build --mesh dp=2,tp=2 --out llama.meshc      no process group, no GPU needed
+    meshc show llama.meshc --summary
+    meshc verify llama.meshc --model model.py:build
+    torchrun --nproc-per-node 4 -m meshc run llama.meshc --inputs x.safetensors --outputs out/
+
+`model.py:build` is a function without arguments that returns what to compile and its example inputs: `(model, {"input_ids": ids})`, or
+`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile` and `verify` run that file; nothing in a saved program
+is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from meshc import api, artifact, environment, summary, text, verification
+from meshc.calling import TrainStep
+from meshc.errors import CompileError, InputError, MeshcError, PlanError, StateError, VerifyError
+from meshc.ir import Record
+from meshc.mesh import Mesh
+from meshc.options import Options
+from meshc.plan import Plan
+from meshc.program import Program
+from meshc.runtime import verify as comparison
+from meshc.runtime.failure import FailureBoard, world_board
+from meshc.runtime.loaded import Loaded
+
+Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Errors are one message on stderr and exit code 1; MESHC_LOG=debug adds the traceback."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (MeshcError, OSError) as error:
+        if environment.debugging():
+            traceback.print_exc()
+        print(f"meshc {options.command}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser("meshc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    one = commands.add_parser("compile", help="compile a model for a mesh and save the program")
+    one.add_argument("target", metavar="FILE.py:FUNCTION", help="returns the model and example inputs")
+    one.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
+    one.add_argument("--plan", default="auto", help="a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file")
+    one.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
+    one.add_argument("--backend", default="eager", choices=("eager", "inductor"))
+    one.add_argument("--inputs", default="global", choices=("global", "local"), help="what each rank passes: the whole batch or its part")
+    one.add_argument("--seed", type=int, help="of the program's random numbers")
+    one.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
+    one.add_argument("--no-weights", action="store_true", help="save the program alone")
+    one.set_defaults(run=_compile)
+
+    one = commands.add_parser("show", help="print a saved program")
+    one.add_argument("path")
+    one.add_argument("--stage", help="only this stage")
+    one.add_argument("--summary", action="store_true", help="tables instead of text")
+    one.set_defaults(run=_show)
+
+    two = commands.add_parser("verify", help="compare a saved program with its model, all ranks simulated in this process")
+    two.add_argument("path")
+    two.add_argument("--model", required=True, metavar="FILE.py:FUNCTION")
+    two.add_argument("--dtype", choices=("float32", "float64"), help="float64 compiles again in that precision, and checks parameters too")
+    two.set_defaults(run=_verify)
+
+    three = commands.add_parser("run", help="run a saved program; under torchrun, one process a rank")
+    three.add_argument("path")
+    three.add_argument("--inputs", metavar="FILE", help="safetensors: each input, whole, under its path")
+    three.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
+    three.add_argument("--backend", choices=("eager", "inductor"), help="default: what the program was compiled for")
+    three.add_argument("--seed", type=int, help="of the program's random numbers; default: the seed it was saved with")
+    three.set_defaults(run=_run)
+
+    for command in (one, two, three):
+        command.add_argument("--allow-edited", action="store_true", help="accept texts that were edited after saving")
+    return parser
+
+
+# -------------------------------------------------------------------------------------------------------------------------- compile
+
+
+def load_target(target: str) -> Target:
+    """What `FILE.py:FUNCTION` returns, as (what to compile, args, kwargs). Runs the file."""
+    name, colon, function = target.rpartition(":")
+    file = Path(name)
+    if not colon or not function.isidentifier() or file.suffix != ".py":
+        raise PlanError(f"{target!r} is no FILE.py:FUNCTION, as in model.py:build")
+    if not file.is_file():
+        raise PlanError(f"there is no file {file}")
+    build = getattr(_imported(file), function, None)
+    if not callable(build):
+        raise PlanError(f"{file} has no function {function!r}")
+    return _as_target(_call_user(build, target), target)
+
+
+def _imported(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    _call_user(lambda: spec.loader.exec_module(module), str(file))  # type: ignore[union-attr]
+    return module
+
+
+def _call_user(function: Callable[[], Any], what: str) -> Any:
+    try:
+        return function()
+    except MeshcError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise CompileError(f"{what} raised {type(error).__name__}: {error}\n  at {frame.filename}:{frame.lineno}") from error
+
+
+def _as_target(found: Any, target: str) -> Target:
+    if isinstance(found, tuple) and found and (isinstance(found[0], nn.Module | TrainStep) or callable(found[0])):
+        what, *rest = found
+        if len(rest) == 1 and isinstance(rest[0], Mapping):
+            return what, (), dict(rest[0])
+        if len(rest) == 2 and isinstance(rest[0], tuple | list) and isinstance(rest[1], Mapping):
+            return what, tuple(rest[0]), dict(rest[1])
+    raise PlanError(
+        f'{target} must return (model, {{"name": input, ...}}) or (model, args, kwargs), with a module, TrainStep or function as model; '
+        f"it returned {type(found).__name__}"
+    )
+
+
+def _plan(words: str) -> Any:
+    """A recipe or lines of a plan as they are; a path to a file is read."""
+    suffix = Path(words).suffix
+    return Plan.load(words) if suffix in (".plan", ".yaml", ".yml", ".toml") else words.replace("\\n", "\n")
+
+
+def _compile(options: argparse.Namespace) -> None:
+    mesh = Mesh(options.mesh)
+    plan = _plan(options.plan)
+    what, args, kwargs = load_target(options.target)
+    differentiate = isinstance(what, TrainStep) or options.grad
+    with nullcontext() if differentiate else torch.no_grad():
+        asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs, backend=options.backend)
+        program = api.compile(what, mesh, **asked, options=Options(seed=options.seed))
+    out = Path(options.out or f"{options.target.rpartition(':')[2]}.meshc")
+    program.save(out, weights=not options.no_weights)
+    print(program.summary())
+    print(f"saved to {out}; run it with\n  {run_command(program.compiled, out)}")
+
+
+def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
+    return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {rest}"
+
+
+# --------------------------------------------------------------------------------------------------------------------- show, verify
+
+
+def _show(options: argparse.Namespace) -> None:
+    program = artifact.load(options.path, allow_edited=options.allow_edited)
+    if options.stage is not None and options.stage not in program.stages:
+        raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
+    if options.summary:
+        print(summary.summary(program))
+    elif options.stage is not None:
+        print(text.print_stage(program.stages[options.stage], program), end="")
+    else:
+        print(text.print_program(program), end="")
+
+
+def _verify(options: argparse.Namespace) -> None:
+    saved = artifact.load(options.path, allow_edited=options.allow_edited)
+    what, args, kwargs = load_target(options.model)
+    if (saved.mode == "step") != isinstance(what, TrainStep):
+        kinds = ("a training step", "a module or function")
+        said, given = kinds if saved.mode == "step" else kinds[::-1]
+        raise PlanError(f"{options.path} is {said}, but {options.model} returns {given}")
+    mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
+    with torch.no_grad() if saved.mode == "forward" else nullcontext():
+        program = api.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"))
+        if same_program(saved, program.compiled):
+            report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
+            print("the saved program is what the model compiles to now")
+        elif options.dtype == "float64":
+            raise VerifyError(
+                f"{options.path} is not what {options.model} compiles to now, so only its own precision can be verified: leave out --dtype"
+            )
+        else:
+            report = verify_as_it_stands(saved, program, args, kwargs)
+            print("the saved program is not what the model compiles to now (edited, or model or version differ): compared as it stands")
+    print(report)
+
+
+def _as_saved(plan: Plan) -> Plan:
+    """The plan, whose words a recipe may have written: factors that the model does not have are then no mistake of the user's."""
+    return Plan.of((replace(entry, source="the saved plan") for entry in plan.axes), plan.pins)
+
+
+def same_program(one: Program, other: Program) -> bool:
+    """Whether two programs do the same, whatever their sources, notes and devices."""
+
+    def hashes(program: Program) -> Any:
+        return {name: text.hash_stage(stage) for name, stage in program.stages.items()}, program.schedule, program.constants.keys()
+
+    return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
+
+
+def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> comparison.Report:
+    """The saved program itself against the model on one device. Raises VerifyError if they differ."""
+    ask = program.draft.request
+    mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.compiled))
+    if mine != known:
+        different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
+        raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
+    twin = comparison.plain_copy(ask.module, None, False)
+    reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs))
+    low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
+    double = all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
+    report = comparison.Report(comparison.TOLERANCE[low[0] if low else torch.float64 if double else torch.float32])
+    if program.step is None:
+        comparison.compare_module(saved, reference, report)
+    else:
+        verification.verify_update(program, {}, twin, reference, report, False, saved)
+    if not report.ok:
+        raise VerifyError(f"the program does not mean what the model means:\n{report}")
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ run
+
+
+def _run(options: argparse.Namespace) -> None:
+    program = artifact.load(options.path, allow_edited=options.allow_edited)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_world(program, options, world)
+    device = torch.device("cpu")
+    if program.mesh.device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    board = None
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        board = world_board()
+    try:
+        with board.guard(0, "load") if board else nullcontext():
+            _run_rank(program, options, device, board)
+    finally:
+        if board is not None:
+            board.close()
+            dist.destroy_process_group()
+
+
+def _check_world(program: Program, options: argparse.Namespace, world: int) -> None:
+    if world != program.mesh.world_size:
+        inputs = f"--inputs {options.inputs} " if options.inputs else ""
+        raise StateError(
+            f"{options.path} is a program for {program.mesh.world_size} ranks (mesh {program.mesh}), but {world} "
+            f"{'was' if world == 1 else 'were'} started\n"
+            f"  what to do: {run_command(program, options.path, f'{inputs}--outputs {options.outputs}')}"
+        )
+
+
+def _run_rank(program: Program, options: argparse.Namespace, device: torch.device, board: FailureBoard | None) -> None:
+    rank = dist.get_rank() if board is not None else 0
+    backend = options.backend or program.info.get("backend", "eager")
+    with artifact.open_weights(options.path) as weights:
+        loaded = Loaded(program, weights, rank, device, board, backend, options.seed)
+    if options.inputs and not Path(options.inputs).is_file():
+        raise InputError(f"there is no file {options.inputs}")
+    with artifact.Weights(Path(options.inputs)) if options.inputs else nullcontext() as file:
+        inputs = loaded.inputs(file)
+    found = loaded.run(inputs)
+    if rank == 0:
+        _store(program, found, Path(options.outputs))
+
+
+def _store(program: Program, found: Mapping[str, torch.Tensor], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = {port.name: found[port.key].cpu().contiguous().clone() for port in program.outputs if port.kind == "output"}
+    save_file(outputs, folder / "outputs.safetensors")
+    metrics = {port.name: float(found[port.key]) for port in program.outputs if port.kind == "metric"}
+    if program.mode == "step":
+        metrics = {"loss": float(next(iter(outputs.values()))), **metrics}
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    for name, value in outputs.items():
+        kind = text.print_type(Record(tuple(value.shape), value.dtype))
+        print(f"{name}: {kind}{f' = {value.item()}' if value.numel() == 1 else ''}")
+    print(f"stored in {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`program.save`: the artifact of a compiled program, with its weights and what it needs to begin without the model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshc import artifact
+from meshc.optimizer import numbers
+
+if TYPE_CHECKING:
+    from meshc.api import Program
+
+
+def save(program: Program, path: str | os.PathLike[str], weights: bool = True) -> None:
+    """Write the folder; with a process group every rank calls it, weights are gathered and rank 0 writes."""
+    store = program._store if dist.is_initialized() else None
+    tensors: dict[str, torch.Tensor] | None = None
+    if weights:
+        tensors = _local_tensors(program) if store is None else dict(store.state_dict(full=True).get("model", {}))
+    if store is None or dist.get_rank() == 0:
+        if store is not None and tensors is not None:
+            tensors = {**_buffers(program), **tensors}
+        program.compiled.info.update(beginnings(program))
+        artifact.save(program.compiled, path, tensors)
+    if store is not None and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _local_tensors(program: Program) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model that lies in this process, as far as they have values."""
+    found = {name: value for name, value in program.traced.module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: value.detach() for name, value in {**_buffers(program), **found}.items() if not value.is_meta}
+
+
+def _buffers(program: Program) -> dict[str, torch.Tensor]:
+    """All buffers, those that state dicts leave out (rotary tables) too."""
+    return {name: buffer for name, buffer in program.traced.module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+
+
+def beginnings(program: Program) -> dict[str, Any]:
+    """What a saved program begins with: backend, seed, the optimizer's numbers, and what each fresh state is filled with.
+
+    A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
+    """
+    seed = torch.initial_seed() if program.options.seed is None else program.options.seed
+    store = program._store
+    found: dict[str, Any] = {"backend": program.backend, "seed": seed if store is None else store.seed}
+    if program.step is None or program.spec is None:
+        return found
+    rows = enumerate(numbers(program.step.optimizer))
+    found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+    found["fresh"] = fresh = {}
+    names = {id(parameter): name for name, parameter in program.traced.module.named_parameters()}
+    for group in program.spec.groups:
+        for parameter, slots in zip(group.params, group.slots, strict=True):
+            name = names.get(id(parameter))
+            if name is None and store is not None:  # described before its replacement
+                name = (store.parameter_key(parameter) or "").removeprefix("parameter:")
+            fresh.update({f"{name}/{slot.name}": slot.fill for slot in slots})
+    return found

@@ -1,0 +1,175 @@
+"""A saved program at work on one rank, without the model that it came from.
+
+    weights.safetensors ── the ranges that this rank's tiles cover ──> buffers ─┐
+    inputs.safetensors  ── whole, or this rank's part ─────────────────────────> executor ──> outputs, whole on every rank
+
+Optimizer state begins as torch would create it; the optimizer's numbers and the seed are those of the time when the program was saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshc.artifact import Weights
+from meshc.errors import InputError, StateError
+from meshc.program import Port, Program
+from meshc.runtime import layouts
+from meshc.runtime.executor import Executor
+from meshc.runtime.failure import FailureBoard
+from meshc.runtime.groups import Groups
+from meshc.runtime.transfers import Transfers
+from meshc.sharding import Sharding, local_shape
+
+
+def tile_runs(sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[list[tuple[int, int, int]]]:
+    """For each dim, the contiguous pieces of a rank's tile: (first global index, first index in the tile, length)."""
+    found = []
+    for parts in sharding.dims:
+        one = Sharding((parts,))
+        places = layouts.take_tile(torch.arange(1, one.shape[0] + 1), one, sizes, coordinates).tolist()  # 0 is padding
+        runs: list[tuple[int, int, int]] = []
+        for position, place in enumerate(places):
+            if not place:
+                continue
+            if runs and runs[-1][0] + runs[-1][2] == place - 1 and runs[-1][1] + runs[-1][2] == position:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((place - 1, position, 1))
+        found.append(runs)
+    return found
+
+
+def read_tile(file: Weights, name: str, sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
+    """A rank's padded tile of a tensor on disk, zero in the padding; no more is read than the tile holds."""
+    if not sharding.split_axes():
+        return file.tensor(name)
+    tile: Tensor | None = None
+    for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
+        piece = file.slice(name, [(start, start + length) for start, _, length in runs])
+        if tile is None:
+            tile = piece.new_zeros(local_shape(sharding, sizes))
+        tile[tuple(slice(at, at + length) for _, at, length in runs)] = piece
+    if tile is None:  # all padding
+        tile = file.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(local_shape(sharding, sizes))
+    return tile
+
+
+class Loaded:
+    """A program with its weights on this rank. `run` may be called many times; parameters and state are updated in place."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Weights,
+        rank: int,
+        device: torch.device,
+        board: FailureBoard | None = None,
+        backend: str = "eager",
+        seed: int | None = None,
+    ) -> None:
+        mesh = program.mesh
+        groups = Groups(layouts.axis_sizes(mesh), rank, mesh.world_size, rank_of=torch.tensor(mesh.ranks))
+        self.program = program
+        self.device = device
+        self.sizes = program.axis_sizes
+        self.coordinates = mesh.coordinates(rank)
+        self.executor = Executor(program, groups, self.coordinates, device, board, backend)
+        self.transfers = Transfers(mesh, groups, rank, device)
+        self.seed = int(program.info.get("seed", 0)) if seed is None else seed
+        self.step = 0
+        self.buffers = self._buffers(weights)
+        self.numbers = {port.key: self._number(port) for port in program.inputs if port.kind == "number"}
+
+    def _buffers(self, weights: Weights) -> dict[str, Tensor]:
+        """Parameters, buffers and state by key. Raises StateError naming all that the file lacks or has otherwise."""
+        kept = [port for port in self.program.inputs if port.kind in ("parameter", "buffer")]
+        faults = []
+        for port in kept:
+            if port.name not in weights.names:
+                faults.append(f"{port.name} is missing")
+            elif weights.shape(port.name) != port.shape:
+                faults.append(f"{port.name} has shape {list(weights.shape(port.name))}, the program takes {list(port.shape)}")
+        if faults:
+            shown = "\n    ".join(faults[:8] + [f"and {len(faults) - 8} more"] * (len(faults) > 8))
+            raise StateError(f"the weights in {weights.path} do not fit the program:\n    {shown}")
+        found = {port.key: self._tile(weights, port.name, port) for port in kept}
+        for port in self.program.inputs:
+            if port.kind == "state":
+                found[port.key] = self._fresh(weights, port)
+        return found
+
+    def _tile(self, weights: Weights, name: str, port: Port) -> Tensor:
+        sharding = port.sharding or layouts.whole_sharding(port.shape)
+        return read_tile(weights, name, sharding, self.sizes, self.coordinates).to(self.device, port.dtype)
+
+    def _fresh(self, weights: Weights, port: Port) -> Tensor:
+        """Optimizer state before the first step: a constant, or a copy of the parameter (where the program says null)."""
+        fill = self.program.info.get("fresh", {}).get(port.name, 0.0)
+        if fill is None:
+            return self._tile(weights, port.of, port)
+        sharding = port.sharding or layouts.whole_sharding(port.shape)
+        whole = torch.full((), fill, dtype=port.dtype).expand(port.shape)
+        tile = layouts.take_tile(whole, sharding, self.sizes, self.coordinates)
+        return tile.to(self.device) if port.shape else tile  # counts of steps stay on the host, as torch keeps them
+
+    def _number(self, port: Port) -> Tensor:
+        numbers = self.program.info.get("numbers", {})
+        if port.name not in numbers:
+            raise StateError(
+                f"the program was saved without the optimizer's number {port.name}: save it with program.save(), which writes them"
+            )
+        return torch.tensor(float(numbers[port.name]), dtype=torch.float64)
+
+    def inputs(self, file: Weights | None) -> dict[str, Tensor]:
+        """The program's inputs by key, from a file that holds them whole under their paths. Raises InputError naming every fault."""
+        ports = {port.name: port for port in self.program.inputs if port.kind == "input"}
+        names = () if file is None else file.names
+        faults = [f"{name} is missing" for name in ports if name not in names]
+        faults += [f"{name} is no input of the program" for name in names if name not in ports]
+        values: dict[str, Tensor] = {}
+        for name, port in ports.items():
+            if file is None or name not in names:
+                continue
+            sharding = port.sharding or layouts.whole_sharding(port.shape)
+            shape = file.shape(name)
+            value = read_tile(file, name, sharding, self.sizes, self.coordinates) if shape == port.shape else file.tensor(name)
+            if shape != port.shape or value.dtype != port.dtype:
+                faults.append(f"{name} is {value.dtype} of shape {list(shape)}, the program takes {port.dtype} of shape {list(port.shape)}")
+            values[port.key] = value.to(self.device)
+        if faults:
+            told = ", ".join(f"{name}: {port.dtype} of shape {list(port.shape)}" for name, port in ports.items()) or "nothing"
+            raise InputError("the inputs do not fit the program:\n    " + "\n    ".join(faults) + f"\n  it takes {told}")
+        return values
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One call. Returns outputs and metrics by key, whole, on every rank; all ranks call it."""
+        values: dict[str, Any] = {**self.buffers, **self.numbers, **inputs, **self.executor.constants}
+        for port in self.program.inputs:
+            if port.kind == "random":
+                seed = self.seed & ((1 << 64) - 1)
+                values[port.key] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed, self.step], device=self.device)
+        with torch.no_grad():
+            for instruction in self.program.schedule:
+                if instruction.op == "run" and self._takes_tangents(self.program.stages[instruction.stage].inputs):
+                    continue  # a module's backward: nobody asks for gradients here
+                with self.executor.guarded(self.step, f"{instruction.op} {instruction.stage} {instruction.microbatch}"):
+                    self.executor.perform(instruction, values)
+            for port in self.program.outputs:
+                if port.key in self.buffers and values[port.key] is not self.buffers[port.key]:
+                    self.buffers[port.key].copy_(values[port.key])
+            with self.executor.guarded(self.step, "gather outputs"):
+                results = [port for port in self.program.outputs if port.kind in ("output", "metric")]
+                found = {port.key: self._whole(port, values[port.key]) for port in results}
+        self.step += 1
+        return found
+
+    def _takes_tangents(self, keys: Sequence[str]) -> bool:
+        return any(key.startswith("tangent:") for key in keys)
+
+    def _whole(self, port: Port, value: Tensor) -> Tensor:
+        return value if port.sharding is None else self.transfers.whole(value, port.sharding)

@@ -1,0 +1,214 @@
+"""The command line: compile, show, verify and run, and one clear message for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshc import artifact
+from meshc.__main__ import main
+from tests.models import llama, mlp
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MODEL = '''
+import torch
+import meshc
+from tests.models import llama, mlp
+
+
+def build():
+    case = mlp()
+    return case.model.eval(), case.kwargs
+
+
+def train():
+    case = mlp()
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=0.1)
+    return meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0), case.call_kwargs
+
+
+def decoder():
+    case = llama()
+    return case.model.eval(), {"input_ids": case.kwargs["input_ids"]}
+
+
+def fails():
+    raise ValueError("no such weights")
+
+
+def nothing():
+    return None
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MESHC_DUMP", "MESHC_VERIFY", "MESHC_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that must fail says."""
+    capsys.readouterr()
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return told
+
+
+def test_compile_saves_a_program_and_says_how_to_run_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "model.py:build", "--mesh", "dp=2,tp=2", "--plan", "ddp+megatron", "--out", "m.meshc"]) == 0
+    told = capsys.readouterr().out
+    assert "[ffn 40/tp, hidden 24]" in told
+    assert "torchrun --nproc-per-node 4 -m meshc run m.meshc" in told
+    program = artifact.load("m.meshc")
+    assert (program.mode, str(program.mesh), str(program.plan)) == ("forward", "dp=2,tp=2", "dp: batch\ntp: heads, ffn, vocab")
+    assert program.info["backend"] == "eager"
+
+
+def test_a_plan_may_be_lines_or_a_file(folder: Path) -> None:
+    (folder / "wide.plan").write_text("tp: ffn\n")
+    assert main(["compile", "model.py:build", "--mesh", "tp=2", "--plan", "wide.plan", "--no-weights"]) == 0
+    assert str(artifact.load("build.meshc").plan) == "tp: ffn"
+    assert main(["compile", "model.py:build", "--mesh", "dp=1,tp=2", "--plan", "tp: ffn\\ndp: batch", "--out", "two", "--no-weights"]) == 0
+    assert str(artifact.load("two").plan) == "dp: batch\ntp: ffn"
+
+
+def test_show_prints_the_program_a_stage_or_the_summary(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
+    capsys.readouterr()
+    assert main(["show", "m"]) == 0
+    whole = capsys.readouterr().out
+    assert main(["show", "m", "--stage", "main"]) == 0
+    stage = capsys.readouterr().out
+    assert stage.startswith('@ranks("tp=2")\ndef main(') and stage.rstrip() in whole
+    assert main(["show", "m", "--summary"]) == 0
+    assert "collectives of one call" in capsys.readouterr().out
+    assert "it has main" in failing(capsys, "show", "m", "--stage", "forward")
+
+
+def test_verify_compares_with_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
+    main(["compile", "model.py:train", "--mesh", "dp=2", "--out", "t"])
+    assert main(["verify", "m", "--model", "model.py:build"]) == 0
+    assert "is what the model compiles to now" in capsys.readouterr().out
+    assert main(["verify", "t", "--model", "model.py:train", "--dtype", "float64"]) == 0
+    assert "parameter after step 2" in capsys.readouterr().out
+    assert "t is a training step, but model.py:build returns a module or function" in failing(
+        capsys, "verify", "t", "--model", "model.py:build"
+    )
+
+
+def test_an_edited_program_is_refused_unless_it_is_meant_and_then_verified_as_it_stands(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
+    stage = folder / "m/stages/main.py"
+    stage.write_text(stage.read_text().replace("aten.relu(", "aten.tanh("))
+    told = failing(capsys, "show", "m")
+    assert "main.py is not what was saved" in told and "--allow-edited" in told
+    assert main(["show", "m", "--allow-edited"]) == 0
+    assert "aten.tanh(" in capsys.readouterr().out
+    told = failing(capsys, "verify", "m", "--model", "model.py:build", "--allow-edited")
+    assert "does not mean what the model means" in told
+    stage.write_text(stage.read_text().replace("aten.tanh(", "os.system("))
+    assert "os.system is not on the allow-list" in failing(capsys, "show", "m", "--allow-edited")
+
+
+def test_a_path_out_of_the_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
+    manifest = json.loads((folder / "m/manifest.json").read_text())
+    manifest["files"]["../model.py"] = {"bytes": 1, "sha256": "0"}
+    (folder / "m/manifest.json").write_text(json.dumps(manifest))
+    assert "lists '../model.py', a path outside the program's folder: nothing was read" in failing(capsys, "show", "m")
+
+
+def test_a_wrong_world_size_is_refused_with_both_numbers_and_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compile", "model.py:build", "--mesh", "dp=2,tp=2", "--out", "m"])
+    told = failing(capsys, "run", "m", "--inputs", "x.safetensors", "--outputs", "out")
+    assert "m is a program for 4 ranks (mesh dp=2,tp=2), but 1 was started" in told
+    assert "torchrun --nproc-per-node 4 -m meshc run m --inputs x.safetensors --outputs out" in told
+
+
+def test_mistakes_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("--mesh", "dp=2")
+    assert "'model.py' is no FILE.py:FUNCTION" in failing(capsys, "compile", "model.py", *mesh)
+    assert "there is no file other.py" in failing(capsys, "compile", "other.py:build", *mesh)
+    assert "model.py has no function 'make'" in failing(capsys, "compile", "model.py:make", *mesh)
+    told = failing(capsys, "compile", "model.py:fails", *mesh)
+    assert "model.py:fails raised ValueError: no such weights" in told and "model.py:2" in told
+    assert 'must return (model, {"name": input, ...})' in failing(capsys, "compile", "model.py:nothing", *mesh)
+    assert "an axis is NAME=SIZE" in failing(capsys, "compile", "model.py:build", "--mesh", "dp")
+    assert "there is no recipe 'fast'" in failing(capsys, "compile", "model.py:build", *mesh, "--plan", "fast")
+    assert "there is no saved program at gone" in failing(capsys, "show", "gone")
+
+
+def test_a_program_of_one_rank_needs_no_launcher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compile", "model.py:build", "--mesh", "dp=1", "--out", "m"])
+    case = mlp()
+    save_file(case.kwargs, "x.safetensors")
+    assert main(["run", "m", "--inputs", "x.safetensors", "--outputs", "out"]) == 0
+    found = load_file("out/outputs.safetensors")
+    torch.testing.assert_close(found["output"], case.model.eval()(**case.kwargs).detach(), rtol=1e-5, atol=1e-6)
+    save_file({"x": torch.zeros(6, 23), "y": torch.zeros(1)}, "bad.safetensors")
+    told = failing(capsys, "run", "m", "--inputs", "bad.safetensors", "--outputs", "out")
+    assert "x is torch.float32 of shape [6, 23], the program takes torch.float32 of shape [6, 24]" in told
+    assert "y is no input of the program" in told
+    assert "x is missing" in failing(capsys, "run", "m", "--outputs", "out")
+    main(["compile", "model.py:build", "--mesh", "dp=1", "--out", "bare", "--no-weights"])
+    assert "was saved without weights" in failing(capsys, "run", "bare", "--inputs", "x.safetensors", "--outputs", "out")
+
+
+def torchrun(ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "meshc"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.processes
+def test_a_saved_training_step_runs_on_two_ranks_without_its_model(folder: Path) -> None:
+    case = mlp()
+    save_file(case.call_kwargs, "x.safetensors")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    compiled = subprocess.run(
+        [sys.executable, "-m", "meshc", "compile", "model.py:train", "--mesh", "tp=2", "--out", "t.meshc"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert compiled.returncode == 0, compiled.stderr
+    (folder / "model.py").unlink()
+    run = torchrun(2, "run", "t.meshc", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    loss = case.loss_of(case.model(**case.kwargs))
+    loss.backward()
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.reshape(-1) for p in case.model.parameters()]))
+    metrics = json.loads((folder / "out/metrics.json").read_text())
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert load_file(folder / "out/outputs.safetensors")["output"].item() == metrics["loss"]
+
+
+@pytest.mark.processes
+def test_three_uneven_ranks_give_the_models_outputs_by_path(folder: Path) -> None:
+    case = llama()
+    save_file({"input_ids": case.kwargs["input_ids"]}, "x.safetensors")
+    assert main(["compile", "model.py:decoder", "--mesh", "tp=3", "--out", "m"]) == 0
+    run = torchrun(3, "run", "m", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    found = load_file(folder / "out/outputs.safetensors")
+    with torch.no_grad():
+        wanted = case.model.eval()(input_ids=case.kwargs["input_ids"]).logits
+    torch.testing.assert_close(found["logits"], wanted, rtol=1e-4, atol=1e-5)
+    assert any(name.startswith("past_key_values.") for name in found)
+    run = torchrun(2, "run", "m", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
+    assert run.returncode != 0 and "m is a program for 3 ranks (mesh tp=3), but 2 were started" in run.stderr

@@ -1,0 +1,145 @@
+"""Environment variables: the dump after each pass, the check after each pass, the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import meshc
+from meshc import environment, text
+from meshc.errors import PlanError, VerifyError
+from meshc.passes.pipeline import PASSES
+from tests.models import mlp
+
+NAMES = [entry.name for entry in PASSES]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (environment.DUMP, environment.VERIFY, environment.LOG):
+        monkeypatch.delenv(name, raising=False)
+
+
+def compiled(plan: str = "auto") -> meshc.Program:
+    case = mlp()
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss)
+    return meshc.compile(step, meshc.Mesh("dp=2,tp=2"), kwargs=case.call_kwargs, plan=plan)
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def of(texts: dict[str, str], name: str) -> str:
+    (found,) = (value for key, value in texts.items() if key.endswith(f"_{name}.py"))
+    return found
+
+
+def test_a_dump_has_a_numbered_text_for_each_pass(tmp_path: Path) -> None:
+    compiled().dump(tmp_path)
+    texts = files(tmp_path)
+    assert list(texts) == ["00_plan.txt", *(f"{number:02}_{name}.py" for number, name in enumerate(NAMES, 1))]
+    assert "role tp, recipe megatron" in texts["00_plan.txt"]
+    assert "this model has no heads" in texts["00_plan.txt"]
+    line = "# return self.down(F.relu(self.middle(F.gelu(self.up(self.norm(x))))))"
+    for name in ("capture", "differentiate", "propagate", "partition", "emit"):
+        assert line in of(texts, name), name
+
+
+def test_a_dump_shows_what_each_pass_found(tmp_path: Path) -> None:
+    compiled().dump(tmp_path)
+    texts = files(tmp_path)
+    assert 'torch.nn.functional.linear(' in of(texts, "capture")
+    assert '"f32[6, 40]" = aten.addmm(' in of(texts, "differentiate")
+    assert '"f32[batch 6, ffn 40]" = aten.addmm(' in of(texts, "factorize")
+    assert '"f32[batch 6/dp, ffn 40/tp]" = aten.addmm(' in of(texts, "propagate")
+    assert '"f32[ffn 40/tp, hidden 24]" = "parameter:up.weight"' in of(texts, "propagate")
+    collectives = [line for line in of(texts, "emit").splitlines() if " = all_reduce(" in line]
+    assert collectives and all("  # " in line for line in collectives)
+
+
+def test_two_dumps_are_equal_and_dumping_changes_nothing(tmp_path: Path) -> None:
+    program = compiled()
+    before = text.hash_program(program.compiled)
+    program.dump(tmp_path / "a")
+    compiled().dump(tmp_path / "b")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert text.hash_program(program.compiled) == before
+    assert of(files(tmp_path / "a"), "emit").endswith(text.print_program(program.compiled))
+
+
+def test_a_dump_replaces_an_older_one_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "99_mine.py").write_text("kept: no dump was here")
+    program = compiled()
+    program.dump(tmp_path)
+    assert (tmp_path / "99_mine.py").exists()
+    (tmp_path / "13_older_pass.py").write_text("of an older version")
+    (tmp_path / "notes.txt").write_text("mine")
+    program.dump(tmp_path)
+    assert not (tmp_path / "13_older_pass.py").exists() and (tmp_path / "notes.txt").exists()
+
+
+def test_the_variable_dumps_each_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.DUMP, str(tmp_path))
+    compiled()
+    compiled("fsdp+megatron")
+    assert len(files(tmp_path)) == len(files(tmp_path / "2")) == 1 + len(NAMES)
+    assert of(files(tmp_path), "emit") != of(files(tmp_path / "2"), "emit")
+
+
+def drafts(with_graph: bool) -> Any:
+    return SimpleNamespace(graph=object() if with_graph else None, seconds={"partition": 0.25}, notes=["a note"])
+
+
+def test_the_check_runs_from_the_first_graph_of_operators_and_its_error_names_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.VERIFY, "1")
+    seen: list[str] = []
+
+    def check(name: str, draft: Any) -> None:
+        seen.append(name)
+        if name == "partition":
+            raise VerifyError("mm_3 differs by 0.5")
+
+    hook = environment.hook(None, SimpleNamespace(check_after_pass=check))
+    assert hook is not None
+    hook("capture", drafts(False))
+    hook("differentiate", drafts(True))
+    with pytest.raises(VerifyError, match="after the pass partition .*\n  mm_3 differs by 0.5"):
+        hook("partition", drafts(True))
+    assert seen == ["differentiate", "partition"]
+
+
+def test_a_pass_that_leaves_no_runnable_graph_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.VERIFY, "1")
+
+    def check(name: str, draft: Any) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    hook = environment.hook(None, SimpleNamespace(check_after_pass=check))
+    assert hook is not None
+    with pytest.raises(VerifyError, match="after the pass cut .*\n  RuntimeError: mat1"):
+        hook("cut", drafts(True))
+
+
+def test_the_log_says_what_each_pass_took_and_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(environment.LOG, "info")
+    hook = environment.hook(None, None)
+    assert hook is not None
+    hook("partition", drafts(True))
+    hook("emit", drafts(True))
+    assert capsys.readouterr().err == "meshc: partition 0.25 s\nmeshc:   a note\nmeshc: emit 0.00 s\n"
+
+
+def test_unknown_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.hook(None, None) is None
+    monkeypatch.setenv(environment.LOG, "loud")
+    with pytest.raises(PlanError, match="MESHC_LOG=loud is not known: use info or debug"):
+        environment.hook(None, None)
+    monkeypatch.setenv(environment.LOG, "")
+    monkeypatch.setenv(environment.VERIFY, "yes")
+    with pytest.raises(PlanError, match="MESHC_VERIFY=yes"):
+        environment.hook(None, None)
