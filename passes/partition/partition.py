@@ -79,11 +79,15 @@ class Partitioner:
     def _usable(self, value: Value) -> list[Form]:
         return [form for form in self.forms.get(value, {}).values() if form.phase is None or form.phase == self.phase]
 
+    def _existing(self, value: Value, want: Sharding) -> Form | None:
+        found = self.forms.get(value, {}).get(want)
+        return found if found is not None and found.phase in (None, self.phase) else None
+
     def need(self, value: Value, want: Sharding, reason: str) -> Form:
         """The value in the sharding asked for."""
         node, index = value
-        found = self.forms.get(value, {}).get(want)
-        if found is not None and (found.phase is None or found.phase == self.phase):
+        found = self._existing(value, want)
+        if found is not None:
             return found
         if node.op == "call_function":
             instance = self.factors.instances[node]
@@ -150,7 +154,7 @@ class Partitioner:
         back, _ = backward_map(instance, index, lying, self.assignment.whole(source))
         form = self.need(source, back, reason)
         self._apply(instance, form, {})
-        return self.forms[value].get(want) or self._reshard(value, want, reason)
+        return self._existing(value, want) or self._reshard(value, want, reason)
 
     def _has(self, value: Value, sharding: Sharding) -> bool:
         """Whether the value can be had so without communication."""
@@ -267,7 +271,8 @@ class Partitioner:
             form = Form(result, replace(sharding, zero=zero), phase)
             if result.op == "call_function" and record(result).sharding is None:
                 update(result, sharding=form.sharding, of=f"{node.name}.{index}")
-            self.forms.setdefault((node, index), {}).setdefault(form.sharding, form)
+            if self._existing((node, index), form.sharding) is None:
+                self._add((node, index), form)
 
     def _used(self, node: Node, index: int) -> bool:
         return any(is_getitem(user) and user.args[1] == index for user in node.users)
