@@ -273,7 +273,7 @@ class Program:
         if first:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
-        return Session(compiled, self._store, executor, draft.out_spec)
+        return Session(compiled, self._store, executor, draft.out_spec, self.options.cuda_graph)
 
     def _seed(self, device: torch.device) -> int:
         seed = torch.initial_seed() if self.options.seed is None else self.options.seed
@@ -341,7 +341,7 @@ class Program:
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
         call = Call(session, parameters, [port for port, _ in wanting], self._scales(session))
         leaves = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
-        return pytree.tree_unflatten(list(leaves), session.out_spec)
+        return session.structured(leaves)
 
     def _scales(self, session: Session) -> dict[str, float | None]:
         if self.inputs != "local":

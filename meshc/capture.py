@@ -29,6 +29,7 @@ from meshc.ir import Source
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class Root(nn.Module):
@@ -383,6 +384,6 @@ def source_of(node: torch.fx.Node) -> Source:
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
     for file, line, code in reversed(frames):
-        if not _is_torch(file) and not file.endswith(("meshc/capture.py", "meshc/api.py")) and "/meshc/ops/" not in file:
+        if not _is_torch(file) and not file.startswith(OURS):
             return Source(file, int(line), code.strip(), module)
     return Source(module=module)

@@ -45,7 +45,6 @@ DECOMPOSED = (
     aten.binary_cross_entropy_with_logits,
     aten.smooth_l1_loss,
     aten.smooth_l1_loss_backward,
-    aten.split_with_sizes_backward if hasattr(aten, "split_with_sizes_backward") else aten.mse_loss,
 )
 """Taken apart by torch's own decompositions: each a list of operators whose rules are simpler than its own would be."""
 

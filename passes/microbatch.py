@@ -86,7 +86,7 @@ def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[
             raise CompileError(
                 f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
                 "microbatches without changing the result.\n"
-                "  what to do: microbatches=1, or TrainStep(..., batch_mix=\"mean_of_parts\") to accept the mean over parts"
+                "  what to do: microbatches=1 (or a norm that does not mix the batch, such as group norm)"
             )
 
 

@@ -94,5 +94,6 @@ def _value(port: Port, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if port.kind == "state":
         return torch.rand(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
     if port.dtype.is_floating_point:
-        return (torch.randn(port.shape, generator=generator, dtype=torch.float64) * 0.2 + 0.1).abs().to(port.dtype)
+        drawn = torch.randn(port.shape, generator=generator, dtype=torch.float64) * 0.2 + 0.05
+        return (drawn.abs() if port.kind == "buffer" else drawn).to(port.dtype)  # a running variance is not negative
     return torch.randint(0, 2, port.shape, generator=generator).to(port.dtype)

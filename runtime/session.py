@@ -13,20 +13,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from meshc.capture import cache_paths
 from meshc.errors import InputError
 from meshc.program import Port, Program
 from meshc.runtime import collectives, layouts
+from meshc.runtime.cuda_graph import ON_DEVICE, GraphedStep, refusal
 from meshc.runtime.executor import Executor
 from meshc.runtime.store import Store
 from meshc.sharding import local_shape
 
 
+class _EmptyIsNothing(TorchFunctionMode):
+    """Caches are rebuilt by appending to an empty plain tensor, which torch refuses for DTensors: the result is the DTensor itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            kept = [x for x in args[0] if isinstance(x, DTensor) or x.numel()]
+            if len(kept) == 1 and isinstance(kept[0], DTensor):
+                return kept[0]
+        return func(*args, **(kwargs or {}))
+
+
 class Session:
     """A loaded program with its store. `out_spec` rebuilds the output; None gives outputs by path."""
 
-    def __init__(self, program: Program, store: Store, executor: Executor, out_spec: Any = None) -> None:
+    def __init__(
+        self, program: Program, store: Store, executor: Executor, out_spec: Any = None, cuda_graph: str | bool = "auto"
+    ) -> None:
         self.program = program
         self.store = store
         self.executor = executor
@@ -37,11 +53,18 @@ class Session:
         self.results = [port for port in program.outputs if port.kind == "output"]
         self.written = [port for port in program.outputs if port.kind in ("parameter", "buffer", "state")]
         self.numbers: dict[str, torch.Tensor] = {
-            port.key: torch.zeros((), dtype=torch.float64) for port in program.inputs if port.kind == "number"
+            port.key: torch.zeros((), dtype=torch.float64, device=self.device if _on_device(port) else "cpu")
+            for port in program.inputs
+            if port.kind == "number"
         }
         self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.caches = set() if out_spec is None else set(cache_paths(out_spec))
+        self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.calls = 0
+        on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
+        self.cuda_graph = refusal(self.device, cuda_graph, program.mode, on_device)
+        self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)
 
     # ------------------------------------------------------------------------------------------------------------------- inputs
 
@@ -126,11 +149,18 @@ class Session:
         leaves = [self.output(port, env[port.key]) for port in self.results]
         if self.out_spec is None:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
-        return pytree.tree_unflatten(leaves, self.out_spec)
+        return self.structured(leaves)
+
+    def structured(self, leaves: Sequence[Any]) -> Any:
+        """Output leaves in the model's own structure."""
+        with _EmptyIsNothing():
+            return pytree.tree_unflatten(list(leaves), self.out_spec)
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """Plain where whole on every rank (or the rank's own part of the batch), a DTensor where it stays as it lies."""
-        if port.sharding is None or not port.sharding.split_axes() or self.program.info.get("inputs") == "local":
+        if port.name in self.caches:
+            return self._dtensor(port, value)
+        if port.sharding is None or not port.sharding.split_axes() or self.local:
             return value
         return self._dtensor(port, value)
 
@@ -142,7 +172,8 @@ class Session:
         else:
             local = self.store.transfers.to_chunk(value, sharding)
         places = layouts.torch_placements(sharding, mesh)
-        return DTensor.from_local(local, mesh.device_mesh, places, run_check=False, shape=torch.Size(port.shape), stride=_strides(port.shape))
+        shape, stride = torch.Size(port.shape), _strides(port.shape)
+        return DTensor.from_local(local, mesh.device_mesh, places, run_check=False, shape=shape, stride=stride)
 
     def shape(self, port: Port) -> tuple[int, ...]:
         """What a port's tensor is on this rank."""
@@ -154,10 +185,23 @@ class Session:
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
         """One call: values, schedule, write-back. Returns every value by key."""
+        if self._graphed is None:
+            return self.work(self.values(tensors, numbers))
+        env = self._graphed.run(tensors, numbers)
+        self.cuda_graph = self._graphed.status
+        return env
+
+    def work(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The schedule on given values, and the write-back."""
         with torch.no_grad():
-            env = self.executor.run(self.values(tensors, numbers), self.store.step)
+            env = self.executor.run(values, self.store.step)
             self.finish(env)
         return env
+
+
+def _on_device(port: Port) -> bool:
+    """Numbers that a fused kernel reads from device memory."""
+    return port.name.split(".")[-1] in ON_DEVICE
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
