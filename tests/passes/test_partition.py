@@ -182,5 +182,5 @@ MODELS: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_choice_gives_the_whole_result(name: str) -> None:
-    for seed in range(10):
+    for seed in range(8):
         check(*MODELS[name], MESHES[seed % len(MESHES)], seed)
