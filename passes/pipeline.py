@@ -77,8 +77,20 @@ def _propagate(draft: Draft) -> Draft:
     draft.outputs = [
         replace(port, sharding=_leaves(propagator, draft, port, node)) for port, node in zip(draft.outputs, draft.results(), strict=True)
     ]
+    if draft.request.inputs == "local":
+        _tangents_as_outputs(draft)
     _warn_replicated(draft)
     return draft
+
+
+def _tangents_as_outputs(draft: Draft) -> None:
+    """With local inputs an output is a rank's part of the batch, and so is the gradient that comes back for it; likewise for inputs."""
+    outputs = {port.name: port.sharding for port in draft.outputs if port.kind == "output"}
+    inputs = {f"input:{port.name}": port.sharding for port in draft.inputs if port.kind == "input"}
+    draft.inputs = [replace(port, sharding=outputs[port.name]) if port.kind == "tangent" else port for port in draft.inputs]
+    draft.outputs = [
+        replace(port, sharding=inputs[port.name]) if port.kind == "gradient" and port.name in inputs else port for port in draft.outputs
+    ]
 
 
 def _nodes(draft: Draft):  # type: ignore[no-untyped-def]

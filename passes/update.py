@@ -84,7 +84,7 @@ def close_loss(draft: Draft) -> Draft:
             kept_inputs.append(port)
             continue
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            one = graph.call_function(aten.full.default, ([], 1.0), {"dtype": port.dtype})
+            one = graph.call_function(aten.full.default, ([], 1.0), {"dtype": port.dtype, "device": torch.device("cpu")})
         set_record(one, Record((), port.dtype, phase="backward"))
         node.replace_all_uses_with(one)
         graph.erase_node(node)
