@@ -6,8 +6,8 @@
     mm(x, w1)   wants x [.., hidden], w1 [hidden, ffn/tp]          gives [.., ffn/tp]
     mm(h, w2)   wants h [.., ffn/tp], w2 [ffn/tp, hidden]          gives [.., hidden] pending(sum: tp)
 
-Layout operators have no opinion: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed in
-whatever sharding is asked. A pending sum rides where that saves a collective. No fixpoint is needed: one walk in graph order.
+Layout operators have no opinion: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed
+in whatever sharding is asked. A pending sum rides where that saves a collective. No fixpoint is needed: one walk in graph order.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class Propagator:
         if instance.kind == "layout":
             for index in range(len(instance.results)):
                 source = self.given(instance.values[0])
-                self.result.given[(node, index)] = forward_map(instance, index, source, self.result.whole((node, index))) if source else None
+                whole = self.result.whole((node, index))
+                self.result.given[(node, index)] = forward_map(instance, index, source, whole) if source else None
             return
         if instance.kind == "unknown":
             self.result.replicated.append(node)
@@ -191,7 +192,6 @@ class Propagator:
         return self.result.given.get(value)
 
     def _choose(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
-        node = instance.node
         lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
         chosen: dict[Token, list[str]] = {}
         pinned = self._pinned(instance)
@@ -199,7 +199,7 @@ class Propagator:
             chosen[token] = list(axes)
         taken = {axis for axes in chosen.values() for axis in axes}
         for axis in self.axes:
-            if axis in taken:
+            if axis in taken or self._all_pending(instance, axis):
                 continue
             token = self._carried(instance, axis, lying) if instance.kind == "carry" else None
             if token is None or not self._fits(instance, token, chosen):
@@ -244,14 +244,18 @@ class Propagator:
 
     def _computed(self, instance: Instance) -> list[int]:
         return [
-            i for i, value in enumerate(instance.values) if value[0] not in self.result.free and value[0].op != "placeholder" and self.given(value)
+            index
+            for index, value in enumerate(instance.values)
+            if value[0] not in self.result.free and value[0].op != "placeholder" and self.given(value)
         ]
 
     def _carried(self, instance: Instance, axis: str, lying: list[dict[str, Token]]) -> Token | None:
         tokens = {lying[i].get(axis) for i in self._computed(instance)}
         return tokens.pop() if len(tokens) == 1 else None
 
-    def _preferred(self, instance: Instance, axis: str, lying: list[dict[str, Token]], chosen: Mapping[Token, Sequence[str]]) -> Token | None:
+    def _preferred(
+        self, instance: Instance, axis: str, lying: list[dict[str, Token]], chosen: Mapping[Token, Sequence[str]]
+    ) -> Token | None:
         interest = self.interest[axis]
         best: tuple[float, ...] | None = None
         found: Token | None = None
@@ -292,11 +296,12 @@ class Propagator:
         for axis in self.axes:
             if axis not in waiting:
                 continue
-            have = [pending[value].get(axis) == "sum" for value in instance.values]
-            lonely = all(self._only_user(v, instance.node) and not is_grown(v[0]) for v, h in zip(instance.values, have, strict=True) if h)
-            if all(have) and lonely:
+            have = [value for value in instance.values if pending[value].get(axis) == "sum"]
+            if not self._lonely(instance, have):
+                continue
+            if len(have) == len(instance.values):
                 rides_over.append(axis)
-            elif any(have) and lonely:
+            elif have:
                 mixed.append(axis)
         if mixed and (rides_over or self._feeds_addition(instance.node)):
             rides_over += mixed
@@ -304,6 +309,17 @@ class Propagator:
             return {}
         rides = tuple((axis, "sum") for axis in self.axes if axis in rides_over)
         return {value: rides for value in instance.values}
+
+    def _all_pending(self, instance: Instance, axis: str) -> bool:
+        """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
+        if instance.rule.linear != "all" or instance.node in self.updates:
+            return False
+        pending = [dict((self.given(value) or Sharding()).pending).get(axis) for value in instance.values]
+        return all(how == "sum" for how in pending) and self._lonely(instance, instance.values)
+
+    def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
+        """Whether nobody else reads these operands, nor has a layout made them larger."""
+        return all(self._only_user(value, instance.node) and not is_grown(value[0]) for value in values)
 
     def _only_user(self, value: Value, user: Node) -> bool:
         """Whether `user` is the only operator that reads `value`, or what it is a layout of."""

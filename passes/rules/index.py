@@ -52,7 +52,8 @@ def _embedding_backward(node: Node, tensors: list[Node]) -> Rule:
     letters = _index_letters(tensors[1])
     index = " ".join(letters)
     reduced = " ".join(f"+{letter}" for letter in letters)
-    return einsum(f"{index} d, {index} -> v d {reduced}", node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"))
+    row = f"{index} d, {index} -> v d {reduced}"
+    return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"), linear="each")
 
 
 def _lower_embedding_backward(local) -> object:  # type: ignore[no-untyped-def]
