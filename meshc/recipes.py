@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from meshc.errors import PlanError
 from meshc.mesh import ROLES, Axis, Mesh, role
-from meshc.plan import AxisEntry, Plan
+from meshc.plan import Plan
+from meshc.plan_entries import AxisEntry
 
 
 @dataclass(frozen=True, slots=True)

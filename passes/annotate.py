@@ -15,7 +15,8 @@ from torch.fx import Node
 from meshc.errors import PlanError
 from meshc.ir import records
 from meshc.passes.draft import Draft
-from meshc.plan import Pin, contradictions
+from meshc.plan import contradictions
+from meshc.plan_entries import Pin
 from meshc.sharding import Sharding
 
 Value = tuple[Node, int]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from meshc.errors import PlanError
 from meshc.mesh import Mesh
-from meshc.plan import STORES, AxisEntry, Pin, PinDim, PinFactor, Plan, Term, contradictions
+from meshc.plan import Plan, contradictions
+from meshc.plan_entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term
 from meshc.recipes import RECIPES, explain, resolve
 
 TEXT = """\
