@@ -51,10 +51,8 @@ class Row:
     peak_bytes_per_rank: int | None = None
     wire_bytes_per_rank: int | None = None
     step_s: list[float] = field(default_factory=list)
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.step_s)
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds of the rank's whole process in each timed step, gloo's threads included."""
 
 
 class Peak:
@@ -126,7 +124,9 @@ class Bench:
             row.wire_bytes_per_rank = self._wire_bytes(contender, built)
         for round_ in range(pairs):
             for row, contender, built in self.ready[:: 1 if round_ % 2 == 0 else -1]:
-                row.step_s.append(self._timed(contender, built, self.batches[round_ % CHECKED_STEPS]))
+                wall_s, cpu_s = self._timed(contender, built, self.batches[round_ % CHECKED_STEPS])
+                row.step_s.append(wall_s)
+                row.cpu_s.append(cpu_s)
 
     def _takes_part(self, contender: Contender) -> bool:
         return contender.system != "single" or self.rank == 0
@@ -171,24 +171,25 @@ class Bench:
             built.step(self.batches[0])
         time.sleep(0.05)  # what was sent is counted when it has left the socket's queue
         after = bytes_sent()
-        return int(_worst(sum(after.values()) - sum(before.get(name, 0) for name in after)))
+        return int(_worst([sum(after.values()) - sum(before.get(name, 0) for name in after)])[0])
 
-    def _timed(self, contender: Contender, built: Built, batch: Batch) -> float:
+    def _timed(self, contender: Contender, built: Built, batch: Batch) -> list[float]:
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         if self._takes_part(contender):
             built.step(batch)
-        return _worst(time.perf_counter() - start)
+        return _worst([time.perf_counter() - start, time.process_time() - cpu_start])
 
 
 def _number(loss: Tensor) -> float:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
 
 
-def _worst(value: float) -> float:
-    worst = torch.tensor(float(value), dtype=torch.float64)
+def _worst(values: list[float]) -> list[float]:
+    """Each figure's largest over the ranks."""
+    worst = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.item()
+    return worst.tolist()
 
 
 def main() -> None:

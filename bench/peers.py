@@ -144,9 +144,7 @@ def _split_llama(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     if sequence:
         for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"):
             styles[name] = SequenceParallel()
-        styles["model.layers.0"] = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
-        )
+        styles["model.layers.0"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True)
     parallelize_module(model, mesh, styles)
 
 
@@ -203,11 +201,16 @@ def _trainer(
     context: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Built:
     optimizer = _adamw(model, contender.fused)
-    called = torch.compile(model) if contender.compiled else model
+
+    def loss_of(batch: Batch) -> Tensor:
+        return workload.loss_of(model, batch)
+
+    # The loss, not the model, is compiled: of an output with logits beside the loss, backward expects a gradient for both.
+    called = torch.compile(loss_of) if contender.compiled else loss_of
 
     def step(batch: Batch) -> Tensor:
         with context():
-            loss = workload.loss_of(called, part(batch) if part is not None else batch)
+            loss = called(part(batch) if part is not None else batch)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -17,7 +17,11 @@ BAR = 1.03
 
 Row = dict[str, Any]
 
-HEADERS = ("model", "plan", "system", "mode", "step ms", "of peer", "of single", "peak MiB", "sent MiB", "loss error", "note")
+HEADERS = (
+    *("model", "plan", "system", "mode", "step ms", "of peer", "cpu of peer", "of single", "peak MiB", "sent MiB", "loss error"),
+    "note",
+)
+FORMATS = ("", "", "", "", ".1f", ".3f", ".3f", ".3f", ".1f", ".2f")
 
 
 def machine() -> dict[str, Any]:
@@ -35,11 +39,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def ratio(row: Row, base: Row | None) -> float | None:
-    """The median over the interleaved rounds of row's step over base's step."""
+def ratio(row: Row, base: Row | None, figure: str = "step_s") -> float | None:
+    """The median over the interleaved rounds of row's figure over base's."""
     if base is None or row.get("problem") or base.get("problem"):
         return None
-    return statistics.median(a / b for a, b in zip(row["step_s"], base["step_s"], strict=True))
+    return statistics.median(a / b for a, b in zip(row[figure], base[figure], strict=True))
 
 
 def find(rows: list[Row], system: str, mode: str) -> Row | None:
@@ -47,26 +51,31 @@ def find(rows: list[Row], system: str, mode: str) -> Row | None:
 
 
 def lines(results: list[dict[str, Any]]) -> list[list[Any]]:
-    table = []
+    found: list[list[Any]] = []
     for result in results:
         rows = result["rows"]
         for row in rows:
             line = [result["model"], result["plan"], row["title"], row["mode"]]
             if row.get("problem"):
-                table.append([*line, *[None] * 6, row["problem"]])
+                found.append([*line, *[None] * 7, row["problem"]])
                 continue
             peer = find(rows, "peer", row["mode"]) if row["system"] == "meshc" else None
             line += [
                 1e3 * statistics.median(row["step_s"]),
                 ratio(row, peer),
+                ratio(row, peer, "cpu_s"),
                 ratio(row, rows[0]),
                 row["peak_bytes_per_rank"] / 2**20,
                 row["wire_bytes_per_rank"] / 2**20,
                 f"{row['loss_error']:.0e}",
                 ", ".join(beyond(row, rows)),
             ]
-            table.append(line)
-    return table
+            found.append(line)
+    return found
+
+
+def table(results: list[dict[str, Any]], form: str = "simple") -> str:
+    return tabulate(lines(results), HEADERS, tablefmt=form, floatfmt=FORMATS)
 
 
 def beyond(row: Row, rows: list[Row]) -> list[str]:
@@ -84,13 +93,10 @@ def beyond(row: Row, rows: list[Row]) -> list[str]:
 
 
 def write(results: list[dict[str, Any]], about: dict[str, Any], path: Path | None) -> int:
-    """Prints the table, keeps it as `path`.md and `path`.json; 1 if a meshc row failed, was wrong, or is beyond the bar."""
-    table = lines(results)
-    form = ("", "", "", "", ".1f", ".3f", ".3f", ".1f", ".2f")
-    print(tabulate(table, HEADERS, tablefmt="simple", floatfmt=form))
+    """Keeps the table as `path`.md and `path`.json; 1 if a meshc row failed, was wrong, or is beyond the bar."""
     if path is not None:
         path.parent.mkdir(exist_ok=True)
-        text = tabulate(table, HEADERS, tablefmt="github", floatfmt=form)
+        text = table(results, "github")
         machine_text = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
         head = f"`{about['command']}`: {about['minutes']} minutes, {about['pairs']} interleaved pairs\n\n{machine_text}\n\n"
         path.with_suffix(".md").write_text(f"{head}{text}\n")

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import machine, write
+from report import machine, table, write
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
@@ -84,6 +84,8 @@ def main() -> int:
             if plan in options.plans:
                 print(f"measuring {model}, {plan} ...", file=sys.stderr, flush=True)
                 results.append({"model": model, "plan": plan, "rows": measure(model, plan, options)})
+                print(table(results[-1:]), file=sys.stderr, flush=True)
+    print(table(results))
     about = {"command": " ".join(["python", "bench/run.py", *sys.argv[1:]]), "machine": machine(), "pairs": options.pairs}
     about["minutes"] = round((time.monotonic() - start) / 60, 1)
     return write(results, about, HERE / "results" / options.name if options.name else None)
