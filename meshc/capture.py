@@ -152,7 +152,9 @@ def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 @contextlib.contextmanager
-def fake_tensors(module: nn.Module, mode: FakeTensorMode, grad: bool, double: bool = False) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
+def fake_tensors(
+    module: nn.Module, mode: FakeTensorMode, grad: bool, double: bool = False
+) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
     """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens.
 
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
@@ -298,7 +300,8 @@ def _explain(error: Exception) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     users = [frame for frame in frames if not _is_torch(frame[0])]
     where = f"\n  in your model: {users[-1][0]}:{users[-1][1]} in {users[-1][2]}" if users else ""
-    reason = lines[0] if lines else type(error).__name__
+    raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
+    reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
     hint = "\n  what to do: replace the branch by torch.where or torch.cond, or compute the condition outside the model"
     data_dependent = re.search(r"[Dd]ata.dependent|\.item\(\)|GuardOnDataDependent", text)
     return f"the model cannot be traced as one graph: {reason}{where}" + (hint if data_dependent else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.runtime.launch import launch
@@ -19,3 +21,39 @@ def run(module: str, ranks: int, *arguments: str) -> str:
 @pytest.mark.parametrize("which, ranks", [("two", 2), ("four", 4)])
 def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
     assert len(run("equality", ranks, which).splitlines()) == 6
+
+
+def test_module_mode_on_two_ranks() -> None:
+    names = ("refusals", "gradients_of_inputs", "outputs_as_they_lie", "several_calls_and_backwards", "two_programs", "three_steps")
+    assert run("module_mode", 2, "dp=2", *names).split() == [*names]
+
+
+def test_module_mode_split_over_heads() -> None:
+    names = ("caches", "three_steps")
+    assert run("module_mode", 2, "tp=2", *names).split() == [*names]
+
+
+def test_train_step() -> None:
+    names = ("scheduled", "recompiled", "weight_decay_to_zero", "loss_arguments", "microbatches", "autocast", "partial_storage")
+    assert run("train_step", 2, "dp=2", *names).split() == [*names]
+
+
+def test_local_inputs() -> None:
+    names = ("unequal_labels", "batch_norm", "local_mean", "local_loss_unsaid")
+    assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
+
+
+def test_a_local_batch_of_another_shape() -> None:
+    assert run("local_inputs", 2, "dp=2", "another_shape").split() == ["another_shape"]
+
+
+@pytest.mark.parametrize(
+    "route",
+    [(("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")), (("tp=2", "auto"), ("dp=2", "fsdp"), ("dp=1", "auto"))],
+    ids=lambda route: " to ".join(mesh for mesh, _ in route),
+)
+def test_resume_under_another_mesh(route: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
+    """GPT-2, whose fused c_attn lies by heads under tp, with dropout: the losses are those of training that never stopped."""
+    ranks = {"dp=2,tp=2": 4, "dp=4,tp=1": 4, "tp=2": 2, "dp=2": 2, "dp=1": 1}
+    for (mesh, plan), do in zip(route, ("save", "load", "load"), strict=True):
+        run("resume", ranks[mesh], mesh, plan, str(tmp_path), do)

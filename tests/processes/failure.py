@@ -1,0 +1,129 @@
+"""Ranks that go wrong alone: each function runs in a launch of its own, and prints the error that this rank got."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshc
+from tests.models import Case, mlp
+from tests.processes.reference import sgd
+from tests.processes.session import device_mesh
+
+
+def program_of(case: Case, mesh: Any, inputs: str = "global") -> meshc.Program:
+    return meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss), mesh, inputs=inputs)
+
+
+def killed(mesh: Any) -> None:
+    """Rank 1 is killed in its second step: a thread does it, while the main thread computes and communicates."""
+    case = mlp(batch=4000, width=2000)
+    program = program_of(case, mesh)
+    program(**case.call_kwargs)
+    print("one step", flush=True)
+    if dist.get_rank() == 1:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for _ in range(1000):
+        program(**case.call_kwargs)
+
+
+def other_values(mesh: Any) -> None:
+    """Every rank passes a batch of its own to a program of global inputs."""
+    case = mlp()
+    program = program_of(case, mesh)
+    case.kwargs["x"] += dist.get_rank()
+    program(**case.call_kwargs)
+
+
+def other_shape(mesh: Any) -> None:
+    case = mlp()
+    program = program_of(case, mesh)
+    program(**case.call_kwargs)
+    rows = 5 if dist.get_rank() == 1 else 6
+    program(**{name: value[:rows] for name, value in case.call_kwargs.items()})
+
+
+def other_shape_at_first(mesh: Any) -> None:
+    case = mlp()
+    rows = 5 if dist.get_rank() == 1 else 6
+    program_of(case, mesh)(**{name: value[:rows] for name, value in case.call_kwargs.items()})
+
+
+def other_dtype(mesh: Any) -> None:
+    case = mlp()
+    program = program_of(case, mesh)
+    program(**case.call_kwargs)
+    program(x=case.kwargs["x"].double() if dist.get_rank() == 1 else case.kwargs["x"], **case.target_kwargs)
+
+
+def other_structure(mesh: Any) -> None:
+    model = TwoNames()
+    program = meshc.compile(meshc.TrainStep(model, optimizer=sgd(model.parameters())), mesh)
+    x = torch.ones(4, 8)
+    program(x=x)
+    if dist.get_rank() == 1:
+        program(x=x, extra=x)
+    else:
+        program(x=x)
+
+
+def other_model(mesh: Any) -> None:
+    program_of(mlp(width=40 if dist.get_rank() else 44), mesh)(**mlp().call_kwargs)
+
+
+def compile_fails(mesh: Any) -> None:
+    """The forward of rank 1 alone branches on data."""
+    model = Branching(dist.get_rank() == 1)
+    meshc.compile(meshc.TrainStep(model, optimizer=sgd(model.parameters())), mesh, kwargs={"x": torch.ones(4, 8)})
+
+
+def wrong_world(_: Any) -> None:
+    """A mesh of two ranks in a world of four."""
+    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    program_of(mlp(), mesh)
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        return self.linear(x if extra is None else x + extra).square().mean()
+
+
+class Branching(nn.Module):
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.branches = branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.branches and y.sum() > 0:
+            y = y + 1
+        return y.square().mean()
+
+
+WAYS: tuple[Callable[[Any], None], ...] = (
+    killed, other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, wrong_world
+)  # fmt: skip
+
+
+def run(name: str) -> None:
+    dist.init_process_group("gloo")
+    mesh = None if name == "wrong_world" else device_mesh(f"dp={dist.get_world_size()}")
+    try:
+        next(way for way in WAYS if way.__name__ == name)(mesh)
+    except meshc.MeshcError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(3)
+    print("no error", flush=True)

@@ -1,0 +1,98 @@
+"""inputs="local": each rank passes its part of the batch; each function is one check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshc
+from tests.models import bert, mlp, resnet
+from tests.processes.module_mode import gradients
+from tests.processes.reference import SEED, close, furthest, sgd, train
+from tests.processes.session import run_checks
+
+OPTIONS = meshc.Options(seed=SEED)
+
+
+def part(tensor: Tensor, mesh: Any) -> Tensor:
+    """This rank's rows: along dp, whole along the other axes."""
+    return tensor.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()].clone()
+
+
+def parts(kwargs: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
+    return {name: part(value, mesh) for name, value in kwargs.items()}
+
+
+def unequal_labels(mesh: Any) -> None:
+    """Masked tokens differ in number between the ranks; the loss is the mean over all of them, dropout that of the whole batch."""
+    case = bert(torch.float64, batch=4, layers=1)
+    case.kwargs["labels"][0] = -100
+    start = copy.deepcopy(case.model)
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters())), mesh, inputs="local", options=OPTIONS)
+    ours = [program(**parts(case.kwargs, mesh)).item() for _ in range(2)]
+    wanted, _, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
+    close(ours, wanted, 1e-10)
+
+
+def batch_norm(mesh: Any) -> None:
+    case = resnet(torch.float64)
+    start = copy.deepcopy(case.model)
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss), mesh, inputs="local")
+    ours = [program(**parts(case.call_kwargs, mesh)).item() for _ in range(2)]
+    wanted, twin, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
+    close(ours, wanted, 1e-10)
+    state = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert furthest(state["model"], twin.state_dict())[0] < 1e-9
+
+
+def local_mean(mesh: Any) -> None:
+    """Module mode: logits come back as this rank's rows; backward from a local mean is what DDP does."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    mine = parts(case.call_kwargs, mesh)
+    options = meshc.Options(local_loss="mean")
+    program = meshc.compile(case.model, mesh, kwargs={"x": mine["x"]}, inputs="local", options=options)
+    logits = program(x=mine["x"])
+    wanted = twin(**case.kwargs)
+    assert torch.allclose(logits, part(wanted, mesh), atol=1e-12)
+    case.loss(logits, mine["target"]).backward()
+    case.loss_of(wanted).backward()
+    assert furthest(gradients(case.model), gradients(twin))[0] < 1e-9
+
+
+def local_loss_unsaid(mesh: Any) -> None:
+    """Without local_loss such a backward raises, and says what to write."""
+    case = mlp(torch.float64)
+    x = part(case.kwargs["x"], mesh)
+    program = meshc.compile(case.model, mesh, kwargs={"x": x}, inputs="local")
+    loss = program(x=x).sum()
+    with pytest.raises(meshc.StateError, match='local_loss="mean"'):
+        loss.backward()
+
+
+def another_shape(mesh: Any) -> None:
+    """A last batch that is smaller on rank 1: both shapes and the advice. Last, since a refusal stops all ranks."""
+    case = mlp(torch.float64)
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss), mesh, inputs="local")
+    mine = parts(case.call_kwargs, mesh)
+    program(**mine)
+    if mesh["dp"].get_local_rank() == 1:
+        mine = {name: value[:-1] for name, value in mine.items()}
+    with pytest.raises(meshc.InputError if mesh["dp"].get_local_rank() == 1 else meshc.PeerError) as raised:
+        program(**mine)
+    text = str(raised.value)
+    assert "x float64 [2, 24]" in text and "x float64 [3, 24]" in text and "drop_last=True" in text, text
+
+
+CHECKS: tuple[Callable[[Any], None], ...] = (unequal_labels, batch_norm, local_mean, local_loss_unsaid, another_shape)
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks(CHECKS, mesh, names)

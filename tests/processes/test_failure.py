@@ -1,0 +1,75 @@
+"""Ranks that go wrong alone: what they say, what the others say, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.runtime.launch import Run, launch
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+STOPPED = 3  # the exit code of a rank that was told why
+
+
+def go_wrong(way: str, ranks: int = 2, torchrun: bool = False) -> Run:
+    ended = launch("tests.processes.failure:run", way, ranks=ranks, timeout_s=300, torchrun=torchrun)
+    assert not ended.timed_out and not ended.ok, ended
+    return ended
+
+
+def check(way: str, *said: str) -> None:
+    """Rank 1 gets the error, rank 0 a PeerError with the same text."""
+    ended = go_wrong(way)
+    assert [end.code for end in ended.ranks] == [STOPPED, STOPPED], ended
+    assert ended.ranks[0].out.startswith("PeerError: rank 1"), ended
+    for text in said:
+        assert text in ended.ranks[1].out, ended
+
+
+def test_other_values_on_two_ranks() -> None:
+    ended = go_wrong("other_values")
+    for end in ended.ranks:
+        assert "InputError: ranks 0 and 1 passed different inputs" in end.out and 'inputs="local"' in end.out, ended
+
+
+def test_another_shape_on_one_rank() -> None:
+    check("other_shape", "InputError", "x float32 [5, 24]", "x float32 [6, 24]", 'inputs="local"')
+
+
+def test_another_shape_on_one_rank_at_the_first_call() -> None:
+    check("other_shape_at_first", "InputError", "x float32 [5, 24]", "x float32 [6, 24]")
+
+
+def test_another_dtype_on_one_rank() -> None:
+    check("other_dtype", "InputError", "x float64 [6, 24]", "x float32 [6, 24]")
+
+
+def test_another_structure_on_one_rank() -> None:
+    check("other_structure", "InputError", "x float32 [4, 8], extra float32 [4, 8]")
+
+
+def test_another_model_on_one_rank() -> None:
+    check("other_model", "StateError", "the model", "[40, 24]", "[44, 24]")
+
+
+def test_a_compilation_that_fails_on_one_rank() -> None:
+    check("compile_fails", "CaptureError", "Data-dependent", "failure.py:")
+
+
+def test_a_world_of_another_size() -> None:
+    ended = go_wrong("wrong_world", ranks=4)
+    assert "the mesh dp=2 has 2 ranks, but 4 were started" in ended.ranks[0].out, ended
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_rank_that_is_killed_in_a_step(torchrun: bool) -> None:
+    """The other says who died and where, within 30 s, and does not exit with 0."""
+    ended = go_wrong("killed", torchrun=torchrun)
+    text = ended.ranks[0].out + ended.ranks[0].err
+    assert "rank 1 died at step" in text, ended
+    assert any(word in text for word in ("all_reduce", "run main", "compare inputs", "call")), ended
+    if not torchrun:
+        assert ended.ranks[1].code == -signal.SIGKILL and ended.ranks[0].code == STOPPED, ended
+        assert ended.ranks[0].seconds - ended.ranks[1].seconds < 30, ended

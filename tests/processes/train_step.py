@@ -1,0 +1,183 @@
+"""TrainStep on real ranks: schedulers, metrics, the loss's arguments, optimizers, autocast; each function is one check."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import meshc
+from tests.models import mlp, nanogpt
+from tests.processes.reference import SEED, adamw, close, sgd, train
+from tests.processes.session import run_checks
+
+OPTIONS = meshc.Options(seed=SEED)
+
+
+def scheduled(mesh: Any) -> None:
+    """A scheduler on the user's optimizer changes the rate without compiling again; metrics and the optimizer's state can be read."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    optimizer, theirs = adamw(case.model.parameters()), adamw(twin.parameters())
+
+    def rate(step: int) -> float:
+        return 1.0 / (1 + step)
+
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=0.1), mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, wanted = (torch.optim.lr_scheduler.LambdaLR(one, rate) for one in (optimizer, theirs))
+        for step in range(3):
+            loss = program(case.kwargs["x"], target=case.target_kwargs["target"])
+            ours.step()
+            expected = case.loss_of(twin(**case.kwargs))
+            expected.backward()
+            norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+            theirs.step()
+            theirs.zero_grad()
+            wanted.step()
+            metrics = program.metrics
+            close([loss.item(), metrics["loss"].item(), float(metrics["grad_norm"])], [expected.item(), expected.item(), norm.item()], 1e-9)
+            close(metrics["lr"], [1e-2 / (1 + step)], 1e-12)
+    assert len(program._sessions) == 1
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 1e-2 * rate(3)
+    assert len(state["state"]) == len(list(case.model.parameters()))
+    assert all(isinstance(entry["exp_avg"], DTensor) and float(entry["step"]) == 3 for entry in state["state"].values())
+
+
+def recompiled(mesh: Any) -> None:
+    """An entry that Python branched on is part of the key: a change compiles again, and says why."""
+    case = mlp(torch.float64)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, weight_decay=0.1)
+    twin = copy.deepcopy(case.model)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, weight_decay=0.1)
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss), mesh)
+    losses, wanted = [], []
+    for momentum in (0.0, 0.9, 0.9):
+        for one in (optimizer, theirs):
+            one.param_groups[0]["momentum"] = momentum
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses.append(program(**case.call_kwargs).item())
+        said = [str(w.message) for w in caught if "compiles again" in str(w.message)]
+        assert (len(said) == 1 and "momentum" in said[0]) == (len(losses) == 2), said
+        loss = case.loss_of(twin(**case.kwargs))
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(loss.item())
+    close(losses, wanted, 1e-10)
+
+
+def weight_decay_to_zero(mesh: Any) -> None:
+    """Without decay Adam's update is another one: a compilation that says why, once."""
+    case = mlp(torch.float64)
+    optimizer = adamw(case.model.parameters())
+    twin = copy.deepcopy(case.model)
+    theirs = adamw(twin.parameters())
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss), mesh)
+    messages: list[str] = []
+    for decay in (0.1, 0.0, 0.0):
+        for one in (optimizer, theirs):
+            one.param_groups[0]["weight_decay"] = decay
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = program(**case.call_kwargs)
+        messages += [str(w.message) for w in caught]
+        wanted = case.loss_of(twin(**case.kwargs))
+        wanted.backward()
+        theirs.step()
+        theirs.zero_grad()
+        close([loss.item()], [wanted.item()], 1e-10)
+    said = [text for text in messages if "compiles again" in text]
+    assert len(said) == 1 and "weight_decay != 0: True -> False" in said[0], messages
+
+
+def loss_arguments(mesh: Any) -> None:
+    """Positional inputs, a loss that takes more than one keyword, and a name that both take."""
+    case = mlp(torch.float64)
+    start = copy.deepcopy(case.model)
+    weight = torch.rand(10, dtype=torch.float64)
+
+    def loss(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight)
+
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=loss), mesh)
+    ours = [program(case.kwargs["x"], weight=weight, **case.target_kwargs).item() for _ in range(2)]
+    wanted, _, _ = train(start, lambda output: loss(output, case.target_kwargs["target"], weight), case.kwargs, sgd, clip=None)
+    close(ours, wanted, 1e-10)
+
+    def clash(output: Tensor, x: Tensor) -> Tensor:
+        return (output - x).mean()
+
+    with pytest.raises(meshc.PlanError, match="x: both model.forward and the loss take this name"):
+        meshc.compile(meshc.TrainStep(start, optimizer=sgd(start.parameters()), loss=clash), mesh)
+
+
+def microbatches(mesh: Any) -> None:
+    """Two microbatches draw the dropout of the whole batch."""
+    case = nanogpt(torch.float64, batch=8, layers=1, dropout=0.1)
+    start = copy.deepcopy(case.model)
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=lambda output: output[1], microbatches=2)
+    program = meshc.compile(step, mesh, options=OPTIONS)
+    ours = [program(**case.kwargs).item() for _ in range(2)]
+    wanted, _, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
+    close(ours, wanted, 1e-10)
+
+
+class Autocasting(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+def autocast(mesh: Any) -> None:
+    """bfloat16 regions around the call and in the model: the losses of plain PyTorch, and another program than without."""
+    case = mlp()
+    plain, _, _ = train(case.model, case.loss_of, case.kwargs, sgd, clip=None)
+
+    def around() -> Any:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    wanted, _, _ = train(case.model, case.loss_of, case.kwargs, sgd, clip=None, around=around)
+    assert wanted != plain
+    outer, inner = copy.deepcopy(case.model), Autocasting(copy.deepcopy(case.model))
+    wanted_inside, _, _ = train(inner, case.loss_of, case.kwargs, sgd, clip=None)
+    program = meshc.compile(meshc.TrainStep(outer, optimizer=sgd(outer.parameters()), loss=case.loss), mesh)
+    ours = []
+    for _ in range(2):
+        with around():
+            ours.append(program(**case.call_kwargs).item())
+    close(ours, wanted, 5e-3)
+    assert "bf16" in str(program)
+    program = meshc.compile(meshc.TrainStep(inner, optimizer=sgd(inner.parameters()), loss=case.loss), mesh)
+    close([program(**case.call_kwargs).item() for _ in range(2)], wanted_inside, 1e-2)  # the loss is bfloat16 itself
+    assert "bf16" in str(program)
+
+
+def partial_storage(mesh: Any) -> None:
+    """zero1 is for a TrainStep; module mode says so. Last, since a refusal stops all ranks."""
+    case = mlp()
+    with pytest.raises(meshc.PlanError, match=r"compile meshc.TrainStep"):
+        meshc.compile(case.model, mesh, kwargs=case.kwargs, plan="zero1")
+
+
+CHECKS: tuple[Callable[[Any], None], ...] = (
+    scheduled, recompiled, weight_decay_to_zero, loss_arguments, microbatches, autocast, partial_storage
+)  # fmt: skip
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks(CHECKS, mesh, names)

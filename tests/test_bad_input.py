@@ -1,0 +1,116 @@
+"""What a user gets wrong, and what the message says: one process, no process group."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshc
+from tests.models import llama, mlp
+
+X = {"x": torch.ones(6, 24)}
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that the message names
+            y = y + 1
+        return y
+
+
+def test_data_dependent_control_flow_names_the_line() -> None:
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "the line that the message names" in text)
+    with pytest.raises(meshc.CaptureError, match=rf"test_bad_input\.py:{line} in forward") as raised:
+        meshc.compile(Branching(), meshc.Mesh("dp=2"), kwargs=X)
+    assert "torch.where" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "mesh, plan, said",
+    [
+        ("dp=2", "dq: batch", "dq"),
+        ("dp=2,rows=2", "auto", "axis rows has neither a role nor a plan entry; names with a role are dp, batch,"),
+        ("dp=2", "dp: bach", "the model has no factor 'bach'; did you mean batch"),
+        ("dp=2", "zero9", "there is no recipe 'zero9'; recipes are ddp,"),
+        ("dp=16", "auto", "axis dp has 16 ranks, more than anything it could split (batch 6); make it at most 6"),
+        ("dp=2", "dp: batch\npin down.bais: -/dp", "down.bais"),
+        ("pp=2", "auto", "not yet: the model is not cut into pipeline stages"),
+    ],
+)
+def test_a_mesh_or_plan_that_does_not_fit(mesh: str, plan: str, said: str) -> None:
+    with pytest.raises(meshc.PlanError, match=re.escape(said)):
+        meshc.compile(mlp().model, meshc.Mesh(mesh), plan=plan, kwargs=X)
+
+
+def test_all_faults_of_a_plan_at_once() -> None:
+    with pytest.raises(meshc.PlanError) as raised:
+        meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), plan="dp: bach\ntp: heds", kwargs=X)
+    assert "'bach'" in str(raised.value) and "'heds'" in str(raised.value)
+
+
+@pytest.mark.parametrize("word", ["inputs", "outputs", "backend"])
+def test_words_that_are_not_known(word: str) -> None:
+    with pytest.raises(meshc.PlanError, match=f"{word}='other' is not known: use '"):
+        meshc.compile(mlp().model, meshc.Mesh("dp=2"), kwargs=X, **{word: "other"})
+
+
+def test_options_that_are_not_known() -> None:
+    with pytest.raises(meshc.PlanError, match="use 'mean' or 'sum'"):
+        meshc.Options(local_loss="max")
+    with pytest.raises(meshc.PlanError, match="not supported yet"):
+        meshc.Options(memory_budget=1)
+
+
+def test_local_inputs_need_an_axis_of_data() -> None:
+    with pytest.raises(meshc.PlanError, match="splits the batch along axes with a data role"):
+        meshc.compile(mlp().model, meshc.Mesh("tp=2"), kwargs=X, inputs="local")
+
+
+def test_a_trainable_module_needs_inputs() -> None:
+    with pytest.raises(meshc.StateError, match=r"meshc.compile\(model, mesh, kwargs="):
+        meshc.compile(mlp().model, meshc.Mesh("dp=2"))
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2"])
+def test_partial_storage_is_for_a_train_step(plan: str) -> None:
+    with pytest.raises(meshc.PlanError, match="compile meshc.TrainStep"):
+        meshc.compile(mlp().model, meshc.Mesh("dp=2"), plan=plan, kwargs=X)
+    with torch.no_grad():
+        meshc.compile(mlp().model, meshc.Mesh("dp=2"), plan=plan, kwargs=X)
+
+
+def test_without_a_process_group_nothing_runs_and_nothing_is_replaced() -> None:
+    case = mlp()
+    before = list(case.model.parameters())
+    program = meshc.compile(case.model, meshc.Mesh("dp=2"), kwargs=X)
+    with pytest.raises(meshc.StateError, match="without a process group"):
+        program(**X)
+    with pytest.raises(meshc.StateError, match="no state yet"):
+        program.state_dict()
+    assert all(a is b for a, b in zip(before, case.model.parameters(), strict=True))
+    assert case.model(**X).shape == (6, 10)
+
+
+def test_a_loss_that_shares_a_name_with_the_model() -> None:
+    model = mlp().model
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters()), loss=lambda output, x: (output - x).mean())
+    with pytest.raises(meshc.PlanError, match="x: both model.forward and the loss take this name"):
+        meshc.compile(step, meshc.Mesh("dp=2"))
+
+
+def test_a_step_without_a_loss() -> None:
+    case = llama(layers=1)
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()))
+    with pytest.raises(meshc.MeshcError, match="has no loss: pass labels"):
+        meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"input_ids": case.kwargs["input_ids"]})
+    with pytest.raises(meshc.PlanError, match="a step has at least one"):
+        meshc.TrainStep(case.model, optimizer=step.optimizer, microbatches=0)
