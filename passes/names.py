@@ -1,8 +1,8 @@
 """Names: what a plan may call the factor classes of a graph.
 
-batch and seq come from the dims of the inputs, vocab from embeddings of inputs and from `take`, heads (kv_heads, group) and head from attention,
-hidden from what is normalised or embedded, ffn from a pair of matrix products, anything else is `<module path>.<dim>` of the first parameter
-that has it. A name may cover several classes (each layer has its own heads); `names=` given by the user win.
+batch and seq come from the dims of the inputs, vocab from embeddings of inputs and from `take`, heads (kv_heads, group) and head from
+attention, hidden from what is normalised or embedded, ffn from a pair of matrix products, anything else is `<module path>.<dim>` of the
+first parameter that has it. A name may cover several classes (each layer has its own heads); `names=` given by the user win.
 """
 
 from __future__ import annotations
@@ -210,6 +210,10 @@ def _feed_forward(found: Names, graph: Graph, factors: Factors) -> None:
         left, right = instance.operands[-2], instance.operands[-1]
         summed |= {instance.factor[t] for t in left[-1]}
         made |= {instance.factor[t] for t in right[-1]}
+    vocabularies = {factors.size[factor] for factor, name in found.of.items() if name == "vocab"}
+    for factor in sorted(made - summed):
+        if factor not in found.of and factors.size[factor] in vocabularies:
+            found.set(factor, "vocab")  # the head of a model that is called without labels
     for factor in sorted(made & summed):
         if factor not in found.of:
             found.set(factor, "ffn")
