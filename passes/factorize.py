@@ -186,9 +186,9 @@ def factorize(graph: Graph, sizes_hint: Iterable[int] = ()) -> Factors:
         alias: dict[Token, Token] = {}
         whole: set[Token] = set()
         for index, solved in enumerate(mine):
-            names = [n for n in (*solved.relation.inside, *solved.relation.outside) if not n.startswith("#")]
+            real = [n for n in (*solved.relation.inside, *solved.relation.outside) if not n.startswith("#")]
             if not solved.active:
-                whole |= {(name, k) for name in names for k in range(len(atoms_of(letters[name])))}
+                whole |= {(name, k) for name in real for k in range(len(atoms_of(letters[name])))}
                 continue
             for a, b in zip(*aligned[(node, index)], strict=True):
                 if a is not None and b is not None:
@@ -223,8 +223,9 @@ def _instance(node, rule, values, letters, atoms_of, pieces, piece_size, alias, 
 
     ins = tuple(tokens(names, dim_of[value]) for value, names in zip(values, rule.operands, strict=True))
     outs = tuple(tokens(names, dim_of[(node, index)]) for index, names in enumerate(rule.results))
-    sums = []
-    for result in rule.sums or ({},) * len(outs):
+    sums: list[dict[Token, str]] = []
+    letter_sums: tuple[dict[str, str], ...] = rule.sums or tuple({} for _ in outs)
+    for result in letter_sums:
         sums.append({t: how for letter, how in result.items() for t in size if t[0] == letter})
     return Instance(node, rule, tuple(values), ins, outs, tuple(sums), frozenset(whole), size, factor, known=rule.kind != "unknown")
 
@@ -381,7 +382,7 @@ def _extents(size: int, cuts: frozenset[int]) -> list[int]:
 
 def _tokens(names, letters, atoms_of, piece_size):  # type: ignore[no-untyped-def]
     """(token, atom, size) along one side of a relation; virtual letters have no token."""
-    row = []
+    row: list[tuple[Token | None, int | None, int]] = []
     for name in names:
         if name.startswith("#"):
             row.append((None, None, int(name[1:])))

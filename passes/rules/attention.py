@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-import meshc.ops.attention  # noqa: F401 - registers the operators
+from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum
 
 meshc = torch.ops.meshc

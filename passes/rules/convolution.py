@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ def _space(prefix: str, count: int) -> str:
 
 def _convolution(node: Node, tensors: list[Node]) -> Rule:
     spatial = len(shape_of(tensors[0])) - 2
-    transposed, groups = bool(node.args[6]), int(node.args[8])  # type: ignore[call-overload]
+    transposed, groups = bool(node.args[6]), integer(node.args[8])
     x, k, y = _space("x", spatial), _space("k", spatial), _space("y", spatial)
     i, o = ("i", "o") if groups == 1 else ("i!", "o!")
     weight = f"{i} {o} {k}" if transposed else f"{o} {i} {k}"
@@ -41,7 +41,7 @@ def _lower_convolution(local) -> object:  # type: ignore[no-untyped-def]
 def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
     """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient sums batch (and space, whole); it knows no input channel."""
     spatial = len(shape_of(tensors[0])) - 2
-    transposed, groups = bool(node.args[7]), int(node.args[9])  # type: ignore[call-overload]
+    transposed, groups = bool(node.args[7]), integer(node.args[9])
     x, k, y = _space("x", spatial), _space("k", spatial), _space("y", spatial)
     i, o = ("i", "o") if groups == 1 else ("i!", "o!")
     weight = f"{i} {o} {k}" if transposed else f"{o} {i} {k}"
@@ -66,7 +66,7 @@ def _window(node: Node, tensors: list[Node]) -> Rule:
         lead = ["b", "c"][4 - len(shape) :] if len(shape) < 4 else ["b", "c"]
         return " ".join([*lead, _space(prefix, len(shape) - len(lead))])
 
-    operands = []
+    operands: list[str] = []
     for tensor in tensors:
         operands.append(dims(shape_of(tensor), f"t{len(operands)}_"))
     results = [dims(shape, f"r{index}_") for index, shape in enumerate(result_shapes(node))]

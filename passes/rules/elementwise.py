@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-import meshc.ops.random  # noqa: F401 - registers the operators
 from meshc.ir import is_tensor
-from meshc.passes.rules.rule import Rule, RuleFunction, pointwise, result_shapes, shape_of
+from meshc.ops import random as _random_operators  # noqa: F401 - registers them
+from meshc.passes.rules.rule import Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -94,7 +94,7 @@ def _glu(node: Node, tensors: list[Node]) -> Rule:
     """Halves of one dim, which is whole, times each other; everything else passes."""
     shape = shape_of(tensors[-1])
     position = len(tensors)
-    dim = int(node.args[position] if len(node.args) > position else -1) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[position] if len(node.args) > position else -1) % len(shape)
     full = tuple("c" if i == dim else f"d{i}" for i in range(len(shape)))
     half = tuple("h" if i == dim else f"d{i}" for i in range(len(shape)))
     ins, out = ((full,), half) if position == 1 else ((half, full), full)

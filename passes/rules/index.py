@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops.take import take_backward
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, shape_of
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -96,7 +96,7 @@ def _lower_take_backward(local) -> object:  # type: ignore[no-untyped-def]
 def _along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
     """(dim, letters of x, letters of index): other dims pass where they have one size; where the index is shorter they must be whole."""
     shape, short = shape_of(x), shape_of(index)
-    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[1]) % len(shape)
     left = [f"a{d}" if a == b else f"x{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
     right = [f"a{d}" if a == b else f"j{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
     left[dim], right[dim] = "v", "j"
@@ -138,7 +138,7 @@ def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
     shape = shape_of(tensors[0])
     if not shape or shape_of(tensors[1]) == ():
         return None
-    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[1]) % len(shape)
     before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
     summed = dtype_of(tensors[0]) != torch.bool
     text = f"{before} v{'' if summed else '!'} {after}, j -> {before} j {after} {'+v' if summed else ''}"
@@ -161,7 +161,7 @@ def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
     shape = shape_of(tensors[0])
     if not shape or shape_of(tensors[1]) == ():
         return None
-    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[1]) % len(shape)
     before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
     return einsum(f"{before} v! {after}, j!, {before} j! {after} -> {before} v! {after}", node, tensors)
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, operands, records, value_of
-from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, result_shapes, shape_of
+from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, integer, integers, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -60,10 +60,10 @@ def _permute(node: Node, tensors: list[Node]) -> Rule:
         order = list(reversed(range(rank)))
     elif node.target is aten.transpose.int:
         order = list(range(rank))
-        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[call-overload]
+        a, b = (integer(d) % rank for d in node.args[1:3])
         order[a], order[b] = order[b], order[a]
     else:
-        order = [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr, call-overload]
+        order = [d % rank for d in integers(node.args[1])]
     return Rule((letters,), (tuple(letters[d] for d in order),), ({},), kind="layout")
 
 
@@ -112,16 +112,16 @@ def _bounds(node: Node, size: int) -> tuple[int, int, int, int]:
     for position, name in enumerate(("dim", "start", "end", "step")):
         if name in node.kwargs:
             args[position] = node.kwargs[name]
-    dim = int(args[0] or 0)  # type: ignore[arg-type]
-    start = 0 if args[1] is None else int(args[1])  # type: ignore[arg-type]
-    end = size if args[2] is None else int(args[2])  # type: ignore[arg-type]
+    dim = integer(args[0] or 0)
+    start = 0 if args[1] is None else integer(args[1])
+    end = size if args[2] is None else integer(args[2])
     start, end = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (start, end))
-    return dim, start, max(0, end - start), int(args[3] or 1)  # type: ignore[arg-type]
+    return dim, start, max(0, end - start), integer(args[3] or 1)
 
 
 def slice_bounds(node: Node) -> tuple[int, int, int, int]:
     shape = shape_of(node.args[0])  # type: ignore[arg-type]
-    dim = int((node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) or 0)  # type: ignore[arg-type]
+    dim = integer((node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) or 0)
     dim %= len(shape)
     _, start, length, step = _bounds(node, shape[dim])
     return dim, start, length, step
@@ -167,7 +167,7 @@ def _lower_slice(local) -> object:  # type: ignore[no-untyped-def]
 
 def _select(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
-    dim = int(node.args[1]) % len(source)  # type: ignore[call-overload]
+    dim = integer(node.args[1]) % len(source)
     inside = _dims("d", source)
     out = tuple(letter for i, letter in enumerate(inside) if i != dim)
     whole = frozenset({inside[dim]} - {ONE})
@@ -177,7 +177,7 @@ def _select(node: Node, tensors: list[Node]) -> Rule:
 def _split(node: Node, tensors: list[Node]) -> Rule:
     """Equal parts refine the dim into parts and rest; unequal parts need it whole."""
     source = shape_of(tensors[0])
-    dim = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source)  # type: ignore[arg-type]
+    dim = integer(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source)
     inside = _dims("d", source)
     shapes = result_shapes(node)
     lengths = {shape[dim] for shape in shapes}
@@ -213,7 +213,7 @@ def _lower_split(local) -> object:  # type: ignore[no-untyped-def]
 def _cat(node: Node, tensors: list[Node]) -> Rule:
     """Carries. Equal parts fill the tiles of the result's dim, softly: only where something else splits that dim so."""
     (shape,) = result_shapes(node)
-    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[arg-type]
+    dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
     out = list(_dims("d", shape))
     inside = []
     lengths = {shape_of(t)[dim] for t in tensors if len(shape_of(t)) == len(shape)}
@@ -240,7 +240,7 @@ def _cat(node: Node, tensors: list[Node]) -> Rule:
 def _stack(node: Node, tensors: list[Node]) -> Rule:
     """A cat along a dim of its own, which is whole."""
     (shape,) = result_shapes(node)
-    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[arg-type]
+    dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
     letters = _dims("d", shape_of(tensors[0]))
     out = (*letters[:dim], "n" if shape[dim] != 1 else ONE, *letters[dim:])
     return Rule((letters,) * len(tensors), (out,), ({},), frozenset("n"), kind="carry", linear="all")
@@ -248,7 +248,7 @@ def _stack(node: Node, tensors: list[Node]) -> Rule:
 
 def _unbind(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
-    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(source)  # type: ignore[arg-type]
+    dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(source)
     inside = _dims("d", source)
     out = tuple(letter for i, letter in enumerate(inside) if i != dim)
     count = len(result_shapes(node))
@@ -257,7 +257,7 @@ def _unbind(node: Node, tensors: list[Node]) -> Rule:
 
 def _repeat(node: Node, tensors: list[Node]) -> Rule:
     """Dims repeated once pass; copies one after the other would be tiles of nothing that a split could name."""
-    source, repeats = shape_of(tensors[0]), [int(n) for n in node.args[1]]  # type: ignore[union-attr, call-overload]
+    source, repeats = shape_of(tensors[0]), integers(node.args[1])
     shift = len(repeats) - len(source)
     inside, out = list(_dims("d", source)), []
     whole: set[str] = set()
@@ -273,7 +273,7 @@ def _repeat(node: Node, tensors: list[Node]) -> Rule:
 def _roll(node: Node, tensors: list[Node]) -> Rule:
     letters = _dims("d", shape_of(tensors[0]))
     dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", [])
-    moved = letters if not dims else tuple(letters[int(d)] for d in dims)  # type: ignore[union-attr, call-overload]
+    moved = letters if not dims else tuple(letters[d] for d in integers(dims))
     return Rule((letters,), (letters,), ({},), frozenset(moved) - {ONE}, kind="layout")
 
 
@@ -287,7 +287,7 @@ def _pairs(node: Node, tensors: list[Node]) -> Rule:
 
 def _slice_backward(node: Node, tensors: list[Node]) -> Rule:
     (shape,) = result_shapes(node)
-    dim, start, end, step = (int(a) for a in node.args[2:6])  # type: ignore[call-overload]
+    dim, start, end, step = (integer(a) for a in node.args[2:6])
     dim %= len(shape)
     source = shape_of(tensors[0])
     inside = list(_dims("d", source))
@@ -322,7 +322,7 @@ def _lower_slice_backward(local) -> object:  # type: ignore[no-untyped-def]
 
 def _select_backward(node: Node, tensors: list[Node]) -> Rule:
     (shape,) = result_shapes(node)
-    dim = int(node.args[2]) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[2]) % len(shape)
     out = _dims("d", shape)
     inside = tuple(letter for i, letter in enumerate(out) if i != dim)
     return Rule((inside,), (out,), ({},), frozenset({out[dim]} - {ONE}), kind="layout", lower=_lower_select_backward)
@@ -346,7 +346,7 @@ def _pad(node: Node, tensors: list[Node]) -> Rule:
 
 def _flip(node: Node, tensors: list[Node]) -> Rule:
     letters = _dims("d", shape_of(tensors[0]))
-    return Rule((letters,), (letters,), ({},), frozenset(letters[int(d)] for d in node.args[1]) - {ONE}, kind="layout")  # type: ignore[union-attr, call-overload]
+    return Rule((letters,), (letters,), ({},), frozenset(letters[d] for d in integers(node.args[1])) - {ONE}, kind="layout")
 
 
 def is_grown(node: Node) -> bool:

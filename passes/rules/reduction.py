@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, result_shapes, shape_of
+from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def _reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str 
     if dims is None or dims == []:
         gone = set(range(len(shape)))
     else:
-        gone = {d % len(shape) for d in (dims if isinstance(dims, list | tuple) else [dims])} if shape else set()
+        gone = {integer(d) % len(shape) for d in (dims if isinstance(dims, list | tuple) else [dims])} if shape else set()
     out = tuple(ONE if i in gone else letter for i, letter in enumerate(letters) if keep or i not in gone)
     reduced = {letters[i] for i in gone}
     count = len(result_shapes(node))
@@ -101,7 +101,7 @@ def _ordered(dim: int, default: int) -> RuleFunction:
         letters = tuple(f"d{i}" for i in range(len(shape)))
         if not shape:
             return Rule((letters,), (letters,) * len(result_shapes(node)), ({},) * len(result_shapes(node)))
-        position = int(_argument(node, dim, "dim", default)) % len(shape)  # type: ignore[call-overload]
+        position = integer(_argument(node, dim, "dim", default)) % len(shape)
         outs = []
         for result in result_shapes(node):
             same = result[position] == shape[position]
@@ -135,14 +135,14 @@ def _lower_triangle(local) -> object:  # type: ignore[no-untyped-def]
 def _softmax(node: Node, tensors: list[Node]) -> Rule:
     shape = shape_of(tensors[0])
     letters = tuple(f"d{i}" for i in range(len(shape)))
-    dim = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[1]) % len(shape)
     return Rule((letters,), (letters,), ({},), whole=frozenset({letters[dim]}))
 
 
 def _softmax_backward(node: Node, tensors: list[Node]) -> Rule:
     shape = shape_of(tensors[0])
     letters = tuple(f"d{i}" for i in range(len(shape)))
-    dim = int(node.args[2]) % len(shape)  # type: ignore[call-overload]
+    dim = integer(node.args[2]) % len(shape)
     return Rule((letters, letters), (letters,), ({},), whole=frozenset({letters[dim]}))
 
 

@@ -88,6 +88,18 @@ def dtype_of(node: Node) -> torch.dtype:
     return found
 
 
+def integer(argument: object) -> int:
+    """An argument of a graph's call as the number that its operator's schema says it is."""
+    assert isinstance(argument, int)
+    return argument
+
+
+def integers(argument: object) -> list[int]:
+    """An argument that is a list of numbers."""
+    assert isinstance(argument, list | tuple)
+    return [integer(item) for item in argument]
+
+
 def result_shapes(node: Node) -> list[tuple[int, ...]]:
     return [result.shape for result in records(node)]
 
