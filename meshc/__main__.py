@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--plan", default="auto", help="a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file")
     one.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
     one.add_argument("--backend", default="eager", choices=("eager", "inductor"))
-    one.add_argument("--inputs", default="global", choices=("global", "local"), help="what each rank passes: the whole batch or its part")
+    one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: the example inputs are one rank's part of the batch")
     one.add_argument("--seed", type=int, help="of the program's random numbers")
     one.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
     one.add_argument("--no-weights", action="store_true", help="save the program alone")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
     three = commands.add_parser("run", help="run a saved program; under torchrun, one process a rank")
     three.add_argument("path")
-    three.add_argument("--inputs", metavar="FILE", help="safetensors: each input, whole, under its path")
+    three.add_argument("--inputs", metavar="FILE", help="safetensors: each input, the whole batch, under its path")
     three.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
     three.add_argument("--backend", choices=("eager", "inductor"), help="default: what the program was compiled for")
     three.add_argument("--seed", type=int, help="of the program's random numbers; default: the seed it was saved with")

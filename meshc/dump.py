@@ -93,7 +93,8 @@ def _count(graph: Graph) -> int:
 
 def global_view(draft: Any) -> Stage:
     """A copy of the draft's graph whose records say what is known so far: factors, how each value lies, and who decided."""
-    graph, copies = Graph(), {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(draft.graph, copies))
     ports = dict(zip(draft.graph.find_nodes(op="placeholder"), draft.inputs, strict=True))
     for node, made in copies.items():

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from meshc import ir, memory, spmd
 from meshc.ir import Source
-from meshc.program import Port, Program, Stage
+from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
 
 PHASES = ("forward", "backward", "update")
@@ -48,7 +48,6 @@ def collectives(program: Program) -> list[CollectiveUse]:
     runs = memory.runs(program)
     found = []
     for stage in program.stages.values():
-        phases = _phases(stage)
         for node in stage.graph.nodes:
             if not spmd.is_collective(node.target) or tuple(node.args[1]) == (MICROBATCH,):
                 continue
@@ -58,19 +57,10 @@ def collectives(program: Program) -> list[CollectiveUse]:
             kind = node.target.__name__
             found.append(
                 CollectiveUse(
-                    phases[node], kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, runs[stage.name]
+                    record.phase, kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, runs[stage.name]
                 )
             )
     return found
-
-
-def _phases(stage: Stage) -> dict[Node, str]:
-    """The phase of each node: its own, or a later one that it depends on."""
-    rank: dict[Node, int] = {}
-    for node in stage.graph.nodes:
-        own = PHASES.index(ir.records(node)[0].phase) if ir.has_record(node) and node.op == "call_function" and ir.records(node) else 0
-        rank[node] = max([own, *(rank[operand] for operand in node.all_input_nodes)])
-    return {node: PHASES[position] for node, position in rank.items()}
 
 
 def summary(program: Program) -> str:
@@ -193,7 +183,7 @@ def _why(use: CollectiveUse) -> str:
 def _memory(program: Program) -> str:
     sizes = program.axis_sizes
     kept: Counter[str] = Counter()
-    waste: Counter[str] = Counter()
+    waste: dict[str, float] = defaultdict(float)
     for port in program.inputs:
         if port.kind in memory.KEPT:
             kept[port.kind] += memory.port_bytes(port, sizes)
@@ -223,7 +213,7 @@ def _work(program: Program) -> str:
     """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
     sizes, runs = program.axis_sizes, memory.runs(program)
     total, done = 0.0, 0.0
-    split: Counter[str] = Counter()
+    split: dict[str, float] = defaultdict(float)
     for stage in program.stages.values():
         for node in ir.calls(stage.graph):
             local = flops(node)
