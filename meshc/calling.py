@@ -37,7 +37,8 @@ class TrainStep:
         if batch_mix not in BATCH_MIX:
             raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
         if batch_mix == "mean_of_parts" and (microbatches or 1) > 1:
-            raise PlanError('batch_mix="mean_of_parts" is not supported yet: leave it out, and use microbatches=1 where an operator mixes the batch')
+            fix = "leave it out, and use microbatches=1 where an operator mixes the batch"
+            raise PlanError(f'batch_mix="mean_of_parts" is not supported yet: {fix}')
         if microbatches is not None and microbatches < 1:
             raise PlanError(f"microbatches={microbatches}: a step has at least one")
         self.model = model

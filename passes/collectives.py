@@ -4,9 +4,9 @@
   becomes
     g1 = mm(..)   r1 = all_reduce(g1)   g2 = mm(..)   r2 = all_reduce(g2)   u1 = f(r1)   u2 = f(r2)
 
-Partition writes a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its operand
-runs beside the rest of backward. Gathers of stored parameters start one gather early (a parameter's worth of memory, no more). All-reduces
-below SMALL bytes over the same axes travel as one. Every rank runs the same order.
+Partition writes a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its
+operand runs beside the rest of backward. Gathers of stored parameters start one gather early (a parameter's worth of memory, no more).
+All-reduces below SMALL bytes over the same axes travel as one. Every rank runs the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ SMALL = 64 * 1024
 
 BUCKET = 4 * 1024 * 1024
 
-PREPARATION = {aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default}
+PREPARATION = {
+    aten.reshape.default, aten.slice.Tensor, aten.constant_pad_nd.default, aten.t.default, aten.transpose.int, aten.permute.default,
+}  # fmt: skip
 
 
 def schedule_collectives(draft: Draft) -> Draft:
@@ -166,7 +168,8 @@ def _send_together(graph: Graph, batch: list[Node]) -> None:
     total = sum(record(node).shape[0] for node in flat)
     head = record(last)
     joined = add(aten.cat.default, flat, like=head, shape=(total,))
-    reduced = add(spmd.all_reduce, joined, *last.args[1:], like=Record((total,), head.dtype, None, head.source, f"{len(batch)} small reductions together", head.phase), shape=(total,))  # fmt: skip
+    like = Record((total,), head.dtype, None, head.source, f"{len(batch)} small reductions together", head.phase)
+    reduced = add(spmd.all_reduce, joined, *last.args[1:], like=like, shape=(total,))
     start = 0
     for node in batch:
         found = record(node)

@@ -73,5 +73,6 @@ def _remade(graph, keys, late) -> set[Node]:  # type: ignore[no-untyped-def]
 def _is_view(node: Node) -> bool:
     target = str(node.target)
     return bool(node.all_input_nodes) and target in {
-        "aten.t.default", "aten.view.default", "aten.reshape.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default",
+        "aten.t.default", "aten.view.default", "aten.reshape.default", "aten.transpose.int", "aten.permute.default",
+        "aten.unsqueeze.default",
     }  # fmt: skip

@@ -4,8 +4,8 @@
   becomes
     mm = aten.mm(x, t(w)) ... loss, and backward:  grad_w = aten.mm(t(grad), x)
 
-AOTAutograd traces; a short list of decompositions takes apart what the rules know better in pieces (batch norm becomes means, and is thereby
-synchronised). What tracing leaves behind (aliases, detaches, equal nodes twice) is cleaned up here.
+AOTAutograd traces; a short list of decompositions takes apart what the rules know better in pieces (batch norm becomes means, and is
+thereby synchronised). What tracing leaves behind (aliases, detaches, equal nodes twice) is cleaned up here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ DECOMPOSED = (
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
-def var_mean(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def var_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean as means: two passes, exact on a split dim once the means are."""
     dims = list(range(x.dim())) if dim is None or list(dim) == [] else [d % x.dim() for d in dim]
     count = 1

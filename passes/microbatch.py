@@ -4,8 +4,8 @@
                                                becomes  each:    forward and backward of microbatch k; partial sums leave
                                                         after:   reductions of gradients, clipping, the update
 
-A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over it is accumulation. Where an operator needs the whole batch
-in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused.
+A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over it is accumulation. Where an operator needs the whole
+batch in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def split_microbatches(draft: Draft) -> Draft:
         if node in varies and node not in sums:
             raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")
     integers = {n for n in early if record_is_integer(n)}
-    shared = [n for n in early if n not in integers and any(user in varies or user in done or user in learned or user is output for user in n.users)]
+    later = {*varies, *done, *learned, output}
+    shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
     parts = [node.args[0] for node in sums]
     before = split.stage("before", shared, given={}, label={n: f"value:{n.name}" for n in shared})
     given = {n: f"value:{n.name}" for n in shared}

@@ -2,7 +2,7 @@
 
     loss, grad_w
   becomes
-    norm = sqrt(square_sum(grad_w) + ...)        c = clamp(max_norm / (norm + 1e-6), max=1)        w, m, v = adam(w, grad_w * c, m, v, lr, ...)
+    norm = sqrt(square_sum(grad_w) + ...)     c = clamp(max_norm / (norm + 1e-6), max=1)     w, m, v = adam(w, grad_w * c, m, v, lr, ...)
 
 Everything is written on the global view, so the norm is global whatever the mesh: its sum is pending over the axes that split gradients.
 Parameters without a gradient are left alone, as torch.optim does. Clipping follows `torch.nn.utils.clip_grad_norm_`.
@@ -31,8 +31,8 @@ meshc = torch.ops.meshc
 class Appender:
     """Adds global-view nodes before a graph's output; shapes and dtypes come from meta tensors."""
 
-    def __init__(self, graph: Graph, phase: str, source: Source = Source()) -> None:
-        self.graph, self.phase, self.source = graph, phase, source
+    def __init__(self, graph: Graph, phase: str, source: Source | None = None) -> None:
+        self.graph, self.phase, self.source = graph, phase, source or Source()
         self.meta: dict[Node, Any] = {}
         (self.output,) = graph.find_nodes(op="output")
         self.made: list[Node] = []

@@ -6,7 +6,8 @@
     v8 = v8.wait()
     v10 = f10(v8, v9); del v8, v9
 
-Integers that stand for a rank's place are computed once, at load. The function is made from a checked graph; no text of a program is executed.
+Integers that stand for a rank's place are computed once, at load. The function is made from a checked graph; no text of a program is
+executed.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     next call          is recorded over static inputs and then replayed
     later calls        copy inputs, seed, step and learning rates into place, and replay
 
-Numbers that a kernel takes as floats (betas, eps) are baked in: when one changes, the step is recorded again. What cannot be recorded runs as
-it is, with the reason in `status`.
+Numbers that a kernel takes as floats (betas, eps) are baked in: when one changes, the step is recorded again. What cannot be recorded runs
+as it is, with the reason in `status`.
 """
 
 from __future__ import annotations

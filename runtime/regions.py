@@ -1,7 +1,7 @@
 """Stages with their compute compiled by Inductor: maximal regions between collectives, each one compiled function.
 
-A node's level counts the collectives behind it. All nodes of a level form one region, then the collectives that they feed start, and the next
-region waits for those that it reads. Updates in place and what depends on the microbatch's number stay outside, as plain calls.
+A node's level counts the collectives behind it. All nodes of a level form one region, then the collectives that they feed start, and the
+next region waits for those that it reads. Updates in place and what depends on the microbatch's number stay outside, as plain calls.
 """
 
 from __future__ import annotations

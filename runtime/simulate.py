@@ -1,8 +1,8 @@
 """All ranks in one process, in lock step: what a program does, without a process group.
 
-Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all members
-of its group have arrived at the same one, and says who waits for whom when nobody can go on. Padding that a program does not claim to be zero
-is filled with NaN, so a mask that is missing shows.
+Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all
+members of its group have arrived at the same one, and says who waits for whom when nobody can go on. Padding that a program does not claim
+to be zero is filled with NaN, so a mask that is missing shows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ zero in exact arithmetic, and two correct orders of summation differ there by pe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,8 @@ class Report:
     def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
         """Compare tensors of one kind, all under one floor."""
         if set(found) != set(wanted):
-            raise VerifyError(f"{kind}: the program gives {sorted(set(found) - set(wanted))} beyond the model, and lacks {sorted(set(wanted) - set(found))}")
+            extra, missing = sorted(set(found) - set(wanted)), sorted(set(wanted) - set(found))
+            raise VerifyError(f"{kind}: the program gives {extra} beyond the model, and lacks {missing}")
         largest = max((_peak(value) for value in wanted.values()), default=0.0)
         for name, value in wanted.items():
             self.rows.append((kind, name, error(found[name], value, FLOOR * largest)))
@@ -265,7 +266,8 @@ def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tenso
             port = next(placeholders)
             env[node] = program.constants[port.name] if port.kind == "constant" else values[port.key]
         elif node.op == "call_function":
-            env[node] = node.target(*torch.fx.node.map_arg(node.args, env.__getitem__), **torch.fx.node.map_arg(node.kwargs, env.__getitem__))  # type: ignore[operator]
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             for index, value in enumerate(env[node] if isinstance(env[node], list | tuple) else [env[node]]):
                 truth[f"{node.name}.{index}"] = value
     wrong: list[str] = []
@@ -292,4 +294,3 @@ def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tenso
     return wrong[0] if wrong else ""
 
 
-__all__: Sequence[str] = ("Reference", "Report", "compare_gradients", "compare_module", "compare_steps", "error", "first_wrong", "plain_copy")

@@ -4,9 +4,9 @@
   becomes, on every rank
     h: f32[4, 172] = mm(x, w1)                   y = mm(h, w2);   y_1 = all_reduce(y, ["tp"], "sum");           z = norm(y_1)
 
-Operators that compute are emitted in graph order, each on operands in the shardings that it wants. An operand is looked for among the forms of
-its value that exist; layout operators and free values are made in the sharding asked for; anything else is resharded from the cheapest form.
-Padding is masked where a summed letter meets it. What a gather made in the forward phase is not kept for the backward one.
+Operators that compute are emitted in graph order, each on operands in the shardings that it wants. An operand is looked for among the
+forms of its value that exist; layout operators and free values are made in the sharding asked for; anything else is resharded from the
+cheapest form. Padding is masked where a summed letter meets it. What a gather made in the forward phase is not kept for the backward one.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ class Partitioner:
             made = [made]
         if len(results) > 1 or isinstance(node.meta["meshc"], tuple):
             made = made if isinstance(made, list) else [
-                self.build.item(made, i) if records(node)[i].dtype is not None and self._used(node, i) else None for i in range(len(results))
+                self.build.item(made, i) if records(node)[i].dtype is not None and self._used(node, i) else None
+                for i in range(len(results))
             ]
         else:
             made = [made]
