@@ -175,7 +175,10 @@ def _record_all(graph: Graph) -> None:
 
 
 def _forward_transparent(graph: Graph) -> None:
+    """Aliases go; a view of the trace's strides becomes a reshape, which holds for whatever strides a kernel gives."""
     for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
         if node.op == "call_function" and node.target in TRANSPARENT:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -214,7 +217,7 @@ def _merge_equal(graph: Graph) -> None:
 
 def _expensive(node: Node) -> bool:
     """Values worth their memory across phases stay as traced; views and getitem are free."""
-    return not (is_getitem(node) or node.target in (aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default))
+    return not (is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default))
 
 
 def _frozen(value: Any) -> Any:

@@ -49,7 +49,7 @@ def name_factors(
     _inputs(found, factors, inputs, placeholders)
     _vocabulary(found, graph, factors)
     _hidden(found, graph, factors)
-    _feed_forward(found, graph, factors)
+    _feed_forward(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     for port in inputs:
         if port.kind == "parameter":
             for dim, classes in enumerate(factors.dims[(placeholders[port.key], 0)]):
@@ -200,8 +200,8 @@ def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
                 found.set(instance.factor[token], "hidden")
 
 
-def _feed_forward(found: Names, graph: Graph, factors: Factors) -> None:
-    """A class that one product with a parameter makes and another one sums over."""
+def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
+    """A class that one product with a parameter makes and another one sums over, unless an input has it (then it is what layers add to)."""
     made: set[int] = set()
     summed: set[int] = set()
     for node, instance in factors.instances.items():
@@ -214,6 +214,7 @@ def _feed_forward(found: Names, graph: Graph, factors: Factors) -> None:
     for factor in sorted(made - summed):
         if factor not in found.of and factors.size[factor] in vocabularies:
             found.set(factor, "vocab")  # the head of a model that is called without labels
-    for factor in sorted(made & summed):
+    outside = {factor for node in inputs for row in factors.dims[(node, 0)] for factor in row}
+    for factor in sorted((made & summed) - outside):
         if factor not in found.of:
             found.set(factor, "ffn")
