@@ -51,6 +51,7 @@ GRACE_S: Final = 20.0
 FAREWELL_S: Final = 3.0
 """The rank that serves the store stays so long at most, for the others to read its last words."""
 SETTLE_S: Final = 0.1
+"""The time that gloo's threads get at exit."""
 WATCHED: Final = 32
 _PAGE_BYTES: Final = 256
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -215,6 +216,7 @@ def _do(deed: str) -> None:
     if deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "freeze":
+        subprocess.Popen(["sh", "-c", f"sleep 25; kill -9 {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     if deed == "leave":
         sys.exit(0)

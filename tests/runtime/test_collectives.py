@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_collective_on_every_dim_and_dtype(ranks: int) -> None:
-    run = launch("tests.runtime.programs:every_collective", ranks=ranks, timeout_s=120)
+    run = launch("tests.runtime.programs:every_collective", ranks=ranks, timeout_s=200)
     assert run.ok, run
     for end in run.ranks:
         assert end.out == "done\n"
@@ -21,7 +21,7 @@ def test_every_collective_on_every_dim_and_dtype(ranks: int) -> None:
 
 
 def test_groups_of_a_2x2_mesh() -> None:
-    run = launch("tests.runtime.programs:groups_of_a_mesh", ranks=4)
+    run = launch("tests.runtime.programs:groups_of_a_mesh", ranks=4, timeout_s=120)
     assert run.ok, run
     assert [end.out for end in run.ranks] == ["done\n"] * 4
 

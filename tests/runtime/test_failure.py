@@ -24,7 +24,7 @@ def others(run: Run, culprit: int) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_a_rank_raises_in_mid_step(ranks: int, culprit: int) -> None:
-    run = launch(STEPS, "env", "raise", str(culprit), ranks=ranks, timeout_s=40)
+    run = launch(STEPS, "env", "raise", str(culprit), ranks=ranks, timeout_s=90)
     for text in others(run, culprit):
         assert f"meshc.errors.PeerError: rank {culprit} failed at step 5, all_reduce(dp): ValueError: the planted error" in text, run
     assert "ValueError: the planted error" in run.ranks[culprit].err and run.ranks[culprit].code == 1, run
@@ -32,7 +32,7 @@ def test_a_rank_raises_in_mid_step(ranks: int, culprit: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_a_rank_is_killed_in_mid_step(ranks: int, culprit: int) -> None:
-    run = launch(STEPS, "env", "kill", str(culprit), ranks=ranks, timeout_s=40)
+    run = launch(STEPS, "env", "kill", str(culprit), ranks=ranks, timeout_s=90)
     died_at = run.ranks[culprit].seconds
     for rank, text in enumerate(others(run, culprit)):
         assert f"meshc.errors.PeerError: rank {culprit} died at step 5, all_reduce(dp)" in text, (rank, str(run))
@@ -41,14 +41,14 @@ def test_a_rank_is_killed_in_mid_step(ranks: int, culprit: int) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_is_killed_where_the_store_is_a_file(culprit: int, tmp_path: Path) -> None:
-    run = launch(STEPS, str(tmp_path / "store"), "kill", str(culprit), ranks=2, timeout_s=40)
+    run = launch(STEPS, str(tmp_path / "store"), "kill", str(culprit), ranks=2, timeout_s=90)
     for text in others(run, culprit):
         assert f"meshc.errors.PeerError: rank {culprit} died at step 5, all_reduce(dp)" in text, run
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_is_killed_under_torchrun(culprit: int) -> None:
-    run = launch(STEPS, "env", "kill", str(culprit), ranks=4, torchrun=True, timeout_s=40)
+    run = launch(STEPS, "env", "kill", str(culprit), ranks=4, torchrun=True, timeout_s=90)
     assert run.code != 0 and not run.timed_out, run
     for rank, end in enumerate(run.ranks):
         assert "finished" not in end.out, run
@@ -56,7 +56,7 @@ def test_a_rank_is_killed_under_torchrun(culprit: int) -> None:
 
 
 def test_a_rank_raises_under_torchrun() -> None:
-    run = launch(STEPS, "env", "raise", "1", ranks=4, torchrun=True, timeout_s=40)
+    run = launch(STEPS, "env", "raise", "1", ranks=4, torchrun=True, timeout_s=90)
     assert run.code != 0 and not run.timed_out, run
     assert "ValueError: the planted error" in run.ranks[1].err, run
     told = [rank for rank in (0, 2, 3) if "PeerError: rank 1 failed at step 5, all_reduce(dp): ValueError" in run.ranks[rank].err]
@@ -64,38 +64,38 @@ def test_a_rank_raises_under_torchrun() -> None:
 
 
 def test_a_rank_freezes() -> None:
-    run = launch(STEPS, "env", "freeze", "1", ranks=2, timeout_s=25)
+    run = launch(STEPS, "env", "freeze", "1", ranks=2, timeout_s=90)
     assert "meshc.errors.PeerError: rank 1 died at step 5, all_reduce(dp)" in run.ranks[0].err, run
-    assert run.ranks[0].code == 1 and run.ranks[0].seconds < 24, run
+    assert run.ranks[0].code == 1 and run.ranks[0].seconds < run.ranks[1].seconds, run  # which was killed 25 s after it froze
 
 
 def test_a_rank_leaves_in_mid_step() -> None:
-    run = launch(STEPS, "env", "leave", "1", ranks=2, timeout_s=40)
+    run = launch(STEPS, "env", "leave", "1", ranks=2, timeout_s=90)
     for text in others(run, 1):
         assert "PeerError: rank 1" in text and "step 5" in text, run
 
 
 def test_a_rank_raises_between_steps() -> None:
-    run = launch("tests.runtime.programs:raises_between_steps", ranks=2, timeout_s=40)
+    run = launch("tests.runtime.programs:raises_between_steps", ranks=2, timeout_s=90)
     for text in others(run, 1):
         assert "PeerError: rank 1 failed outside of a step: ValueError: the planted error" in text, run
 
 
 def test_waits_on_open_connections_are_interrupted() -> None:
-    run = launch("tests.runtime.programs:waits_for_one_that_raised", ranks=4, timeout_s=40)
+    run = launch("tests.runtime.programs:waits_for_one_that_raised", ranks=4, timeout_s=90)
     assert run.ok, run
     said = "PeerError: rank 1 failed at step 3, stage 1: ValueError: the planted error\n"
     assert [end.out for end in run.ranks] == [said, "", said, said], run
 
 
 def test_a_process_that_does_not_come_back_is_ended() -> None:
-    run = launch("tests.runtime.programs:does_not_come_back", ranks=2, timeout_s=40)
+    run = launch("tests.runtime.programs:does_not_come_back", ranks=2, timeout_s=90)
     (text,) = others(run, 1)
     assert "rank 1 failed at step 2, stage 0: ValueError: the planted error; ending this process, which has not come back" in text, run
 
 
 @pytest.mark.parametrize("store", ["env", "file"])
 def test_a_rank_that_is_done_early_is_not_missed(store: str, tmp_path: Path) -> None:
-    run = launch("tests.runtime.programs:leaves_early", store if store == "env" else str(tmp_path / "store"), ranks=3, timeout_s=60)
+    run = launch("tests.runtime.programs:leaves_early", store if store == "env" else str(tmp_path / "store"), ranks=3, timeout_s=90)
     assert run.ok, run
     assert [end.out for end in run.ranks] == ["", "finished\n", "finished\n"], run
