@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--plan", default="auto", help="a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file")
     one.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
     one.add_argument("--backend", default="eager", choices=("eager", "inductor"))
-    one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: the example inputs are one rank's part of the batch")
+    one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
     one.add_argument("--seed", type=int, help="of the program's random numbers")
     one.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
     one.add_argument("--no-weights", action="store_true", help="save the program alone")

@@ -119,7 +119,7 @@ def _sharding(draft: Any, value: tuple[Node, int], found: Record) -> Sharding | 
         return None
     given = None if draft.assignment is None else draft.assignment.given.get(value)
     if given is not None:
-        return given  # type: ignore[no-any-return]
+        return given
     names, sizes = draft.names.of, draft.factors.size
     return Sharding(tuple(tuple(Part(names[factor], sizes[factor]) for factor in row) for row in draft.factors.dims[value]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,9 @@ import torch.distributed as dist
 from meshc import artifact
 from meshc.optimizer import numbers
 
-if TYPE_CHECKING:
-    from meshc.api import Program
 
-
-def save(program: Program, path: str | os.PathLike[str], weights: bool = True) -> None:
-    """Write the folder; with a process group every rank calls it, weights are gathered and rank 0 writes."""
+def save(program: Any, path: str | os.PathLike[str], weights: bool = True) -> None:
+    """Write the folder of a `meshc.Program`; with a process group every rank calls it, weights are gathered and rank 0 writes."""
     store = program._store if dist.is_initialized() else None
     tensors: dict[str, torch.Tensor] | None = None
     if weights:
@@ -30,18 +27,18 @@ def save(program: Program, path: str | os.PathLike[str], weights: bool = True) -
         dist.barrier()
 
 
-def _local_tensors(program: Program) -> dict[str, torch.Tensor]:
+def _local_tensors(program: Any) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a model that lies in this process, as far as they have values."""
     found = {name: value for name, value in program.traced.module.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: value.detach() for name, value in {**_buffers(program), **found}.items() if not value.is_meta}
 
 
-def _buffers(program: Program) -> dict[str, torch.Tensor]:
+def _buffers(program: Any) -> dict[str, torch.Tensor]:
     """All buffers, those that state dicts leave out (rotary tables) too."""
     return {name: buffer for name, buffer in program.traced.module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
 
 
-def beginnings(program: Program) -> dict[str, Any]:
+def beginnings(program: Any) -> dict[str, Any]:
     """What a saved program begins with: backend, seed, the optimizer's numbers, and what each fresh state is filled with.
 
     A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
