@@ -16,7 +16,7 @@ import torch
 import meshc
 from meshc import calling
 from meshc.mesh import Mesh
-from meshc.optimizer import describe, numbers
+from meshc.optimizer import OptimizerSpec, describe, numbers
 from meshc.passes.draft import Draft, Request
 from meshc.passes.pipeline import PASSES, finish, run_passes, start
 from meshc.program import Port, Program
@@ -76,8 +76,16 @@ class Captured:
         verification.compare_gradients(self.program(mesh, plan, **cut), self.reference, report)
         optimizer = make(self.reference.module.parameters())
         spec = describe(optimizer)
-        parameters = dict(self.reference.module.named_parameters())
         program = self.program(mesh, plan, optimizer=spec, **cut)
+        self.compare_steps(program, optimizer, spec, report, clip=clip, steps=steps)
+        return _checked(report)
+
+    def compare_steps(
+        self, program: Program, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, report: verification.Report, *, clip: float | None,
+        steps: int,
+    ) -> None:  # fmt: skip
+        """Losses, and in float64 parameters, of some steps from the model's present state and a new optimizer's."""
+        parameters = dict(self.reference.module.named_parameters())
         slots = {f"{name}/{slot.name}": slot for name, p in parameters.items() for slot in spec.slots_of(p)}
 
         def state(port: Port) -> torch.Tensor:
@@ -86,7 +94,6 @@ class Captured:
         verification.compare_steps(
             program, self.reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=self.double
         )
-        return _checked(report)
 
     def verify_inference(self, mesh: str, plan: str) -> verification.Report:
         """What `meshc.verify` does with a module under no_grad: every output."""
