@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
 
 from meshc.errors import StateError
-from meshc.program import Instruction, Port
+from meshc.program import Instruction, Port, Stage
 from meshc.runtime.session import Session
 
 
@@ -65,11 +66,32 @@ class ProgramFunction(torch.autograd.Function):
             env[tangent.key] = session.tangent(tangent, grad if scale in (None, 1.0) else grad * scale)
         with torch.no_grad(), session.executor.guarded(call.step, "run backward"):
             session.executor.perform(Instruction("run", "backward"), env)
+        received = {
+            call.tangents[port.name].key
+            for port, grad in zip(call.results, grads, strict=True)
+            if grad is not None and port.name in call.tangents
+        }
+        behind = tangents_behind(session.program.stages["backward"])
         found: list[Any] = []
         for port in call.parameters:
             gradient = call.gradients.get(port.name)
-            found.append(None if gradient is None else session.parameter_gradient(gradient, env[gradient.key]))
+            reached = gradient is not None and behind[gradient.key] & received
+            found.append(session.parameter_gradient(gradient, env[gradient.key]) if gradient is not None and reached else None)
         for port in call.inputs:
             gradient = call.gradients.get(f"input:{port.name}")
-            found.append(None if gradient is None else env[gradient.key])
+            found.append(env[gradient.key] if gradient is not None and behind[gradient.key] & received else None)
         return (None, None, *found)
+
+
+def tangents_behind(stage: Stage) -> dict[str, set[str]]:
+    """Which tangents each output of a backward stage depends on. A parameter behind none of those received keeps no gradient at all, as in
+    torch, where an optimizer then leaves it alone; a zero gradient would let weight decay and momentum move it."""
+    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    behind: dict[Node, set[str]] = {}
+    for node in stage.graph.nodes:
+        if node.op == "placeholder":
+            behind[node] = {keys[node]} if keys[node].startswith("tangent:") else set()
+        else:
+            behind[node] = set().union(*(behind[operand] for operand in node.all_input_nodes))
+    (output,) = stage.graph.find_nodes(op="output")
+    return {key: behind[node] for key, node in zip(stage.outputs, output.args[0], strict=True)}
