@@ -71,7 +71,7 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         raise InputError("the model's output has no loss: pass labels, or give TrainStep(..., loss=function)")
-    return loss.reshape(())  # type: ignore[no-any-return]
+    return loss.reshape(())
 
 
 def traced_step(step: TrainStep) -> Traced:

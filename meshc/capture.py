@@ -74,7 +74,7 @@ class TorchGraph:
 
     @property
     def fake_mode(self) -> FakeTensorMode:
-        return self.module.meta["fake_mode"]  # type: ignore[no-any-return]
+        return self.module.meta["fake_mode"]
 
 
 @dataclass
@@ -182,7 +182,7 @@ def fake_tensors(
                         first[id(value)] = name
                         tensors[name] = fake
                     swapped.append((store, key, value))
-                    store[key] = fakes[id(value)]  # type: ignore[assignment]
+                    store[key] = fakes[id(value)]
         yield tensors, aliases
     finally:
         for store, key, value in reversed(swapped):
@@ -226,18 +226,23 @@ def torch_graph(
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
-    _detach_outputs(graph, cache_paths(graph.graph._codegen.pytree_info.out_spec))  # type: ignore[union-attr]
+    _detach_outputs(graph, cache_paths(_out_spec(graph)))
     if double:
         _widen(graph)
-    out_spec = graph.graph._codegen.pytree_info.out_spec  # type: ignore[union-attr]
+    out_spec = _out_spec(graph)
     return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, out_spec, spec_paths(out_spec))
+
+
+def _out_spec(module: torch.fx.GraphModule) -> pytree.TreeSpec:
+    codegen: Any = module.graph._codegen  # a captured graph's, which flattens and unflattens
+    return codegen.pytree_info.out_spec
 
 
 def _detach_outputs(module: torch.fx.GraphModule, paths: list[str]) -> None:
     """Caches take no gradient."""
     if not paths:
         return
-    names = spec_paths(module.graph._codegen.pytree_info.out_spec)  # type: ignore[union-attr]
+    names = spec_paths(_out_spec(module))
     (output,) = module.graph.find_nodes(op="output")
     with module.graph.inserting_before(output):
         leaves = [

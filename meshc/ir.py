@@ -59,7 +59,7 @@ def record(node: Node) -> Record:
     found = node.meta[KEY]
     if isinstance(found, tuple):
         raise TypeError(f"{node.name} makes {len(found)} values; read them through getitem")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def records(node: Node) -> tuple[Record, ...]:

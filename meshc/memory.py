@@ -101,7 +101,7 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
     for position, node in enumerate(nodes):
         last[node] = position
         if node.op == "output":
-            for key, value in zip(stage.outputs, node.args[0], strict=True):  # type: ignore[arg-type]
+            for key, value in zip(stage.outputs, node.args[0], strict=True):
                 if isinstance(value, Node):
                     results.setdefault(home[value], []).append(key)
                     last[home[value]] = position

@@ -115,7 +115,7 @@ def _new(named: dict[str, Any]) -> Tensor:
     options = {key: named[key] for key in ("dtype", "layout", "device", "pin_memory")}
     if "size" in named:
         return torch.empty(named["size"], **{key: value for key, value in options.items() if value is not None})
-    return aten.empty_like(named["self"], **options, memory_format=named.get("memory_format"))  # type: ignore[no-any-return]
+    return aten.empty_like(named["self"], **options, memory_format=named.get("memory_format"))
 
 
 def _answer_normal(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
@@ -130,7 +130,7 @@ def _answer_normal(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> T
 def _answer_native_dropout(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
     x = named["input"]
     seed_step, call = mode.next(func, x.shape, x.device)
-    return torch.ops.meshc.dropout(x, seed_step, call, named["p"], x.shape, x.shape, [0] * x.dim())  # type: ignore[no-any-return]
+    return torch.ops.meshc.dropout(x, seed_step, call, named["p"], x.shape, x.shape, [0] * x.dim())
 
 
 ANSWERS: dict[Any, Callable[[ReferenceRandom, Any, dict[str, Any]], Any]] = {

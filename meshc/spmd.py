@@ -68,8 +68,8 @@ reduce_scatter = _collective("reduce_scatter")
 all_to_all = _collective("all_to_all")
 
 COLLECTIVES = {function.__name__: function for function in (all_reduce, all_gather, reduce_scatter, all_to_all)}
-INTEGERS = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
-LOCAL = {function.__name__: function for function in (shard, mask, keep_first)}
+INTEGERS: dict[str, Callable[..., Any]] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
+LOCAL: dict[str, Callable[..., Any]] = {"shard": shard, "mask": mask, "keep_first": keep_first}
 FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
 
 

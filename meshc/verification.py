@@ -93,7 +93,7 @@ def verify_update(
     mine = dict(twin.named_parameters())
     original = program.step.optimizer
     groups = [{**group, "params": [mine[names[id(p)]] for p in group["params"]]} for group in original.param_groups]
-    optimizer = type(original)(groups)  # type: ignore[call-arg, arg-type]
+    optimizer = type(original)(groups)  # type: ignore[call-arg]
     spec = describe(optimizer)
     if compiled is None:
         compiled, _ = compile_program(program._request(**{**base, "optimizer": spec}))

@@ -125,7 +125,7 @@ def _merge_small(stage: Stage) -> None:
             found = record(node)
             assert found.dtype is not None
             if prod(found.shape) * found.dtype.itemsize <= SMALL and node.users:
-                groups[(tuple(node.args[1]), node.args[2], found.dtype)].append(node)  # type: ignore[arg-type]
+                groups[(tuple(node.args[1]), node.args[2], found.dtype)].append(node)
     for members in groups.values():
         for batch in _batches(members, order):
             if len(batch) > 1:

@@ -24,7 +24,7 @@ def cut_backward(draft: Draft) -> Draft:
     graph = stage.graph
     keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
     (output,) = graph.find_nodes(op="output")
-    results = dict(zip(stage.outputs, output.args[0], strict=True))  # type: ignore[arg-type]
+    results = dict(zip(stage.outputs, output.args[0], strict=True))
     late: set[Node] = {node for node, key in keys.items() if key.startswith("tangent:")}
     for node in graph.nodes:
         if node.op == "call_function" and (any(x in late for x in node.all_input_nodes) or records(node)[0].phase == "backward"):

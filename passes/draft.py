@@ -94,4 +94,4 @@ class Draft:
 
     def results(self) -> list[Node]:
         (output,) = self.the_graph().find_nodes(op="output")
-        return list(output.args[0])  # type: ignore[arg-type]
+        return list(output.args[0])

@@ -37,7 +37,7 @@ def split_microbatches(draft: Draft) -> Draft:
     (output,) = graph.find_nodes(op="output")
     early = [n for n in graph.nodes if n.op == "call_function" and n not in varies and n not in done and n not in learned]
     split = Splitter(graph, keys)
-    wanted_late = [n for n in (*output.args[0], *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]  # type: ignore[misc]
+    wanted_late = [n for n in (*output.args[0], *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
     for node in wanted_late:
         if node in varies and node not in sums:
             raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")
@@ -49,7 +49,7 @@ def split_microbatches(draft: Draft) -> Draft:
     given = {n: f"value:{n.name}" for n in shared}
     each = split.stage("each", parts, given=given, label={n: f"part:{n.name}" for n in parts})
     totals = {total: f"sum:{part.name}" for total, part in zip(sums, parts, strict=True)}
-    late = list(output.args[0])  # type: ignore[arg-type]
+    late = list(output.args[0])
     after = split.stage("after", late, given={**given, **totals}, label=dict(zip(late, stage.outputs, strict=True)), outputs=stage.outputs)
     draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
     schedule = [Instruction("run", "before")] if before.outputs else []

@@ -17,7 +17,7 @@ from meshc.passes import autocast, collectives, cut, differentiate, emit, microb
 from meshc.passes.draft import Draft, Request
 from meshc.passes.factorize import factorize
 from meshc.passes.names import name_factors
-from meshc.passes.partition import partition
+from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Propagator
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve

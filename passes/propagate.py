@@ -179,11 +179,11 @@ class Propagator:
         self.result.wanted[node] = tuple(wanted)
         for index, dims in enumerate(instance.results):
             given = spread(self.result.whole((node, index)), dims, chosen)
-            pending = dict.fromkeys(p for rides in riding.values() for p in rides)
+            owed = dict.fromkeys(p for rides in riding.values() for p in rides)
             for token, reduction in instance.sums[index].items():
-                pending.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ())))
+                owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ())))
             order = list(self.sizes)
-            self.result.given[(node, index)] = replace(given, pending=tuple(sorted(pending, key=lambda p: order.index(p[0]))))
+            self.result.given[(node, index)] = replace(given, pending=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
         self.result.reasons[node] = ", ".join(
             f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes
         )
@@ -193,10 +193,7 @@ class Propagator:
 
     def _choose(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
-        chosen: dict[Token, list[str]] = {}
-        pinned = self._pinned(instance)
-        for token, axes in pinned.items():
-            chosen[token] = list(axes)
+        chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in self._pinned(instance).items()}
         taken = {axis for axes in chosen.values() for axis in axes}
         for axis in self.axes:
             if axis in taken or self._all_pending(instance, axis):

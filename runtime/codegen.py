@@ -36,9 +36,9 @@ def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
             continue
         if node.target is spmd.coordinate:
             if node.args[0] in coordinates:
-                found[node] = coordinates[node.args[0]]  # type: ignore[index]
+                found[node] = coordinates[node.args[0]]
         elif all(operand in found for operand in node.all_input_nodes):
-            found[node] = node.target(*torch.fx.node.map_arg(node.args, lambda n: found[n]))  # type: ignore[operator]
+            found[node] = node.target(*torch.fx.node.map_arg(node.args, lambda n: found[n]))
     return found
 
 
@@ -143,7 +143,7 @@ def generate(
                 source.lines.append(f"{env[operand]} = {env[operand]}.wait()")
                 flying.discard(operand)
         if node.op == "output":
-            source.lines.append("return " + source.literal(list(node.args[0]), env))  # type: ignore[arg-type]
+            source.lines.append("return " + source.literal(list(node.args[0]), env))
             break
         name = env[node] = f"w{number}"
         if node.target is spmd.coordinate:
@@ -153,9 +153,9 @@ def generate(
             start = source.bind(starter(node, groups), "g")
             if here is not None:
                 note = source.bind(here, "h")
-                label = source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]
+                label = source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")
                 source.lines.append(f"{note}({label})")
-            source.lines.append(f"{name} = {start}({env[node.args[0]]})")  # type: ignore[index]
+            source.lines.append(f"{name} = {start}({env[node.args[0]]})")
             flying.add(node)
         else:
             function = source.bind(direct(node.target, device) if where is None else where(node), "f")

@@ -193,8 +193,8 @@ def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGr
     return _swap(parts, stacked, group).then(lambda stacked: _merge(stacked, concat_dim))
 
 
-def waits_on_device(group: ProcessGroup) -> bool:
-    """Whether a wait on the group holds up a CUDA stream and not the host."""
+def waits_on_device(group: ProcessGroup | None) -> bool:
+    """Whether a wait on the group (None: all ranks) holds up a CUDA stream and not the host."""
     return "nccl" in dist.get_backend_config(group)
 
 

@@ -29,7 +29,7 @@ def needed_groups(program: Program) -> list[tuple[str, ...]]:
     for stage in program.stages.values():
         for node in stage.graph.nodes:
             if spmd.is_collective(node.target):
-                axes = tuple(node.args[1])  # type: ignore[arg-type]
+                axes = tuple(node.args[1])
                 if axes != ("mb",):
                     found[axes] = None
     return list(found)
@@ -77,7 +77,7 @@ class Executor:
 
     def guarded(self, step: int, text: str) -> AbstractContextManager[None]:
         """A context in which this rank's failure reaches the others, and theirs this one."""
-        return nullcontext() if self.board is None else self.board.guard(step, text)  # type: ignore[return-value]
+        return nullcontext() if self.board is None else self.board.guard(step, text)
 
     def perform(self, instruction: Instruction, env: dict[str, Any]) -> None:
         if instruction.op == "run":

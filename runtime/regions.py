@@ -64,7 +64,7 @@ def compile_regions(
         env[node] = outer.placeholder(node.name)
     for node in stage.graph.nodes:
         if node in varying:
-            env[node] = outer.call_function(node.target, torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]))  # type: ignore[arg-type]
+            env[node] = outer.call_function(node.target, torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]))
     for number in range(max(level.values(), default=0) + 1):
         inside = [n for n in stage.graph.nodes if n.op == "call_function" and level[n] == number and n not in known and n not in varying]
         region = [n for n in inside if not spmd.is_collective(n.target) and not _outside(n, known, varying)]
@@ -73,7 +73,7 @@ def compile_regions(
         for node in inside:
             if node not in region:
                 env[node] = outer.call_function(
-                    node.target,  # type: ignore[arg-type]
+                    node.target,
                     torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                     torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 )

@@ -143,10 +143,13 @@ def perform(meeting: Meeting, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     raise DeadlockError(f"unknown collective {meeting.kind}")
 
 
+_ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
 def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how](total, tensor)
+        total = _ADD[how](total, tensor)
     return total
 
 
@@ -171,16 +174,16 @@ def _rank(
     placeholders = iter(inputs)
     for node in stage.graph.nodes:
         if node.op == "output":
-            return [value(item) for item in node.args[0]]  # type: ignore[union-attr]
+            return [value(item) for item in node.args[0]]
         if node.op == "placeholder":
             result = next(placeholders)
         elif node.target is spmd.coordinate:
-            result = coordinates[node.args[0]]  # type: ignore[index]
+            result = coordinates[node.args[0]]
         elif spmd.is_collective(node.target):
             tensor, axes, *rest = [value(argument) for argument in node.args]
-            result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))  # type: ignore[union-attr]
+            result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))
         else:
-            result = node.target(*[value(a) for a in node.args], **{k: value(a) for k, a in node.kwargs.items()})  # type: ignore[operator]
+            result = node.target(*[value(a) for a in node.args], **{k: value(a) for k, a in node.kwargs.items()})
         if poison:
             result = _poison(node, result, coordinates, sizes)
         env[node] = result

@@ -267,7 +267,7 @@ def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tenso
             env[node] = program.constants[port.name] if port.kind == "constant" else values[port.key]
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = node.target(*args, **kwargs)
             for index, value in enumerate(env[node] if isinstance(env[node], list | tuple) else [env[node]]):
                 truth[f"{node.name}.{index}"] = value
     wrong: list[str] = []

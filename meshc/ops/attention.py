@@ -49,7 +49,7 @@ def attention_backward(
             grad, q, k, v, bias, out, lse, empty, empty, 0.0, [True, True, True, False], causal, scale=scale
         )
         return dq, dk, dv
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 

@@ -183,22 +183,22 @@ torch.library.register_autograd("meshc::dropout_backward", _backward_twice, setu
 
 def uniform(seed_step: Tensor, call: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draws in [0, 1) for a whole tensor of `shape`, on seed_step's device."""
-    return torch.ops.meshc.uniform(seed_step, call, shape, shape, [0] * len(shape), dtype)  # type: ignore[no-any-return]
+    return torch.ops.meshc.uniform(seed_step, call, shape, shape, [0] * len(shape), dtype)
 
 
 def normal(seed_step: Tensor, call: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draws of mean 0 and variance 1 for a whole tensor of `shape`, on seed_step's device."""
-    return torch.ops.meshc.normal(seed_step, call, shape, shape, [0] * len(shape), dtype)  # type: ignore[no-any-return]
+    return torch.ops.meshc.normal(seed_step, call, shape, shape, [0] * len(shape), dtype)
 
 
 def keep_mask(seed_step: Tensor, call: int, p: float, shape: Shape) -> Tensor:
     """The mask that `dropout` with this call and `p` uses for a whole tensor of `shape`."""
-    return torch.ops.meshc.keep_mask(seed_step, call, p, shape, shape, [0] * len(shape))  # type: ignore[no-any-return]
+    return torch.ops.meshc.keep_mask(seed_step, call, p, shape, shape, [0] * len(shape))
 
 
 def dropout(x: Tensor, seed_step: Tensor, call: int, p: float) -> Tensor:
     """where(mask, x / (1 - p), 0) for a whole tensor; p = 0 keeps all, p = 1 gives zeros."""
-    return torch.ops.meshc.dropout(x, seed_step, call, p, x.shape, x.shape, [0] * x.dim())[0]  # type: ignore[no-any-return]
+    return torch.ops.meshc.dropout(x, seed_step, call, p, x.shape, x.shape, [0] * x.dim())[0]
 
 
 def bernoulli(seed_step: Tensor, call: int, probability: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def _raised_alpha_dropout(
 def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_step: Tensor, call: int) -> tuple[Tensor, Tensor]:
     if train is False:
         return input, torch.ones(input.shape, dtype=torch.bool, device=input.device)
-    return torch.ops.meshc.dropout(input, seed_step, call, p, input.shape, input.shape, [0] * input.dim())  # type: ignore[no-any-return]
+    return torch.ops.meshc.dropout(input, seed_step, call, p, input.shape, input.shape, [0] * input.dim())
 
 
 def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -220,7 +220,7 @@ class Partitioner:
 
     # ---------------------------------------------------------------------------------------------------------------- operators
 
-    def _apply(self, instance: Instance, form: Form, grown: Mapping) -> None:  # type: ignore[type-arg]
+    def _apply(self, instance: Instance, form: Form, grown: Mapping) -> None:
         """A layout operator on one form of its operand: all its results. `grown` splits dims that only the result has."""
         axes = dict(grown)
         for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
@@ -245,7 +245,7 @@ class Partitioner:
         self._emit(instance, operands, results, chosen, phase=None)
 
     def _emit(
-        self, instance: Instance, operands: list[Form], results: list[Sharding], chosen: Mapping, phase: str | None  # type: ignore[type-arg]
+        self, instance: Instance, operands: list[Form], results: list[Sharding], chosen: Mapping, phase: str | None
     ) -> None:
         node = instance.node
         self._context(node, self.assignment.reasons.get(node, ""))
@@ -287,7 +287,7 @@ class Partitioner:
         }
         return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
 
-    def _masked(self, instance: Instance, position: int, form: Form, chosen: Mapping) -> Node:  # type: ignore[type-arg]
+    def _masked(self, instance: Instance, position: int, form: Form, chosen: Mapping) -> Node:
         """An operand whose padding along summed letters is neutral."""
         rule = instance.rule
         clean = position in rule.clean
