@@ -180,7 +180,7 @@ class Program:
             agree(self._board, {"inputs": inputs, "the model": "; ".join(tensors), "the plan, options or flags": repr(settings)})
         except Disagreement as difference:
             if difference.field != "inputs":
-                raise
+                raise StateError(str(difference)) from None
             raise InputError(self._other_inputs(difference)) from None
 
     def _other_inputs(self, difference: Disagreement) -> str:

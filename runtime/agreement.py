@@ -29,8 +29,16 @@ class Disagreement(StateError):
     """Ranks differ in `field`. `mine` and `theirs` are what this rank and rank `other` described; `alone`: rank `other` has moved on."""
 
     def __init__(self, field: str, mine: str, other: int, theirs: str, alone: bool = False) -> None:
-        super().__init__(f"ranks differ in {field}: this rank has {mine}, rank {other} has {theirs}")
+        super().__init__(_difference(field, mine, other, theirs))
         self.field, self.mine, self.other, self.theirs, self.alone = field, mine, other, theirs, alone
+
+
+def _difference(field: str, mine: str, other: int, theirs: str) -> str:
+    """What differs; of two lists with semicolons, no more than where they do."""
+    here, there = mine.split("; "), theirs.split("; ")
+    only_here = [item for item in here if item not in there][:3] or ["the same in another order"]
+    only_there = [item for item in there if item not in here][:3] or ["the same in another order"]
+    return f"ranks differ in {field}: this rank has {'; '.join(only_here)}, rank {other} has {'; '.join(only_there)}"
 
 
 def agree(board: FailureBoard, mine: Mapping[str, str]) -> None:
@@ -63,4 +71,4 @@ def agree(board: FailureBoard, mine: Mapping[str, str]) -> None:
         if mine[field] != usual:
             raise Disagreement(field, mine[field], values.index(usual), usual)
         other = next(rank for rank, value in enumerate(values) if value != usual)
-        raise PeerError(f"rank {other} differs from this rank in {field}: it has {values[other]}, this rank {usual}")
+        raise PeerError(f"rank {other} failed to compile: {_difference(field, usual, other, values[other])}")

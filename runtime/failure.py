@@ -111,6 +111,7 @@ class FailureBoard:
         self._failure: Failure | None = None
         self._failure_at = 0.0
         self._interrupted = False
+        self._said: Failure | None = None  # what has been printed
         self._told = False  # whether the main thread has had its PeerError
         self._post: Failure | None = None  # waits for the reporter to write it
         self._closing = False
@@ -187,8 +188,13 @@ class FailureBoard:
     def _be_at(self, step: int | None, instruction: str) -> None:
         self._step, self._instruction = step, instruction
         if self._page is not None:
-            text = f"{'' if step is None else step}|{instruction}".encode()[: _PAGE_BYTES - 1] + b"\0"
+            text = f"{'' if step is None else step}|{instruction}".encode()[: _PAGE_BYTES - 2] + b"\0"
             self._page[: len(text)] = text
+
+    def _mark_page(self) -> None:
+        """This rank has ended its program, or knows why it fails: whoever sees its process end need not wonder."""
+        if self._page is not None:
+            self._page[_PAGE_BYTES - 1] = 1
 
     def _read_page(self, rank: int) -> tuple[int | None, str]:
         step, _, instruction = self._pages[rank][:].partition(b"\0")[0].decode(errors="replace").partition("|")
@@ -235,6 +241,7 @@ class FailureBoard:
             self.fail(uncaught)
         self._goodbye = self._failure is None
         self._closing = True
+        self._mark_page()
         self._refresh(BEAT_S)
         if self._rank_0_serves and self.rank == 0:
             deadline = time.monotonic() + FAREWELL_S
@@ -288,6 +295,7 @@ class FailureBoard:
 
     def _declare(self, failure: Failure) -> None:
         """Posts a failure found here. If the store cannot be reached, or another was first, this rank still knows one."""
+        self._mark_page()
         self._post = failure
         self._refresh(2 * BEAT_S)
         self._learn(failure)
@@ -298,11 +306,16 @@ class FailureBoard:
                 return
             self._failure_at = time.monotonic()
             self._failure = failure
-        if failure.message is None and not self._goodbye:
-            # Before anything else: a launcher may end this process in the next moment.
-            print(f"meshc, rank {self.rank}: {failure}", file=sys.stderr, flush=True)
+        self._mark_page()
+        self._say(failure)
         self._wake_reporter.set()
         self._wake_watcher()
+
+    def _say(self, failure: Failure) -> None:
+        """Before anything else: a launcher may end this process in the next moment."""
+        if failure.message is None and not self._goodbye and failure != self._said:
+            self._said = failure
+            print(f"meshc, rank {self.rank}: {failure}", file=sys.stderr, flush=True)
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -384,6 +397,8 @@ class FailureBoard:
 
     def _look_into_exit(self, rank: int) -> None:
         peer = self._peers[rank]
+        if rank in self._pages and not self._pages[rank][_PAGE_BYTES - 1] and self._failure is None and not self._closing:
+            self._say(Failure(rank, *self._read_page(rank), None))
         self._refresh(2 * BEAT_S)  # its last words
         peer.exited = True
         in_peace = peer.said_goodbye or self._store_left_in_peace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshc
+from meshc.runtime.failure import world_board
 
 Check = Callable[[Any], None]
 
@@ -22,7 +24,10 @@ def device_mesh(text: str) -> torch.distributed.DeviceMesh:
 
 
 def run_checks(checks: Iterable[Check], mesh: str, names: Iterable[str]) -> None:
-    """Runs all that are asked for, whether or not one fails, so that one launch tells as much as it can."""
+    """Runs all that are asked for, whether or not one fails, so that one launch tells as much as it can.
+
+    A check in which a rank fails on purpose comes last: no collective works after it.
+    """
     dist.init_process_group("gloo")
     where = device_mesh(mesh)
     table = {check.__name__: check for check in checks}
@@ -36,5 +41,7 @@ def run_checks(checks: Iterable[Check], mesh: str, names: Iterable[str]) -> None
             traceback.print_exc(limit=-4)
     if failed:
         sys.exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
+    with contextlib.suppress(meshc.PeerError):
+        world_board().check()
+        dist.barrier()
+        dist.destroy_process_group()
