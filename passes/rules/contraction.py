@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.fx import Node
 
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 
@@ -27,7 +32,7 @@ def _addmm(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm)
 
 
-def _lower_addmm(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_addmm(local: Local) -> Node:
     bias, x, w = local.operands
     axes = local.axes("k")
     if axes:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 
@@ -29,9 +33,9 @@ def _convolution(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(operands)} -> b {o} {y} {reduced}", node, tensors, lower=_lower_convolution)
 
 
-def _lower_convolution(local) -> object:  # type: ignore[no-untyped-def]
-    x, weight, *bias = local.operands
-    bias = bias[0] if bias else None
+def _lower_convolution(local: Local) -> Node:
+    x, weight, *rest = local.operands
+    bias = rest[0] if rest else None
     axes = local.axes("i")
     if axes and bias is not None:
         bias = local.keep_first(bias, axes)
@@ -52,7 +56,7 @@ def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"b {o} {y}, b {i} {x}, {weight} -> {shown}", node, tensors, lower=_lower_convolution_backward)
 
 
-def _lower_convolution_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_convolution_backward(local: Local) -> Node:
     grad, x, weight = local.operands
     args = list(local.node.args)
     sizes = [local.local_size("o")] if args[3] is not None else None
@@ -78,7 +82,7 @@ def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
     return replace(_window(node, tensors), lower=_lower_upsample_backward)
 
 
-def _lower_upsample_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_upsample_backward(local: Local) -> Node:
     """(grad, output_size, input_size, ...): input_size speaks of batch and channels too."""
     args = local.node.args
     return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch.fx import Node
 
 from meshc.passes.rules.rule import Rule, RuleFunction, result_shapes
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 
@@ -15,7 +20,7 @@ def _fill(node: Node, tensors: list[Node]) -> Rule:
     return Rule((), (tuple(f"d{i}" for i in range(len(shape))),), ({},), lower=_lower_fill)
 
 
-def _lower_fill(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_fill(local: Local) -> Node:
     node = local.node
     if node.target in (aten.scalar_tensor.default,):
         return local.emit(node.target, *node.args, **node.kwargs)
@@ -29,7 +34,7 @@ def _new(node: Node, tensors: list[Node]) -> Rule:
     return Rule((seed,), (tuple(f"d{i}" for i in range(len(shape))),), ({},), lower=_lower_new)
 
 
-def _lower_new(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_new(local: Local) -> Node:
     (x,) = local.operands
     return local.emit(local.node.target, x, list(local.out_shape(0)), *local.node.args[2:], **local.node.kwargs)
 
@@ -38,18 +43,18 @@ def _arange(node: Node, tensors: list[Node]) -> Rule:
     return Rule((), (("d0",),), ({},), lower=_lower_arange)
 
 
-def _lower_arange(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_arange(local: Local) -> Node:
     node = local.node
     if not local.axes("d0"):
         return local.emit(node.target, *node.args, **node.kwargs)
-    start: float
-    step: float
-    start, step = 0, 1
+    start: Any = 0
+    step: Any = 1
     if node.target is aten.arange.start:
         start = node.args[0]
     elif node.target is aten.arange.start_step:
         start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
-    index = local.positions("d0", node.meta["meshc"].dtype, node.kwargs.get("device") or torch.device("cpu"))
+    device: Any = node.kwargs.get("device") or torch.device("cpu")
+    index = local.positions("d0", node.meta["meshc"].dtype, device)
     if step != 1:
         index = local.emit(aten.mul.Tensor, index, step)
     return local.emit(aten.add.Tensor, index, start) if start else index

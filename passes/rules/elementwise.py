@@ -6,12 +6,17 @@ whose operands are all pending alike.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.fx import Node
 
 from meshc.ir import is_tensor
 from meshc.ops import random as _random_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -85,7 +90,7 @@ def _dropout(node: Node, tensors: list[Node]) -> Rule:
     return Rule((x.operands[0], ("_seed",)), x.results, ({}, {}), whole=frozenset({"_seed"}), lower=_lower_dropout)
 
 
-def _lower_dropout(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_dropout(local: Local) -> Node:
     x, seed_step = local.operands
     return local.emit(meshc.dropout.default, x, seed_step, *local.node.args[2:4], *local.tiles(0))
 
@@ -106,7 +111,7 @@ def _draw(node: Node, tensors: list[Node]) -> Rule:
     return Rule((("_seed",),), (tuple(f"d{i}" for i in range(len(shape))),), ({},), whole=frozenset({"_seed"}), lower=_lower_draw)
 
 
-def _lower_draw(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_draw(local: Local) -> Node:
     """The tile is drawn factor by factor, so the result has a dim a factor until it is viewed."""
     (seed_step,) = local.operands
     node = local.node

@@ -5,13 +5,16 @@ Where it writes, the dim written to is whole, and so is what is written, unless 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from meshc.ops.take import take_backward
+from meshc.ops import take as _take_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -30,7 +33,7 @@ def _embedding(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, **READS)
 
 
-def _inside(local, index, letter: str):  # type: ignore[no-untyped-def]
+def _inside(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
     """(index inside the tile or 0, mask of those inside)."""
     shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
     low = local.emit(aten.ge.Scalar, shifted, 0)
@@ -39,7 +42,7 @@ def _inside(local, index, letter: str):  # type: ignore[no-untyped-def]
     return local.emit(aten.mul.Tensor, shifted, inside), inside
 
 
-def _lower_embedding(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_embedding(local: Local) -> Node:
     weight, index = local.operands
     if not local.axes("v"):
         return local.emit(aten.embedding.default, weight, index)
@@ -56,9 +59,9 @@ def _embedding_backward(node: Node, tensors: list[Node]) -> Rule:
     return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"), linear="each")
 
 
-def _lower_embedding_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_embedding_backward(local: Local) -> Node:
     grad, index = local.operands
-    rows, padding, scale = local.node.args[2], local.node.args[3], local.node.args[4]
+    rows, padding, scale = local.node.args[2], integer(local.node.args[3]), local.node.args[4]
     if not local.axes("v"):
         return local.emit(aten.embedding_dense_backward.default, grad, index, rows, padding, scale)
     if padding >= 0:
@@ -74,7 +77,7 @@ def _take(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{rows} v, {rows} -> {rows} +v", node, tensors, lower=_lower_take, self_masked=True, major=frozenset("v"))
 
 
-def _lower_take(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_take(local: Local) -> Node:
     x, index = local.operands
     ignore = local.node.args[2]
     if len(local.axes("v")) > 1:  # tiles of tiles: what lies behind this tile is another's, though the padding has room for it
@@ -88,7 +91,7 @@ def _take_backward(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{rows}, {rows} -> {rows} v", node, tensors, lower=_lower_take_backward, major=frozenset("v"))
 
 
-def _lower_take_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_take_backward(local: Local) -> Node:
     grad, index = local.operands
     return local.emit(meshc.take_backward.default, grad, index, local.node.args[2], local.local_size("v"), local.start("v"))
 
@@ -115,7 +118,7 @@ def _gather(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(text, node, tensors, lower=_lower_gather, **READS)
 
 
-def _lower_gather(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_gather(local: Local) -> Node:
     x, index = local.operands
     dim = local.node.args[1]
     if not local.axes("v"):
@@ -145,9 +148,9 @@ def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(text, node, tensors, lower=_lower_index_select, **READS)
 
 
-def _lower_index_select(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_index_select(local: Local) -> Node:
     x, index = local.operands
-    dim = local.node.args[1]
+    dim = integer(local.node.args[1])
     if not local.axes("v"):
         return local.emit(aten.index_select.default, x, dim, index)
     safe, inside = _inside(local, index, "v")
@@ -168,16 +171,16 @@ def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
 
 def _indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
     """Letters of x, of each index tensor, and of x[indices], which has the indices' dims in the place of those that they index."""
-    indices = node.args[1]
-    if any(isinstance(index, Node) and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):  # type: ignore[union-attr]
+    indices: Any = node.args[1]
+    if any(isinstance(index, Node) and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):
         return None
     shape = shape_of(tensors[0])
-    at = [position for position, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
-    rank = max(len(shape_of(indices[position])) for position in at)  # type: ignore[index, arg-type]
+    at = [position for position, index in enumerate(indices) if index is not None]
+    rank = max(len(shape_of(indices[position])) for position in at)
     x = [f"v{d}!" if d in at else f"a{d}" for d in range(len(shape))]
     letters = []
     for position in at:
-        extents = shape_of(indices[position])  # type: ignore[index, arg-type]
+        extents = shape_of(indices[position])
         letters.append([f"i{rank - len(extents) + d}" for d in range(len(extents))])
     together = at == list(range(at[0], at[-1] + 1))
     rest = [letter for letter in x if not letter.endswith("!")]
@@ -210,11 +213,12 @@ def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(text, node, tensors, lower=_lower_index_put, clean=tuple(range(1, 1 + len(letters))))
 
 
-def _lower_index_put(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_index_put(local: Local) -> Node:
     x, *indices, values = local.operands
     x = local.keep_first(x, [axis for letter in dict.fromkeys(local.rule.sums[0]) for axis in local.axes(letter)])
     rest = iter(indices)
-    places = [None if index is None else next(rest) for index in local.node.args[1]]
+    given: Any = local.node.args[1]
+    places = [None if index is None else next(rest) for index in given]
     return local.emit(local.node.target, x, places, values, *local.node.args[3:])
 
 
@@ -234,4 +238,3 @@ RULES: dict[object, RuleFunction] = {
     aten.index_put.default: _index_put,
     aten._unsafe_index_put.default: _index_put,
 }
-__all__ = ["RULES", "take_backward"]

@@ -6,11 +6,17 @@ which is local when the tiles are whole. Other slices need their dim whole.
 
 from __future__ import annotations
 
+from math import prod
+from typing import TYPE_CHECKING
+
 import torch
 from torch.fx import Node
 
-from meshc.ir import is_getitem, operands, records, value_of
+from meshc.ir import is_getitem, operands, value_of
 from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, integer, integers, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 
@@ -44,7 +50,7 @@ def _view(node: Node, tensors: list[Node]) -> Rule:
     return Rule((inside,), (tuple(outside),), ({},), relations=tuple(relations), kind="layout", lower=_lower_shape)
 
 
-def _lower_shape(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_shape(local: Local) -> Node:
     (x,) = local.operands
     shape = local.out_shape(0)
     if tuple(local.shape(x)) == tuple(shape):
@@ -84,7 +90,7 @@ def _expand(node: Node, tensors: list[Node]) -> Rule:
     return Rule((_dims("d", source),), (out,), ({},), kind="layout", lower=_lower_expand)
 
 
-def _lower_expand(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_expand(local: Local) -> Node:
     (x,) = local.operands
     return local.emit(aten.expand.default, x, list(local.out_shape(0)))
 
@@ -96,9 +102,9 @@ def _same(node: Node, tensors: list[Node]) -> Rule:
 
 def _cast(node: Node, tensors: list[Node]) -> Rule:
     """A sum may ride through a cast that loses nothing; others round it, so they need it finished."""
-    source, target = dtype_of(tensors[0]), records(node)[0].dtype
+    source, target = dtype_of(tensors[0]), dtype_of(node)
     letters = _dims("d", shape_of(tensors[0]))
-    exact = source == target or (target != torch.bool and torch.promote_types(source, target) == target)  # type: ignore[arg-type]
+    exact = source == target or (target != torch.bool and torch.promote_types(source, target) == target)
     return Rule((letters,), (letters,), ({},), kind="layout", settles=not exact)
 
 
@@ -120,7 +126,7 @@ def _bounds(node: Node, size: int) -> tuple[int, int, int, int]:
 
 
 def slice_bounds(node: Node) -> tuple[int, int, int, int]:
-    shape = shape_of(node.args[0])  # type: ignore[arg-type]
+    shape = shape_of(node.all_input_nodes[0])
     dim = integer((node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) or 0)
     dim %= len(shape)
     _, start, length, step = _bounds(node, shape[dim])
@@ -130,9 +136,10 @@ def slice_bounds(node: Node) -> tuple[int, int, int, int]:
 def _tiled_by_siblings(node: Node) -> bool:
     """All equal parts of the dim are taken by slices of the same value: only then is it a split."""
     dim, _, length, _ = slice_bounds(node)
-    size = shape_of(node.args[0])[dim]  # type: ignore[arg-type]
+    (x,) = node.all_input_nodes
+    size = shape_of(x)[dim]
     starts = set()
-    for user in node.args[0].users:  # type: ignore[union-attr]
+    for user in x.users:
         if user.target is aten.slice.Tensor and slice_bounds(user)[0] == dim and slice_bounds(user)[2] == length:
             starts.add(slice_bounds(user)[1])
     return starts >= set(range(0, size, length))
@@ -152,10 +159,10 @@ def _slice(node: Node, tensors: list[Node]) -> Rule:
     return Rule((inside,), (tuple(out),), ({},), frozenset({inside[dim], "o"}), kind="layout", lower=_lower_slice, shrinks=True)
 
 
-def _lower_slice(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_slice(local: Local) -> Node:
     (x,) = local.operands
     dim, start, length, step = slice_bounds(local.node)
-    size = shape_of(local.node.args[0])[dim]
+    size = shape_of(local.node.all_input_nodes[0])[dim]
     if length == size and step == 1:
         return x
     if step == 1 and length and size % length == 0 and local.shape(x)[dim] != size:
@@ -197,10 +204,10 @@ def _split(node: Node, tensors: list[Node]) -> Rule:
     )
 
 
-def _lower_split(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_split(local: Local) -> list[Node]:
     (x,) = local.operands
     node = local.node
-    dim = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0))
+    dim = integer(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0))
     rank = len(local.shape(x))
     sizes = [local.out_shape(index)[dim % rank] for index in range(len(local.rule.results))]
     start, pieces = 0, []
@@ -304,14 +311,14 @@ def _slice_backward(node: Node, tensors: list[Node]) -> Rule:
     return Rule((tuple(inside),), (tuple(out),), ({},), whole, kind="layout", lower=_lower_slice_backward)
 
 
-def _lower_slice_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_slice_backward(local: Local) -> Node:
     (grad,) = local.operands
     node = local.node
-    dim, start, end, step = (int(a) for a in node.args[2:6])
+    dim, start, end, step = (integer(a) for a in node.args[2:6])
     shape = local.out_shape(0)
     total = node.meta["meshc"].shape
     dim %= len(total)
-    length = shape_of(node.args[0])[dim]
+    length = shape_of(node.all_input_nodes[0])[dim]
     if length == total[dim]:
         return grad
     if shape[dim] != total[dim]:
@@ -328,7 +335,7 @@ def _select_backward(node: Node, tensors: list[Node]) -> Rule:
     return Rule((inside,), (out,), ({},), frozenset({out[dim]} - {ONE}), kind="layout", lower=_lower_select_backward)
 
 
-def _lower_select_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_select_backward(local: Local) -> Node:
     (grad,) = local.operands
     return local.emit(aten.select_backward.default, grad, list(local.out_shape(0)), *local.node.args[2:])
 
@@ -336,7 +343,7 @@ def _lower_select_backward(local) -> object:  # type: ignore[no-untyped-def]
 def _pad(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
     inside = tuple(f"d{i}" for i in range(len(source)))
-    amounts = [*node.args[1], *[0] * (2 * len(source))]  # type: ignore[misc]
+    amounts = [*integers(node.args[1]), *[0] * (2 * len(source))]
     padded = {len(source) - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
     out = tuple(f"o{i}" if i in padded else letter for i, letter in enumerate(inside))
     whole = frozenset(letter for a, b in zip(inside, out, strict=True) if a != b for letter in (a, b))
@@ -355,14 +362,7 @@ def is_grown(node: Node) -> bool:
     if is_getitem(node):
         return False
     inputs = operands(producer)
-    return bool(inputs) and _numel(shape_of(producer)) > max(_numel(shape_of(x)) for x in inputs)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    return bool(inputs) and prod(shape_of(producer)) > max(prod(shape_of(x)) for x in inputs)
 
 
 RULES: dict[object, RuleFunction] = {

@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integers, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
 
 
 def _names(node: Node) -> tuple[str, str, str]:
-    shape = shape_of(node.args[0])  # type: ignore[arg-type]
+    shape = shape_of(node.all_input_nodes[0])
     position = 1 if node.target is aten.native_layer_norm.default else 2
-    normalised = len(node.args[position])  # type: ignore[arg-type]
+    normalised = len(integers(node.args[position]))
     lead = " ".join(f"b{i}" for i in range(len(shape) - normalised))
     whole = " ".join(f"c{i}!" for i in range(normalised))
     return lead, whole, " ".join(["_"] * normalised)
@@ -39,7 +43,7 @@ def _layer_norm_backward(node: Node, tensors: list[Node]) -> Rule:
     return einsum(text, node, tensors, lower=_lower_layer_norm_backward)
 
 
-def _lower_layer_norm_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_layer_norm_backward(local: Local) -> Node:
     """torch's CPU kernel reads mean and rstd as if they were contiguous; slices of them are not."""
     grad, x, mean, rstd, *weights = local.operands
     args, rest = list(local.node.args), iter(weights)
@@ -47,8 +51,8 @@ def _lower_layer_norm_backward(local) -> object:  # type: ignore[no-untyped-def]
         row if row.target is operator.getitem else local.emit(aten.clone.default, row, memory_format=torch.contiguous_format)
         for row in (mean, rstd)
     )
-    weights = [None if argument is None else next(rest) for argument in args[5:7]]
-    return local.emit(aten.native_layer_norm_backward.default, grad, x, args[2], mean, rstd, *weights, *args[7:])
+    scales = [None if argument is None else next(rest) for argument in args[5:7]]
+    return local.emit(aten.native_layer_norm_backward.default, grad, x, args[2], mean, rstd, *scales, *args[7:])
 
 
 RULES: dict[object, RuleFunction] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from meshc.ops import norm, optim
+from meshc.ops import norm as _norm_operators  # noqa: F401 - registers them
+from meshc.ops import optim as _update_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, result_shapes, shape_of
 
 meshc = torch.ops.meshc
@@ -31,4 +32,3 @@ RULES: dict[object, RuleFunction] = {
     meshc.sgd_plain.default: _update,
     meshc.square_sum.default: _square_sum,
 }
-__all__ = ["RULES", "norm", "optim"]

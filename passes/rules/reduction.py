@@ -6,16 +6,20 @@ A split softmax needs two small reductions over its rows: the maximum and the su
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
 from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, result_shapes, shape_of
 
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
+
 aten = torch.ops.aten
 
 
-def _reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str | None, **changes: object) -> Rule:
+def _reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str | None, **changes: Any) -> Rule:
     (x,) = tensors
     shape = shape_of(x)
     letters = tuple(f"d{i}" for i in range(len(shape)))
@@ -27,8 +31,8 @@ def _reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str 
     reduced = {letters[i] for i in gone}
     count = len(result_shapes(node))
     if how is None:
-        return Rule((letters,), (out,) * count, ({},) * count, whole=frozenset(reduced), **changes)  # type: ignore[arg-type]
-    return Rule((letters,), (out,) * count, ({letter: how for letter in reduced},) * count, **changes)  # type: ignore[arg-type]
+        return Rule((letters,), (out,) * count, ({},) * count, whole=frozenset(reduced), **changes)
+    return Rule((letters,), (out,) * count, ({letter: how for letter in reduced},) * count, **changes)
 
 
 def _argument(node: Node, position: int, name: str, default: object) -> object:
@@ -53,7 +57,7 @@ def _mean_all(node: Node, tensors: list[Node]) -> Rule:
     return _reduce(node, tensors, None, False, "sum", linear="each", lower=_lower_mean)
 
 
-def _lower_mean(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_mean(local: Local) -> Node:
     (x,) = local.operands
     reduced = list(local.rule.sums[0])
     if not any(local.axes(letter) for letter in reduced):
@@ -116,7 +120,7 @@ def _triangle(node: Node, tensors: list[Node]) -> Rule:
     return Rule((letters,), (letters,), ({},), lower=_lower_triangle)
 
 
-def _lower_triangle(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_triangle(local: Local) -> Node:
     """Rows and columns by their global positions."""
     (x,) = local.operands
     node = local.node
@@ -152,9 +156,9 @@ def _log_softmax(node: Node, tensors: list[Node]) -> Rule:
     return Rule((letters,), (letters,), ({},), lower=_lower_log_softmax, self_masked=True)
 
 
-def _lower_log_softmax(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_log_softmax(local: Local) -> Node:
     (x,) = local.operands
-    dim = int(local.node.args[1]) % len(local.node.meta["meshc"].shape)
+    dim = integer(local.node.args[1]) % len(local.node.meta["meshc"].shape)
     letter = f"d{dim}"
     axes = local.axes(letter)
     if not axes:
@@ -172,9 +176,9 @@ def _log_softmax_backward(node: Node, tensors: list[Node]) -> Rule:
     return Rule((letters, letters), (letters,), ({},), lower=_lower_log_softmax_backward, self_masked=True)
 
 
-def _lower_log_softmax_backward(local) -> object:  # type: ignore[no-untyped-def]
+def _lower_log_softmax_backward(local: Local) -> Node:
     grad, out = local.operands
-    dim = int(local.node.args[2]) % len(local.node.meta["meshc"].shape)
+    dim = integer(local.node.args[2]) % len(local.node.meta["meshc"].shape)
     axes = local.axes(f"d{dim}")
     if not axes:
         return local.emit(local.node.target, grad, out, *local.node.args[2:])

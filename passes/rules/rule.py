@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,7 +156,7 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
         return tuple(letters)
 
     # larger sizes first, so that a broadcast dim of size 1 is recognised
-    order = sorted(range(len(tensors)), key=lambda i: -_numel(shape_of(tensors[i])))
+    order = sorted(range(len(tensors)), key=lambda i: -prod(shape_of(tensors[i])))
     results = tuple(dims(tokens, shape) for tokens, shape in zip(stripped, out_shapes, strict=False))
     operands: list[Dims] = [()] * len(tensors)
     for index in order:
@@ -165,13 +166,6 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
 
 def _lead(count: int) -> list[str]:
     return [f"*{index}" for index in range(count)]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def pointwise(node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
