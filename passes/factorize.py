@@ -100,8 +100,8 @@ class _Solved:
     active: bool = True
 
 
-def factorize(graph: Graph, sizes_hint: Iterable[int] = ()) -> Factors:
-    """Classes for every dim of every value of a global-view graph."""
+def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = ()) -> Factors:
+    """Classes for every dim of every value of a global-view graph. `alike` pairs values of one meaning: a gradient and its parameter."""
     union = _Union()
     dim_of: dict[Value, list[int | None]] = {}
     size: dict[int, int] = {}
@@ -136,6 +136,11 @@ def factorize(graph: Graph, sizes_hint: Iterable[int] = ()) -> Factors:
         for relation in rule.relations:
             unsolved.append((node, relation, letters))
         rules[node] = (rule, values, [letters])
+
+    for one, other in alike:
+        for a, b in zip(dims(one), dims(other), strict=True):
+            if a is not None and b is not None:
+                union.join(a, b)
 
     relations = [
         _Solved(node, relation, _side(relation.inside, letters, union, size), _side(relation.outside, letters, union, size))

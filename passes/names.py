@@ -191,8 +191,8 @@ def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
             tokens = instance.operands[0][1]
         elif node.target in NORMS:
             tokens = instance.operands[0][-1]
-        elif node.target is aten.mean.dim and record_phase(node) == "forward" and len(instance.operands[0]) >= 2:
-            tokens = instance.operands[0][-1] if any(t in instance.sums[0] for t in instance.operands[0][-1]) else ()
+        elif node.target is aten.mean.dim and record_phase(node) == "forward" and list(node.args[1]) == [-1]:  # type: ignore[call-overload]
+            tokens = instance.operands[0][-1]  # a norm written out
         else:
             continue
         for token in tokens:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch.utils import _pytree as pytree
+from torch.fx import Node
 
 from meshc.capture import cache_paths, torch_graph
-from meshc.errors import CompileError, PlanError
-from meshc.ir import record, records, value_of
+from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
 from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, raise_ops, update
@@ -55,8 +54,24 @@ def _differentiate(draft: Draft) -> Draft:
     return update.close_loss(draft) if draft.request.train else draft
 
 
+def _alike(draft: Draft) -> list[tuple[tuple[Node, int], tuple[Node, int]]]:
+    """Gradients, new values and tangents with what they are gradients, new values and tangents of."""
+    inputs = draft.placeholders()
+    results = {port.key: value_of(node) for port, node in zip(draft.outputs, draft.results(), strict=True)}
+    pairs = []
+    for key, value in results.items():
+        kind, name = key.split(":", 1)
+        other = inputs.get(f"parameter:{name}" if kind == "gradient" and ":" not in name else name if kind == "gradient" else key)
+        if other is not None:
+            pairs.append((value, (other, 0)))
+        tangent = inputs.get(f"tangent:{name}")
+        if kind == "output" and tangent is not None:
+            pairs.append((value, (tangent, 0)))
+    return pairs
+
+
 def _factorize(draft: Draft) -> Draft:
-    draft.factors = factorize(draft.the_graph())
+    draft.factors = factorize(draft.the_graph(), _alike(draft))
     draft.notes += draft.factors.dropped
     draft.names = name_factors(draft.the_graph(), draft.factors, draft.inputs, draft.request.names)
     return draft
@@ -232,6 +247,3 @@ def finish(draft: Draft) -> Program:
         notes=draft.notes,
         info={"output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs},
     )
-
-
-__all__ = ["PASSES", "CompileError", "Entry", "PlanError", "compile_program", "finish", "pytree", "record", "run_passes", "start"]
