@@ -54,6 +54,12 @@ def has_record(node: Node) -> bool:
     return KEY in node.meta
 
 
+def is_integer(node: Node) -> bool:
+    """Whether a call's value is no tensor but an integer: a coordinate, a tile's start or count."""
+    found = node.meta[KEY]
+    return not isinstance(found, tuple) and found.dtype is None
+
+
 def record(node: Node) -> Record:
     """The record of a node that makes one value."""
     found = node.meta[KEY]

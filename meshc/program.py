@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from meshc.ir import Source
 from meshc.mesh import Mesh
 from meshc.plan import Plan
 from meshc.sharding import Sharding
@@ -104,6 +103,3 @@ class Program:
 def sizes(program: Program) -> Mapping[str, int]:
     """Sizes of all axes a sharding of this program may name, the microbatch axis `mb` included."""
     return program.axis_sizes or {axis.name: axis.size for axis in program.mesh.axes}
-
-
-__all__ = ["KINDS", "Instruction", "Port", "Program", "Source", "Stage", "sizes"]

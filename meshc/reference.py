@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import MeshcError
 from meshc.ops import random
-from meshc.ops.random import RANDOM_CALLS, draws, is_random
-
-__all__ = ["RANDOM_CALLS", "ReferenceRandom", "draws", "is_random"]
 
 aten = torch.ops.aten
 

@@ -17,7 +17,6 @@ from meshc.ir import records
 from meshc.passes.draft import Draft
 from meshc.plan import contradictions
 from meshc.plan_entries import Pin
-from meshc.sharding import Sharding
 
 Value = tuple[Node, int]
 
@@ -151,6 +150,3 @@ def _apply(draft: Draft, pin: Pin, name: str, value: Value, kind: str) -> str | 
         draft.storage_pins[name] = chosen
     draft.pins[value] = chosen
     return None
-
-
-__all__ = ["Sharding", "annotate"]

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc import spmd
-from meshc.ir import Record, is_getitem, record, set_record
+from meshc.ir import Record, is_getitem, is_integer, record, set_record
 from meshc.passes.draft import Draft
 from meshc.program import Stage
 from meshc.sharding import Sharding
@@ -52,19 +52,14 @@ def _positions(graph: Graph) -> dict[Node, float]:
 
 def _is_preparation(node: Node) -> bool:
     return node.op == "call_function" and (
-        node.target in PREPARATION or node.target in (spmd.shard, spmd.mask) or is_getitem(node) or record_is_integer(node)
+        node.target in PREPARATION or node.target in (spmd.shard, spmd.mask) or is_getitem(node) or is_integer(node)
     )
-
-
-def record_is_integer(node: Node) -> bool:
-    found = node.meta["meshc"]
-    return not isinstance(found, tuple) and found.dtype is None
 
 
 def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None:
     """Move a node to right after the last of its operands, what prepares them first."""
     for operand in node.all_input_nodes:
-        if _is_preparation(operand) and (len(operand.users) == 1 or record_is_integer(operand)):
+        if _is_preparation(operand) and (len(operand.users) == 1 or is_integer(operand)):
             _hoist(operand, place, last_placeholder)
     anchor = max(node.all_input_nodes, key=lambda n: place[n], default=last_placeholder)
     if anchor.op == "placeholder":

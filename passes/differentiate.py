@@ -10,7 +10,6 @@ thereby synchronised). What tracing leaves behind (aliases, detaches, equal node
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -230,6 +229,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, bool):
         return ("bool", value)
     return value
-
-
-__all__ = ["DECOMPOSED", "differentiate", "operator"]

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from meshc import spmd
 from meshc.errors import CompileError
-from meshc.ir import record
+from meshc.ir import is_integer, record
 from meshc.passes.draft import Draft
 from meshc.passes.propagate import MICROBATCH
 from meshc.program import Instruction, Stage
@@ -41,7 +41,7 @@ def split_microbatches(draft: Draft) -> Draft:
     for node in wanted_late:
         if node in varies and node not in sums:
             raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")
-    integers = {n for n in early if record_is_integer(n)}
+    integers = {n for n in early if is_integer(n)}
     later = {*varies, *done, *learned, output}
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
     parts = [node.args[0] for node in sums]
@@ -58,11 +58,6 @@ def split_microbatches(draft: Draft) -> Draft:
         schedule += [Instruction("add", "each", k, f"part:{part.name}", f"sum:{part.name}") for part in dict.fromkeys(parts)]
     draft.schedule = (*schedule, Instruction("run", "after"))
     return draft
-
-
-def record_is_integer(node: Node) -> bool:
-    found = node.meta["meshc"]
-    return not isinstance(found, tuple) and found.dtype is None
 
 
 def _reach(start: list[Node], stop: set[Node]) -> set[Node]:

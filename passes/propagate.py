@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import is_getitem, operands, records, value_of
+from meshc.ir import is_getitem, records
 from meshc.passes.factorize import Factors, Instance, Token, Value
 from meshc.passes.names import Names
 from meshc.passes.rules.layout import is_grown
@@ -449,6 +449,3 @@ def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding
 def _bytes(value: Value) -> int:
     found = records(value[0])[value[1]]
     return prod(found.shape) * (found.dtype.itemsize if found.dtype else 0)
-
-
-__all__ = ["MICROBATCH", "Assignment", "Interest", "Propagator", "backward_map", "forward_map", "operands", "spread", "value_of"]

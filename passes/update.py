@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import Record, Source, record, set_record
-from meshc.ops import norm as _norm  # registers meshc::square_sum
+from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer import GroupSpec, OptimizerSpec, update_nodes
 from meshc.passes.draft import Draft
 from meshc.program import Port
@@ -189,6 +189,3 @@ def _group_of(spec: OptimizerSpec, parameter: Any, name: str, draft: Draft) -> G
             return group
     draft.notes.append(f"{name} has a gradient but is in none of the optimizer's groups: it is not updated")
     return None
-
-
-__all__ = ["Appender", "append_update", "close_loss", "_norm"]

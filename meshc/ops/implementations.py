@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from meshc.ops import attention, norm, optim, random, take
+from meshc.ops import attention, norm, take
+from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
+from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
 _PLAIN: dict[Any, Callable[..., Any]] = {}
 
@@ -30,6 +32,3 @@ def direct(target: Any, device: torch.device) -> Callable[..., Any]:
         return target._op
     function: Callable[..., Any] = target
     return function
-
-
-__all__ = ["direct", "optim", "random"]

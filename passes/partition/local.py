@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -173,6 +172,3 @@ def _integer(value: float, dtype: torch.dtype) -> int:
         return int(value > 0)
     limits = torch.iinfo(dtype)
     return limits.min if value < 0 else limits.max
-
-
-__all__ = ["Local", "mask_part", "replace"]

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshc.errors import MeshcError
 from meshc.ops import philox, random
-from meshc.reference import ReferenceRandom, draws, is_random
+from meshc.ops.random import draws, is_random
+from meshc.reference import ReferenceRandom
 
 ops = torch.ops.meshc
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
