@@ -105,6 +105,7 @@ class Captured:
 
 
 def _checked(report: verification.Report) -> verification.Report:
+    assert report.rows, "nothing was compared"
     if not report.ok:
         raise meshc.VerifyError(f"the program does not mean what the model means:\n{report}")
     return report
