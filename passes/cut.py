@@ -8,7 +8,9 @@ parameters and integers, which are made again.
 
 from __future__ import annotations
 
-from torch.fx import Node
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
 
 from meshc.ir import record, records
 from meshc.passes.draft import Draft
@@ -55,7 +57,7 @@ def cut_backward(draft: Draft) -> Draft:
     return draft
 
 
-def _remade(graph, keys, late) -> set[Node]:  # type: ignore[no-untyped-def]
+def _remade(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
     """Forward nodes that the backward stage makes itself: integers, and layouts of parameters."""
     light: set[Node] = set()
     for node in graph.nodes:

@@ -14,9 +14,8 @@ are the sources; classes only name: `propagate` decides at each operator.)
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from torch.fx import Graph, Node
 
@@ -26,6 +25,7 @@ from meshc.passes.rules.rule import ONE, Relation, Rule
 
 Token = tuple[str, int]
 Value = tuple[Node, int]
+Piece = tuple[Token | None, int | None, int]
 
 
 @dataclass(frozen=True)
@@ -195,22 +195,32 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = ()) -> Factor
             if not solved.active:
                 whole |= {(name, k) for name in real for k in range(len(atoms_of(letters[name])))}
                 continue
-            for a, b in zip(*aligned[(node, index)], strict=True):
-                if a is not None and b is not None:
-                    alias[b] = alias.get(a, a)
-                elif a is not None or b is not None:
-                    whole.add(a or b)  # type: ignore[arg-type]
-        factors.instances[node] = _instance(node, rule, values, letters, atoms_of, pieces, piece_size, alias, whole, dim_of)
+            for inner, outer in zip(*aligned[(node, index)], strict=True):
+                if inner is not None and outer is not None:
+                    alias[outer] = alias.get(inner, inner)
+                elif inner is not None or outer is not None:
+                    whole |= {token for token in (inner, outer) if token is not None}
+        factors.instances[node] = _instance(node, rule, values, atoms_of, pieces, piece_size, alias, whole, dim_of)
     return factors
 
 
-def _instance(node, rule, values, letters, atoms_of, pieces, piece_size, alias, whole, dim_of) -> Instance:  # type: ignore[no-untyped-def]
+def _instance(
+    node: Node,
+    rule: Rule,
+    values: Sequence[Value],
+    atoms_of: Callable[[int], list[int]],
+    pieces: _Union,
+    piece_size: Mapping[int, int],
+    alias: Mapping[Token, Token],
+    whole: set[Token],
+    dim_of: Mapping[Value, list[int | None]],
+) -> Instance:
     size: dict[Token, int] = {}
     factor: dict[Token, int] = {}
     whole = {alias.get(token, token) for token in whole}
 
     def tokens(names: tuple[str, ...], items: list[int | None]) -> tuple[tuple[Token, ...], ...]:
-        found = []
+        found: list[tuple[Token, ...]] = []
         for name, item in zip(names, items, strict=True):
             if item is None or name == ONE:
                 found.append(())
@@ -385,9 +395,11 @@ def _extents(size: int, cuts: frozenset[int]) -> list[int]:
     return [a // b for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _tokens(names, letters, atoms_of, piece_size):  # type: ignore[no-untyped-def]
+def _tokens(
+    names: Iterable[str], letters: Mapping[str, int], atoms_of: Callable[[int], list[int]], piece_size: Mapping[int, int]
+) -> list[Piece]:
     """(token, atom, size) along one side of a relation; virtual letters have no token."""
-    row: list[tuple[Token | None, int | None, int]] = []
+    row: list[Piece] = []
     for name in names:
         if name.startswith("#"):
             row.append((None, None, int(name[1:])))
@@ -396,9 +408,9 @@ def _tokens(names, letters, atoms_of, piece_size):  # type: ignore[no-untyped-de
     return [entry for entry in row if entry[2] != 1]
 
 
-def _align(inside, outside):  # type: ignore[no-untyped-def]
+def _align(inside: Sequence[Piece], outside: Sequence[Piece]) -> list[tuple[Piece, Piece]] | None:
     """Pairs of equal pieces; a virtual piece may stand for several real ones."""
-    pairs = []
+    pairs: list[tuple[Piece, Piece]] = []
     inside, outside = list(inside), list(outside)
     while inside or outside:
         if not inside or not outside:
@@ -415,7 +427,3 @@ def _align(inside, outside):  # type: ignore[no-untyped-def]
         else:
             return None
     return pairs
-
-
-def product(values: Iterable[int]) -> int:
-    return prod(values)

@@ -65,7 +65,13 @@ def name_factors(
     return found
 
 
-def _user_names(found, factors, inputs, placeholders, names) -> None:  # type: ignore[no-untyped-def]
+def _user_names(
+    found: Names,
+    factors: Factors,
+    inputs: Sequence[Port],
+    placeholders: Mapping[str, Node],
+    names: Mapping[str, Sequence[str | None]],
+) -> None:
     known = {port.name: port for port in inputs if port.kind == "input"}
     for name, dims in names.items():
         if name not in known:
@@ -74,8 +80,9 @@ def _user_names(found, factors, inputs, placeholders, names) -> None:  # type: i
         if len(dims) != len(port.shape):
             raise PlanError(f"names={{{name!r}: {tuple(dims)}}} has {len(dims)} names, but {name} has shape {list(port.shape)}")
         for label, classes in zip(dims, factors.dims[(placeholders[port.key], 0)], strict=True):
-            for factor in classes if label else ():
-                found.set(factor, label)
+            if label:
+                for factor in classes:
+                    found.set(factor, label)
 
 
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
@@ -191,7 +198,7 @@ def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
             tokens = instance.operands[0][1]
         elif node.target in NORMS:
             tokens = instance.operands[0][-1]
-        elif node.target is aten.mean.dim and record_phase(node) == "forward" and list(node.args[1]) == [-1]:  # type: ignore[call-overload]
+        elif node.target is aten.mean.dim and record_phase(node) == "forward" and node.args[1] in ([-1], (-1,)):
             tokens = instance.operands[0][-1]  # a norm written out
         else:
             continue

@@ -14,7 +14,7 @@ from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
 from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, raise_ops, update
 from meshc.passes.draft import Draft, Request
-from meshc.passes.factorize import factorize
+from meshc.passes.factorize import Value, factorize
 from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Propagator
@@ -108,11 +108,11 @@ def _tangents_as_outputs(draft: Draft) -> None:
     ]
 
 
-def _nodes(draft: Draft):  # type: ignore[no-untyped-def]
-    return draft.the_graph().find_nodes(op="placeholder")
+def _nodes(draft: Draft) -> list[Node]:
+    return list(draft.the_graph().find_nodes(op="placeholder"))
 
 
-def _lies(propagator: Propagator, port: Port, node) -> Sharding:  # type: ignore[no-untyped-def]
+def _lies(propagator: Propagator, port: Port, node: Node) -> Sharding:
     whole = propagator.result.whole((node, 0))
     if port.kind == "parameter":
         return propagator.storage(port.name, "parameter")
@@ -123,7 +123,7 @@ def _lies(propagator: Propagator, port: Port, node) -> Sharding:  # type: ignore
     return whole
 
 
-def _leaves(propagator: Propagator, draft: Draft, port: Port, node) -> Sharding:  # type: ignore[no-untyped-def]
+def _leaves(propagator: Propagator, draft: Draft, port: Port, node: Node) -> Sharding:
     value = value_of(node)
     whole = propagator.result.whole(value)
     if port.kind in ("parameter", "state"):
@@ -144,7 +144,7 @@ def _known(given: Sharding | None, whole: Sharding) -> Sharding:
     return whole if given is None else given.without_pending()
 
 
-def _batch_only(propagator: Propagator, value, whole: Sharding) -> Sharding:  # type: ignore[no-untyped-def]
+def _batch_only(propagator: Propagator, value: Value, whole: Sharding) -> Sharding:
     for dim, row in enumerate(propagator.factors.dims[value]):
         for position, factor in enumerate(row):
             if "batch" in propagator.names.also[factor]:

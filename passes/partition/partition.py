@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, is_getitem, record, records, update, value_of
-from meshc.passes.factorize import Instance, Value
+from meshc.passes.factorize import Instance, Token, Value
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Local, mask_part
 from meshc.passes.partition.reshard import cost, reshard
@@ -220,7 +221,7 @@ class Partitioner:
 
     # ---------------------------------------------------------------------------------------------------------------- operators
 
-    def _apply(self, instance: Instance, form: Form, grown: Mapping) -> None:
+    def _apply(self, instance: Instance, form: Form, grown: Mapping[Token, tuple[str, ...]]) -> None:
         """A layout operator on one form of its operand: all its results. `grown` splits dims that only the result has."""
         axes = dict(grown)
         for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
@@ -245,11 +246,16 @@ class Partitioner:
         self._emit(instance, operands, results, chosen, phase=None)
 
     def _emit(
-        self, instance: Instance, operands: list[Form], results: list[Sharding], chosen: Mapping, phase: str | None
+        self,
+        instance: Instance,
+        operands: list[Form],
+        results: list[Sharding],
+        chosen: Mapping[Token, tuple[str, ...]],
+        phase: str | None,
     ) -> None:
         node = instance.node
         self._context(node, self.assignment.reasons.get(node, ""))
-        masked = [self._masked(instance, position, form, chosen) for position, form in enumerate(operands)]
+        masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
         local = Local(self.build, instance, masked, results, dict(chosen), "")
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
@@ -287,7 +293,7 @@ class Partitioner:
         }
         return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
 
-    def _masked(self, instance: Instance, position: int, form: Form, chosen: Mapping) -> Node:
+    def _masked(self, instance: Instance, position: int, form: Form) -> Node:
         """An operand whose padding along summed letters is neutral."""
         rule = instance.rule
         clean = position in rule.clean
@@ -316,11 +322,11 @@ def _value_users(value: Value) -> list[Node]:
     return found
 
 
-def _substitute(node: Node, operands: list[Node]):  # type: ignore[no-untyped-def]
+def _substitute(node: Node, operands: list[Node]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a global node with its tensors, in order, replaced by local ones."""
     rest = list(operands)
 
-    def visit(argument):  # type: ignore[no-untyped-def]
+    def visit(argument: object) -> Any:
         if isinstance(argument, Node):
             return rest.pop(0)
         if isinstance(argument, list | tuple):
