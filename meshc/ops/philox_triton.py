@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshc.ops.philox import Tile
+from meshc.ops.tile import Tile
 
 UNIFORM32, UNIFORM64, NORMAL32, NORMAL64, MASK, DROPOUT32, DROPOUT64, BACKWARD32, BACKWARD64 = (tl.constexpr(kind) for kind in range(9))
 DIMS = 6

@@ -19,6 +19,7 @@ import torch
 from torch import SymInt, Tensor
 
 from meshc.ops import philox
+from meshc.ops.tile import Tile, tile_of
 
 Shape = Sequence[int]
 _TILE = "int[] global_shape, int[] local_shape, SymInt[] offsets"
@@ -55,8 +56,8 @@ def keep_scale(p: float) -> float:
 # ---------------------------------------------------------------------------------------------------------------------- operators
 
 
-def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymInt]) -> philox.Tile:
-    return philox.tile_of(tuple(global_shape), tuple(local_shape), tuple(int(offset) for offset in offsets))
+def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymInt]) -> Tile:
+    return tile_of(tuple(global_shape), tuple(local_shape), tuple(int(offset) for offset in offsets))
 
 
 @torch.library.impl("meshc::uniform", _DEVICES)
