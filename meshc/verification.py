@@ -103,10 +103,11 @@ def verify_update(
     def state(port: Port) -> torch.Tensor:
         return slots[port.name].initial(mine[port.of].detach())
 
-    low = report.tolerance > verification.TOLERANCE[torch.float32]
-    steps = 1 if low else 3  # the first update turns roundings of a 16-bit gradient into whole steps of Adam: later losses differ by percents
+    # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
+    steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
+    clip = program.step.clip_grad_norm
     verification.compare_steps(
-        compiled, reference, optimizer, state, lambda: numbers(optimizer), program.step.clip_grad_norm, report, steps=steps, parameters=double
+        compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=double
     )
 
 
