@@ -105,11 +105,12 @@ def bytes_sent() -> dict[str, int]:
 
 
 class Bench:
-    def __init__(self, workload: Workload, plan: str, mesh: DeviceMesh, contenders: list[Contender]) -> None:
+    def __init__(self, workload: Workload, plan: str, mesh: DeviceMesh, contenders: list[Contender], out: Path) -> None:
         self.workload, self.plan, self.mesh = workload, plan, mesh
         self.rank = dist.get_rank()
         self.batches = workload.batches(CHECKED_STEPS)
         self.contenders = contenders
+        self.out = out
         self.rows: list[Row] = []
         self.ready: list[tuple[Row, Contender, Built]] = []
 
@@ -128,6 +129,11 @@ class Bench:
                 row.step_s.append(wall_s)
                 row.cpu_s.append(cpu_s)
 
+    def save(self) -> None:
+        """Kept after each contender, since one that breaks the process group takes all down; `run.py` then goes on without it."""
+        if self.rank == 0:
+            self.out.write_text(json.dumps([asdict(row) for row in self.rows]))
+
     def _takes_part(self, contender: Contender) -> bool:
         return contender.system != "single" or self.rank == 0
 
@@ -135,6 +141,8 @@ class Bench:
         """Builds a contender and checks its losses; what fails on one rank is left out on all."""
         start = time.perf_counter()
         problem, built, losses, peak = None, None, [], 0
+        row.problem = "the ranks ended while this was built"
+        self.save()
         if self._takes_part(contender):
             try:
                 with Peak() as tensors:
@@ -146,7 +154,9 @@ class Bench:
                 peak = tensors.bytes
             except Exception as error:  # a row that cannot run says so; the others are measured
                 traceback.print_exc()
-                problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+                problem = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]
+                row.problem = problem
+                self.save()
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (problem, losses, peak))
         row.build_s = time.perf_counter() - start
@@ -200,10 +210,9 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))  # a rank may compile for minutes
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS_OF[request["plan"]],))
     contenders = [Contender(**contender) for contender in request["contenders"]]
-    bench = Bench(WORKLOADS[request["model"]], request["plan"], mesh, contenders)
+    bench = Bench(WORKLOADS[request["model"]], request["plan"], mesh, contenders, Path(request["out"]))
     bench.run(request["pairs"])
-    if dist.get_rank() == 0:
-        Path(request["out"]).write_text(json.dumps([asdict(row) for row in bench.rows]))
+    bench.save()
     dist.barrier()
     dist.destroy_process_group()
 

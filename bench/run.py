@@ -42,11 +42,26 @@ def contenders(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(model: str, plan: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one model and plan. A contender that takes the ranks down is a row that says so, and the others run again without it."""
+    wanted, broken = contenders(options), []
+    while True:
+        rows, log, status = launch({"model": model, "plan": plan, "pairs": options.pairs, "contenders": wanted})
+        if options.verbose or status != 0:
+            print(log, file=sys.stderr, flush=True)
+        if status == 0:
+            return rows + broken
+        if len(rows) < 2 or not rows[-1]["problem"]:
+            return [{"title": "all", "system": "", "mode": "", "problem": f"the ranks ended with status {status}"}]
+        broken.append(rows[-1])
+        del wanted[len(rows) - 1]
+
+
+def launch(request: dict[str, Any]) -> tuple[list[dict[str, Any]], str, int]:
+    """Runs `measure.py` on all ranks: the rows that it got to, what it printed, its exit status."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        request = {"model": model, "plan": plan, "pairs": options.pairs, "contenders": contenders(options), "out": str(out)}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += [str(HERE / "measure.py"), json.dumps(request)]
+        command += [str(HERE / "measure.py"), json.dumps({**request, "out": str(out)})]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -55,11 +70,7 @@ def measure(model: str, plan: str, options: argparse.Namespace) -> list[dict[str
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         }
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if options.verbose or done.returncode != 0:
-            print(done.stdout, flush=True)
-        if done.returncode != 0:
-            return [{"title": "all", "system": "", "mode": "", "problem": f"the ranks ended with status {done.returncode}"}]
-        return json.loads(out.read_text())
+        return (json.loads(out.read_text()) if out.exists() else []), done.stdout, done.returncode
 
 
 def main() -> int:
