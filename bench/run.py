@@ -82,11 +82,16 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="leave out torch.compile and Inductor, which compile for minutes")
     parser.add_argument("--default-adamw", action="store_true", help="also peers with AdamW as it is by default, not fused")
     parser.add_argument("--quick", action="store_true", help="Llama, eager, 5 pairs")
-    parser.add_argument("--name", help="of the files in bench/results/; by default nothing is written")
+    parser.add_argument("--name", help="of the files in bench/results/; by default only a run of everything writes them")
     parser.add_argument("--verbose", action="store_true", help="print what the ranks print")
     options = parser.parse_args()
     if options.quick:
         options.models, options.eager, options.pairs = ["llama"], True, 5
+
+    everything = not (options.quick or options.eager or options.default_adamw) and all(
+        set(given) == set(parser.get_default(name)) for name, given in (("models", options.models), ("plans", options.plans))
+    )
+    name = options.name or ("two-cpu-ranks" if everything and len(options.systems) == 2 else None)
 
     start = time.monotonic()
     results = []
@@ -99,7 +104,7 @@ def main() -> int:
     print(table(results))
     about = {"command": " ".join(["python", "bench/run.py", *sys.argv[1:]]), "machine": machine(), "pairs": options.pairs}
     about["minutes"] = round((time.monotonic() - start) / 60, 1)
-    return write(results, about, HERE / "results" / options.name if options.name else None)
+    return write(results, about, HERE / "results" / name if name else None)
 
 
 if __name__ == "__main__":
