@@ -27,10 +27,8 @@ class Workload:
     """
 
     name: str
-    description: str
     build: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], Batch]
-    plans: tuple[str, ...]
     loss: Callable[..., Tensor] | None = None
 
     def batches(self, count: int) -> list[Batch]:
@@ -189,24 +187,18 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         Workload(
             "llama",
-            "stock transformers Llama: 4 layers, hidden 256, 8 heads, 4 key-value heads, feed-forward 688, vocabulary 256; 8 x 128 tokens",
             _llama,
             _llama_batch,
-            ("ddp", "fsdp", "megatron", "megatron_sp"),
         ),
         Workload(
             "nanogpt",
-            "nanoGPT-like decoder: 6 layers, hidden 384, 6 heads, fused QKV, tied head, vocabulary 256; 4 x 256 tokens",
             _decoder,
             _decoder_batch,
-            ("ddp", "fsdp", "megatron", "megatron_sp"),
         ),
         Workload(
             "mlp",
-            "wide MLP: 1024-4096-1024-4096-1024, 16.8 M weights, mean squared error; 128 rows",
             _wide_mlp,
             _wide_mlp_batch,
-            ("ddp", "fsdp", "megatron"),  # it has no sequence
             F.mse_loss,
         ),
     )

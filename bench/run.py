@@ -23,7 +23,7 @@ from report import machine, table, write
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
-PLANS = {"llama": 4, "nanogpt": 4, "mlp": 3}
+PLANS = {"llama": 4, "nanogpt": 4, "mlp": 3}  # the first of ALL_PLANS; an MLP has no sequence to split
 ALL_PLANS = ("ddp", "fsdp", "megatron", "megatron_sp")
 
 
