@@ -84,11 +84,11 @@ class Peak:
         self.bytes = max(peak, alive)
 
 
-TCP_INFO_BYTES_SENT = 200  # offset of tcpi_bytes_sent in linux/tcp.h's struct tcp_info, since Linux 4.19
+TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in linux/tcp.h's struct tcp_info; bytes_sent would count retransmissions
 
 
 def bytes_sent() -> dict[str, int]:
-    """Bytes that each open TCP socket of this process has sent; gloo moves everything over TCP, also inside one machine."""
+    """Bytes that each open TCP socket of this process has delivered; gloo moves everything over TCP, also inside one machine."""
     sent = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -98,7 +98,7 @@ def bytes_sent() -> dict[str, int]:
             with socket.socket(fileno=os.dup(int(entry.name))) as sock:
                 if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    (sent[name],) = struct.unpack_from("Q", info, TCP_INFO_BYTES_SENT)
+                    (sent[name],) = struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)
         except OSError:
             continue  # closed meanwhile
     return sent
@@ -179,7 +179,7 @@ class Bench:
         before = bytes_sent()
         if self._takes_part(contender):
             built.step(self.batches[0])
-        time.sleep(0.05)  # what was sent is counted when it has left the socket's queue
+        time.sleep(0.05)  # bytes are counted when they are acknowledged
         after = bytes_sent()
         return int(_worst([sum(after.values()) - sum(before.get(name, 0) for name in after)])[0])
 
