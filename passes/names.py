@@ -208,20 +208,32 @@ def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
 
 
 def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
-    """A class that one product with a parameter makes and another one sums over, unless an input has it (then it is what layers add to)."""
+    """Classes that one product with a parameter makes and another one sums over, unless an input has them: layers add to those.
+
+    The widest come first, and one whose products all have a named class already goes without. In 1024-4096-1024-4096-1024 the two of
+    4096 are ffn, so that each pair of products meets in one sum; splitting the 1024 between them as well would only move more.
+    """
+    products: list[tuple[int, ...]] = []
     made: set[int] = set()
     summed: set[int] = set()
     for node, instance in factors.instances.items():
         if node.target not in MATMULS or record_phase(node) != "forward":
             continue
         left, right = instance.operands[-2], instance.operands[-1]
-        summed |= {instance.factor[t] for t in left[-1]}
-        made |= {instance.factor[t] for t in right[-1]}
+        into, out = [instance.factor[t] for t in left[-1]], [instance.factor[t] for t in right[-1]]
+        summed.update(into)
+        made.update(out)
+        products.append((*into, *out))
     vocabularies = {factors.size[factor] for factor, name in found.of.items() if name == "vocab"}
     for factor in sorted(made - summed):
         if factor not in found.of and factors.size[factor] in vocabularies:
             found.set(factor, "vocab")  # the head of a model that is called without labels
     outside = {factor for node in inputs for row in factors.dims[(node, 0)] for factor in row}
-    for factor in sorted((made & summed) - outside):
-        if factor not in found.of:
-            found.set(factor, "ffn")
+    splittable = {factor for factor, names in found.also.items() if names & {"heads", "vocab"}}
+    for factor in sorted((made & summed) - outside, key=lambda f: (-factors.size[f], f)):
+        if factor in found.of:
+            continue
+        if all(splittable & set(product) for product in products if factor in product):
+            continue
+        found.set(factor, "ffn")
+        splittable.add(factor)
