@@ -146,10 +146,21 @@ def unhooked(function: Any) -> Any:
     return function.__wrapped__ if getattr(function, "hooked", False) else function
 
 
+def _undecorated(function: Any) -> Any:
+    """A method as its class wrote it, for comparisons: a first `torch.compile` wraps those of optimizers, each class's anew."""
+    while True:
+        inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
+        if inner is None:
+            return function
+        function = inner
+
+
 def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> bool:
     kind = type(optimizer)
     return (
-        isinstance(optimizer, base) and unhooked(kind.step) is unhooked(base.step) and kind._init_group is base._init_group  # type: ignore[attr-defined]
+        isinstance(optimizer, base)
+        and _undecorated(kind.step) is _undecorated(base.step)
+        and _undecorated(kind._init_group) is _undecorated(base._init_group)  # type: ignore[attr-defined]
     )
 
 

@@ -52,6 +52,8 @@ class Session:
         self.kept = [port for port in program.inputs if port.kind in ("parameter", "buffer", "state")]
         self.results = [port for port in program.outputs if port.kind == "output"]
         self.written = [port for port in program.outputs if port.kind in ("parameter", "buffer", "state")]
+        self._buffers = {port.key: store.buffer(port.key) for port in self.kept}  # the same tensors for as long as the session lives
+        self._written = [port.key for port in self.written]
         self.numbers: dict[str, torch.Tensor] = {
             port.key: torch.zeros((), dtype=torch.float64, device=self.device if _on_device(port) else "cpu")
             for port in program.inputs
@@ -72,7 +74,7 @@ class Session:
         """Every input by key, for the executor."""
         self.store.check_filled()
         self.store.adopt_changes()
-        values: dict[str, Any] = {port.key: self.store.buffer(port.key) for port in self.kept}
+        values: dict[str, Any] = dict(self._buffers)
         for port, tensor in zip(self.inputs, tensors, strict=True):
             values[port.key] = self._input(port, tensor)
         for key, tensor in self.numbers.items():
@@ -137,12 +139,12 @@ class Session:
 
     def finish(self, env: Mapping[str, Any]) -> None:
         """Write back what a stage made anew, and note what has changed."""
-        for port in self.written:
-            buffer, value = self.store.buffer(port.key), env[port.key]
+        for key in self._written:
+            buffer, value = self._buffers[key], env[key]
             if value is not buffer:
                 buffer.copy_(value)
-        if self.written:
-            self.store.mark_written([port.key for port in self.written])
+        if self._written:
+            self.store.mark_written(self._written)
 
     def outputs(self, env: Mapping[str, Any]) -> Any:
         """The program's outputs, in the model's own structure."""
