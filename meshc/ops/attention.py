@@ -31,10 +31,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     if q.is_cuda:
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         return out, q.new_empty(q.shape[:3], dtype=accumulate)
-    return out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)  # as the CPU kernel lays it out
+    # the CPU kernel lays its output out like the queries, and the sums by row, then head
+    return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
 
 
 @torch.library.custom_op("meshc::attention_backward", mutates_args=())
