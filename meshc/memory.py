@@ -15,15 +15,13 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from meshc import ir, spmd
+from meshc import ir, packing
 from meshc.ir import Record
 from meshc.program import Port, Program, Stage
 from meshc.sharding import local_shape
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
 """Kinds of ports that are there for the whole call."""
-
-_VIEWS = ("aten._unsafe_view", "aten.reshape")  # views in all but schema, where operands are dense
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,9 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
     last: dict[Node, int] = {}
     gradients = {gradient for node in nodes for _, gradient in updates(node)}
     results: dict[Node, list[str]] = {}
+    inside = packing.pieces(stage.graph)
+    joined = {piece.whole for piece in inside.values()}
+    first: dict[Node, Node] = {}  # the first value made in the memory of each
     for position, node in enumerate(nodes):
         last[node] = position
         if node.op == "output":
@@ -108,17 +109,25 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
                     if key.startswith("gradient:"):
                         gradients.add(value)
             continue
-        home[node] = home[node.all_input_nodes[0]] if is_view(node) else node
+        whole = inside[node].whole if node in inside else node
+        if whole in joined:
+            home[node] = first.setdefault(whole, node)
+        else:
+            home[node] = home[node.all_input_nodes[0]] if packing.is_view(node) or packing.in_place(node) else node
         if home[node] is node:
             made = node.op == "call_function" and ir.has_record(node)
-            size[node] = sum(map(local_bytes, ir.records(node))) if made else 0
+            size[node] = sum(map(local_bytes, ir.records(whole))) if made else 0
         for operand in node.all_input_nodes:
             last[home[operand]] = position
     grown = {home[node] for node in gradients if node in home}
+    alive = growing = 0
+    for whole, node in first.items():
+        if not packing.escapes(whole):  # the runtime has it for good
+            growing += size[node] if node in grown else 0
+            alive += size.pop(node)
     dying: dict[int, list[Node]] = {}
     for node in size:
         dying.setdefault(last[node], []).append(node)
-    alive = growing = 0
     best = Peak()
     for position, node in enumerate(nodes):
         if node in size:
@@ -130,18 +139,6 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
             alive -= size[dead]
             growing -= size[dead] if dead in grown else 0
     return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node's value shares storage with its first operand: views, one result of several, updates in place."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    if ir.is_getitem(node) or node.target is spmd.shard:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return ir.op_name(node) in _VIEWS or bool(returns and returns[0].alias_info is not None)
 
 
 def _place(stage: Stage, node: Node) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from tabulate import tabulate
 from torch.fx import Node
 
-from meshc import ir, memory, spmd
+from meshc import ir, memory, packing, spmd
 from meshc.ir import Source
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
@@ -141,7 +141,7 @@ def gradient_shardings(program: Program) -> dict[str, Sharding]:
         keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
         for node in stage.graph.nodes:
             for parameter, gradient in memory.updates(node):
-                while memory.is_view(parameter):  # the update of a tile of a parameter that is stored whole
+                while packing.is_view(parameter):  # the update of a tile of a parameter that is stored whole
                     parameter = parameter.all_input_nodes[0]
                 name = keys.get(parameter, "").removeprefix("parameter:")
                 sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None

@@ -12,20 +12,22 @@ executed.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from meshc import spmd
+from meshc.ir import record
 from meshc.ops.implementations import direct
+from meshc.packing import escapes, in_place, pieces
 from meshc.program import Stage
 from meshc.runtime import collectives
 from meshc.runtime.groups import Groups
-
-MICROBATCH = "mb"
 
 
 def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
@@ -49,7 +51,7 @@ def starter(node: Node, groups: Groups) -> Callable[[torch.Tensor], collectives.
     rest = node.args[2:]
     if name == "all_reduce":
         how = rest[0]
-        if _owned(node.args[0], node):  # type: ignore[arg-type]
+        if in_place(node):
             return lambda x: collectives.all_reduce(x, group, how, out=x if x.is_contiguous() else None)  # type: ignore[arg-type]
         return lambda x: collectives.all_reduce(x, group, how)  # type: ignore[arg-type]
     if name == "all_gather":
@@ -57,23 +59,6 @@ def starter(node: Node, groups: Groups) -> Callable[[torch.Tensor], collectives.
     if name == "reduce_scatter":
         return lambda x: collectives.scatter_dim(x, rest[0], group, rest[1])  # type: ignore[arg-type]
     return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
-
-
-def _owned(operand: Node, user: Node) -> bool:
-    """Whether `user` may overwrite its operand: freshly made memory that nothing else reads."""
-    while True:
-        if operand.op != "call_function" or set(operand.users) != {user}:
-            return False
-        target = operand.target
-        if not isinstance(target, torch._ops.OpOverload):
-            return False
-        returns = target._schema.returns
-        aliases = any(value.alias_info is not None for value in returns)
-        if not aliases and target is not torch.ops.aten.reshape.default:
-            return target.namespace == "aten" and len(returns) == 1
-        if not operand.args or not isinstance(operand.args[0], Node):
-            return False
-        operand, user = operand.args[0], operand
 
 
 class Source:
@@ -113,60 +98,111 @@ def generate(
     coordinates: Mapping[str, int],
     device: torch.device,
     here: Callable[[str], None] | None = None,
-    where: Callable[[Node], Callable[..., Any]] | None = None,
 ) -> Callable[..., list[Any]]:
     """`run(inputs, mb)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failure reports)."""
-    known = integers(stage, coordinates)
-    source = Source()
-    env: dict[Node, str] = {}
-    flying: set[Node] = set()
-    last: dict[Node, Node] = {}
-    for node in stage.graph.nodes:
+    return _Writer(stage, groups, coordinates, device, here).function()
+
+
+class _Writer:
+    """Writes a stage's function line by line."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        groups: Groups,
+        coordinates: Mapping[str, int],
+        device: torch.device,
+        here: Callable[[str], None] | None,
+    ) -> None:
+        self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
+        self.known = integers(stage, coordinates)
+        self.source = Source()
+        self.env: dict[Node, str] = {}
+        self.flying: set[Node] = set()
+        self.pieces = pieces(stage.graph)
+        self.memory: dict[Node, str] = {}
+        """Memory that several values are made in, by the `cat` that joins them."""
+        last = {operand: node for node in stage.graph.nodes for operand in node.all_input_nodes}
+        self.dying: dict[Node, list[Node]] = defaultdict(list)
+        for operand, node in last.items():
+            self.dying[node].append(operand)
+
+    def function(self) -> Callable[..., list[Any]]:
+        lines = self.source.lines
+        placeholders = self.graph.find_nodes(op="placeholder")
+        for position, node in enumerate(placeholders):
+            self.env[node] = f"v{position}"
+        if placeholders:
+            lines.append(", ".join(self.env[node] for node in placeholders) + ", = inputs; inputs.clear()")
+        for number, node in enumerate(self.graph.nodes):
+            if node.op == "placeholder":
+                continue
+            if node in self.known:
+                self.env[node] = repr(self.known[node])
+                continue
+            self._wait(node)
+            if node.op == "output":
+                lines.append("return " + self.source.literal(list(node.args[0]), self.env))
+                break
+            self._line(node, f"w{number}")
+            self._forget(node)
+        return self.source.function("inputs, mb=0")
+
+    def _wait(self, node: Node) -> None:
         for operand in node.all_input_nodes:
-            last[operand] = node
-    dying: dict[Node, list[Node]] = defaultdict(list)
-    for operand, node in last.items():
-        dying[node].append(operand)
-    placeholders = stage.graph.find_nodes(op="placeholder")
-    for position, node in enumerate(placeholders):
-        env[node] = f"v{position}"
-    if placeholders:
-        source.lines.append(", ".join(env[node] for node in placeholders) + ", = inputs; inputs.clear()")
-    for number, node in enumerate(stage.graph.nodes):
-        if node.op == "placeholder":
-            continue
-        if node in known:
-            env[node] = repr(known[node])
-            continue
-        for operand in node.all_input_nodes:
-            if operand in flying:
-                source.lines.append(f"{env[operand]} = {env[operand]}.wait()")
-                flying.discard(operand)
-        if node.op == "output":
-            source.lines.append("return " + source.literal(list(node.args[0]), env))
-            break
-        name = env[node] = f"w{number}"
+            if operand in self.flying:
+                self.source.lines.append(f"{self.env[operand]} = {self.env[operand]}.wait()")
+                self.flying.discard(operand)
+
+    def _line(self, node: Node, name: str) -> None:
+        if node in self.pieces:
+            if node.args[0] not in self.pieces:  # else it is the reshape of a piece, which has been made flat
+                self._make_inside(node, name)
+            return
+        self.env[node] = self.memory.get(node, name)
+        if node in self.memory:
+            return
         if node.target is spmd.coordinate:
-            source.lines.append(f"{name} = mb")
-            continue
-        if spmd.is_collective(node.target):
-            start = source.bind(starter(node, groups), "g")
-            if here is not None:
-                note = source.bind(here, "h")
-                label = source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")
-                source.lines.append(f"{note}({label})")
-            source.lines.append(f"{name} = {start}({env[node.args[0]]})")
-            flying.add(node)
+            self.source.lines.append(f"{name} = mb")
+        elif spmd.is_collective(node.target):
+            start = self.source.bind(starter(node, self.groups), "g")
+            if self.here is not None:
+                note = self.source.bind(self.here, "h")
+                label = self.source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]
+                self.source.lines.append(f"{note}({label})")
+            self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
+            self.flying.add(node)
         else:
-            function = source.bind(direct(node.target, device) if where is None else where(node), "f")
-            arguments = [source.literal(argument, env) for argument in node.args]
-            arguments += [f"{key}={source.literal(_moved(key, value, device), env)}" for key, value in node.kwargs.items()]
-            source.lines.append(f"{name} = {function}({', '.join(arguments)})")
-        unread = [name] if not node.users else []
-        dead = [env[operand] for operand in dying[node] if operand not in known and operand not in flying] + unread
+            self.source.lines.append(f"{name} = {self._call(node)}")
+
+    def _call(self, node: Node) -> str:
+        arguments = [self.source.literal(argument, self.env) for argument in node.args]
+        arguments += [f"{key}={self.source.literal(_moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
+        return f"{self.source.bind(direct(node.target, self.device), 'f')}({', '.join(arguments)})"
+
+    def _make_inside(self, node: Node, name: str) -> None:
+        """A value in the memory of the `cat` that will join it with others."""
+        piece, made = self.pieces[node], record(node)
+        if piece.whole not in self.memory:
+            allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
+            stays = not escapes(piece.whole)  # then each call may use the same memory; fresh pages cost more than what is written to them
+            self.memory[piece.whole] = self.source.bind(allocate(), "b") if stays else name
+            if not stays:
+                self.source.lines.append(f"{name} = {self.source.bind(allocate, 'f')}()")
+        place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
+        self.source.lines.append(f"{place}.copy_({self._call(node)})")
+
+    def _forget(self, node: Node) -> None:
+        kept = {*self.known, *self.flying, *self.pieces, *(whole for whole in self.memory if not escapes(whole))}
+        dead = [self.env[operand] for operand in self.dying[node] if operand not in kept]
+        if not node.users and node in self.env:
+            dead.append(self.env[node])
         if dead:
-            source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
-    return source.function("inputs, mb=0")
+            self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
+
+
+def _place(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return memory[start : start + math.prod(shape)].view(shape)
 
 
 def _moved(key: str, value: Any, device: torch.device) -> Any:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from meshc import spmd, summary
+from meshc import memory, spmd, summary
 from meshc.errors import VerifyError
 from meshc.ir import record
 from meshc.optimizer import OptimizerSpec, describe
@@ -48,9 +48,20 @@ def large(program: Program) -> Counter[tuple[str, str, str]]:
     """(phase, collective, axes) -> how often. Gradients are reduced where the update reads them; the phase is then `update`."""
     found: Counter[tuple[str, str, str]] = Counter()
     for use in summary.collectives(program):
-        if use.bytes_per_rank >= SMALL:
-            found[(use.phase, use.kind, "/".join(use.axes))] += use.times
+        parts = sum(size >= SMALL for size in bytes_of_parts(program, use))
+        if parts:
+            found[(use.phase, use.kind, "/".join(use.axes))] += use.times * parts
     return found
+
+
+def bytes_of_parts(program: Program, use: summary.CollectiveUse) -> list[int]:
+    """What travels together counts as what it is made of."""
+    node = next(node for node in program.stages[use.stage].graph.nodes if node.name == use.node)
+    if node.args[0].target is not torch.ops.aten.cat.default:
+        return [use.bytes_per_rank]
+    sizes = [memory.local_bytes(record(part)) for part in node.args[0].args[0]]
+    assert use.bytes_per_rank % sum(sizes) == 0
+    return [size * (use.bytes_per_rank // sum(sizes)) for size in sizes]
 
 
 def per_layer(kind: str, mesh: str, plan: str) -> dict[tuple[str, str, str], int]:

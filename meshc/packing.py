@@ -1,0 +1,90 @@
+"""Values that are made inside another's memory.
+
+What a `cat` joins need not exist beside the result:
+
+    b[0:4].copy_(mm(x, y))        # flat = cat([reshape(g1, [-1]), reshape(g2, [-1])]), where nothing else reads g1 or g2;
+    b[4:6].copy_(mm(u, v))        # g1 is copied while it is still in the cache, and gone before g2 is made
+    flat = b
+
+and an all-reduce may write over its operand. A stage's text says neither; the runtime does it, and the memory walk counts it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.ir import is_getitem, op_name, record
+
+aten = torch.ops.aten
+
+_VIEWS = ("aten._unsafe_view", "aten.reshape")  # views in all but schema, where operands are dense
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a value lies in the memory of `whole`: `size` elements from `start`."""
+
+    whole: Node
+    start: int
+    size: int
+
+
+def pieces(graph: Graph) -> dict[Node, Piece]:
+    """The values that are made in place, by node, and the reshapes that flatten them, at the same place."""
+    found: dict[Node, Piece] = {}
+    for whole in graph.find_nodes(op="call_function", target=aten.cat.default):
+        flat = whole.args[0]
+        if len(whole.args) > 1 and whole.args[1] != 0 or not all(_is_flattened(node, whole) for node in flat):
+            continue
+        start = 0
+        for node in flat:
+            (size,) = record(node).shape
+            found[node] = found[node.args[0]] = Piece(whole, start, size)
+            start += size
+    return found
+
+
+def _is_flattened(node: Node, whole: Node) -> bool:
+    """reshape(x, [-1]) of an x that an operator makes for it alone."""
+    if node.target is not aten.reshape.default or node.args[1] != [-1] or set(node.users) != {whole}:
+        return False
+    made = node.args[0]
+    return isinstance(made, Node) and made.op == "call_function" and not spmd.is_collective(made.target) and set(made.users) == {node}
+
+
+def in_place(all_reduce: Node) -> bool:
+    """Whether an all-reduce may overwrite its operand: freshly made memory that nothing else reads."""
+    if all_reduce.target is not spmd.all_reduce:
+        return False
+    user, operand = all_reduce, all_reduce.args[0]
+    while isinstance(operand, Node) and operand.op == "call_function" and set(operand.users) == {user}:
+        target = operand.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return False
+        returns = target._schema.returns
+        if target is not aten.reshape.default and all(value.alias_info is None for value in returns):
+            return target.namespace == "aten" and len(returns) == 1
+        user, operand = operand, operand.args[0] if operand.args else None
+    return False
+
+
+def escapes(node: Node) -> bool:
+    """Whether a stage's results may share a value's memory, so that the next call cannot have it again."""
+    readers = (user for user in node.users if user.op == "output" or is_view(user) or in_place(user))
+    return any(user.op == "output" or escapes(user) for user in readers)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's value shares storage with its first operand: views, one result of several, updates in place."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if is_getitem(node) or node.target is spmd.shard:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return op_name(node) in _VIEWS or bool(returns and returns[0].alias_info is not None)

@@ -1,0 +1,90 @@
+"""Values made in each other's memory: what a stage's function gives is what its text says, call after call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from meshc import memory, packing
+from meshc.ir import Record, set_record
+from meshc.mesh import Mesh
+from meshc.plan import Plan
+from meshc.program import Instruction, Port, Program, Stage
+from meshc.runtime.codegen import generate
+from meshc.runtime.groups import Groups
+
+aten = torch.ops.aten
+
+
+def call(graph: Graph, target: object, *args: object, shape: tuple[int, ...]) -> Node:
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    set_record(node, Record(shape, torch.float32))
+    return node
+
+
+def joined(escaping: bool) -> Stage:
+    """flat = cat(x @ x, exp(x)), of which the sum is returned, or the tensor itself."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    set_record(x, Record((4, 4), torch.float32))
+    first = call(graph, aten.mm.default, x, x, shape=(4, 4))
+    second = call(graph, aten.exp.default, x, shape=(4, 4))
+    flat = [call(graph, aten.reshape.default, value, [-1], shape=(16,)) for value in (first, second)]
+    whole = call(graph, aten.cat.default, flat, shape=(32,))
+    part = call(graph, aten.slice.Tensor, whole, 0, 8, 24, shape=(16,))
+    graph.output([part if escaping else call(graph, aten.sum.default, part, shape=())])
+    return Stage("main", graph, ("input:x",), ("output:y",))
+
+
+def compiled(stage: Stage):  # type: ignore[no-untyped-def]
+    return generate(stage, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
+
+
+def expected(x: Tensor) -> Tensor:
+    return torch.cat([(x @ x).reshape(-1), x.exp().reshape(-1)])[8:24]
+
+
+def test_both_parts_are_made_inside() -> None:
+    stage = joined(escaping=False)
+    places = {node.name: (piece.start, piece.size) for node, piece in packing.pieces(stage.graph).items()}
+    assert places == {"mm_default": (0, 16), "reshape_default": (0, 16), "exp_default": (16, 16), "reshape_default_1": (16, 16)}
+
+
+def test_the_same_memory_serves_each_call() -> None:
+    run = compiled(joined(escaping=False))
+    for seed in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(run([x])[0], expected(x).sum())
+
+
+def test_results_that_share_the_memory_outlive_the_next_call() -> None:
+    """Gradients that a backward returns are the user's from then on."""
+    run = compiled(joined(escaping=True))
+    xs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    results = [run([x])[0] for x in xs]
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, expected(x))
+
+
+def test_a_value_that_something_else_reads_is_made_apart() -> None:
+    stage = joined(escaping=False)
+    (output,) = stage.graph.find_nodes(op="output")
+    first = next(node for node in stage.graph.nodes if node.name == "mm_default")
+    output.args = ([*output.args[0], first],)
+    assert packing.pieces(stage.graph) == {}
+    x = torch.randn(4, 4)
+    total, product = compiled(Stage("main", stage.graph, stage.inputs, ("output:y", "output:z")))([x])
+    torch.testing.assert_close(product, x @ x)
+    torch.testing.assert_close(total, expected(x).sum())
+
+
+@pytest.mark.parametrize("escaping,peak", [(False, 128 + 4), (True, 128)])
+def test_the_memory_walk_counts_the_whole_once(escaping: bool, peak: int) -> None:
+    """The whole is 128 bytes; a part that is on its way there counts as workspace, which is not counted."""
+    stage = joined(escaping)
+    ports = (Port("input", "x", (4, 4), torch.float32),)
+    results = (Port("output", "y", (16,) if escaping else (), torch.float32),)
+    program = Program({"main": stage}, Mesh("dp=2"), Plan(""), ports, results, (Instruction("run", "main"),), axis_sizes={"dp": 2})
+    assert memory.peak(program).total == peak
