@@ -25,7 +25,7 @@ from meshc.passes.pipeline import compile_program
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
-from meshc.runtime.agreement import Disagreement, agree
+from meshc.runtime.agreement import Disagreement, agree, refusable
 from meshc.runtime.autograd import Call, ProgramFunction
 from meshc.runtime.executor import Executor
 from meshc.runtime.failure import FailureBoard, world_board
@@ -114,7 +114,8 @@ class Program:
             self._check_local_batch()
         self._board = self._meet()
         if args or kwargs:
-            self._prepare(*calling.canonical(self.traced.signature, args, kwargs))
+            with self._guarded("compile"):
+                self._prepare(*self._admit(args, kwargs))
         elif trainable and self.step is None and torch.is_grad_enabled():
             raise StateError(
                 "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
@@ -159,8 +160,15 @@ class Program:
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
             return (calling.input_key(args, kwargs), calling.module_key(self.traced.module), optimizer)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Session | None, Compiled, Draft]:
-        key = self._key(args, kwargs)
+    def _admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """What a call passes, by name, and the key of its compilation; a part of another shape is refused."""
+        with refusable(self._board):
+            args, kwargs = calling.canonical(self.traced.signature, args, kwargs)
+            if self.inputs == "local" and self._known:
+                self._refuse_other_shapes(args, kwargs)
+            return args, kwargs, self._key(args, kwargs)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> tuple[Session | None, Compiled, Draft]:
         if key not in self._sessions:
             with self._guarded("compile"):
                 self._agree_on_inputs(args, kwargs, key)
@@ -177,7 +185,7 @@ class Program:
         inputs = calling.describe_inputs(args, kwargs)
         settings = (str(self.plan), self.inputs, self.outputs, self.backend, self.names, key[1:])
         try:
-            agree(self._board, {"inputs": inputs, "the model": "; ".join(tensors), "the plan, options or flags": repr(settings)})
+            agree(self._board, "compile", {"inputs": inputs, "the model": "; ".join(tensors), "the plan, options or flags": repr(settings)})
         except Disagreement as difference:
             if difference.field != "inputs":
                 raise StateError(str(difference)) from None
@@ -226,10 +234,10 @@ class Program:
                 self.spec = describe(self.step.optimizer)
         live = self.mesh.device_mesh is not None
         request = self._request(*self._global_examples((args, kwargs)))
-        if request.grad and self.step is None:
-            calling.refuse_partial_storage(self.plan)
         hook = environment.hook(self, PassCheck())
-        with calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
+        with refusable(self._board), calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
+            if request.grad and self.step is None:
+                calling.refuse_partial_storage(self.plan)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
             if "has no rule" in note:
@@ -263,7 +271,7 @@ class Program:
         if self._groups is None:
             self._groups = Groups({axis.name: axis.size for axis in self.mesh.axes}, dist.get_rank(), dist.get_world_size(), device_mesh)
         if self._board is not None:
-            agree(self._board, {"the compiled program": text.hash_program(compiled)})
+            agree(self._board, "compile", {"the compiled program": text.hash_program(compiled)})
         first = Store.of(self.traced.module) is None
         self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups)
         if isinstance(self.what, nn.Module) or self.step is not None:
@@ -295,15 +303,14 @@ class Program:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = calling.canonical(self.traced.signature, args, kwargs)
-        if self.inputs == "local" and self._known:
-            self._refuse_other_shapes(args, kwargs)
-        session, compiled, _ = self._prepare(args, kwargs)
+        args, kwargs, key = self._admit(args, kwargs)
+        session, compiled, _ = self._prepare(args, kwargs, key)
         assert session is not None
-        if self._board is not None:
-            self._board.began += 1
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        session.check(tensors)
+        with refusable(self._board):
+            session.check(tensors)
+        if self._board is not None:
+            self._board.began += 1  # from here on this rank sends: one that refuses this call sees that it is alone
         session.compare_inputs(tensors)
         if self.step is not None:
             return self._train(session, tensors)

@@ -104,7 +104,8 @@ class Session:
         return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Refuse inputs that the program was not compiled for, before anything is sent."""
+        """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
+        self.store.refuse_unfilled()
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):
@@ -130,10 +131,12 @@ class Session:
             digests = collectives.all_gather(digest, dist.group.WORLD).wait().tolist()
         if len(set(digests)) > 1:
             first = next(rank for rank, value in enumerate(digests) if value != digests[0])
-            raise InputError(
+            error = InputError(
                 f"ranks 0 and {first} passed different inputs, but inputs=\"global\" takes the same on every rank.\n"
                 '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
             )
+            error.everywhere = True  # all have the same digests
+            raise error
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
 
