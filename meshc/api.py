@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshc.mesh import DATA_ROLES, Mesh, role
 from meshc.optimizer import changes, describe, mark_stepped, numbers
 from meshc.options import Options
 from meshc.passes.draft import Draft, Request
-from meshc.passes.pipeline import compile_program
+from meshc.passes.pipeline import compile_program, specialised
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
@@ -281,7 +282,7 @@ class Program:
         if first:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
-        return Session(compiled, self._store, executor, draft.out_spec, self.options.cuda_graph)
+        return Session(compiled, self._store, executor, draft.out_spec, self.options.cuda_graph, partial(specialised, compiled, draft))
 
     def _seed(self, device: torch.device) -> int:
         seed = torch.initial_seed() if self.options.seed is None else self.options.seed
@@ -304,7 +305,7 @@ class Program:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, key = self._admit(args, kwargs)
-        session, compiled, _ = self._prepare(args, kwargs, key)
+        session, _, _ = self._prepare(args, kwargs, key)
         assert session is not None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         with refusable(self._board):
@@ -314,7 +315,7 @@ class Program:
         session.compare_inputs(tensors)
         if self.step is not None:
             return self._train(session, tensors)
-        if compiled.mode == "autograd" and "backward" in compiled.stages:
+        if session.backwards is not None:
             result = self._differentiable(session, tensors)
         else:
             result = session.outputs(session.run(tensors, {}))
