@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from meshc.mesh import DATA_ROLES, Mesh, role
 from meshc.optimizer import changes, describe, mark_stepped, numbers
 from meshc.options import Options
 from meshc.passes.draft import Draft, Request
-from meshc.passes.pipeline import compile_program
+from meshc.passes.pipeline import compile_program, specialised
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
-from meshc.runtime.agreement import Disagreement, agree
+from meshc.runtime.agreement import Disagreement, agree, refusable
 from meshc.runtime.autograd import Call, ProgramFunction
 from meshc.runtime.executor import Executor
 from meshc.runtime.failure import FailureBoard, world_board
@@ -114,7 +115,8 @@ class Program:
             self._check_local_batch()
         self._board = self._meet()
         if args or kwargs:
-            self._prepare(*calling.canonical(self.traced.signature, args, kwargs))
+            with self._guarded("compile"):
+                self._prepare(*self._admit(args, kwargs))
         elif trainable and self.step is None and torch.is_grad_enabled():
             raise StateError(
                 "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
@@ -159,8 +161,15 @@ class Program:
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
             return (calling.input_key(args, kwargs), calling.module_key(self.traced.module), optimizer)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Session | None, Compiled, Draft]:
-        key = self._key(args, kwargs)
+    def _admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """What a call passes, by name, and the key of its compilation; a part of another shape is refused."""
+        with refusable(self._board):
+            args, kwargs = calling.canonical(self.traced.signature, args, kwargs)
+            if self.inputs == "local" and self._known:
+                self._refuse_other_shapes(args, kwargs)
+            return args, kwargs, self._key(args, kwargs)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> tuple[Session | None, Compiled, Draft]:
         if key not in self._sessions:
             with self._guarded("compile"):
                 self._agree_on_inputs(args, kwargs, key)
@@ -177,7 +186,7 @@ class Program:
         inputs = calling.describe_inputs(args, kwargs)
         settings = (str(self.plan), self.inputs, self.outputs, self.backend, self.names, key[1:])
         try:
-            agree(self._board, {"inputs": inputs, "the model": "; ".join(tensors), "the plan, options or flags": repr(settings)})
+            agree(self._board, "compile", {"inputs": inputs, "the model": "; ".join(tensors), "the plan, options or flags": repr(settings)})
         except Disagreement as difference:
             if difference.field != "inputs":
                 raise StateError(str(difference)) from None
@@ -226,10 +235,10 @@ class Program:
                 self.spec = describe(self.step.optimizer)
         live = self.mesh.device_mesh is not None
         request = self._request(*self._global_examples((args, kwargs)))
-        if request.grad and self.step is None:
-            calling.refuse_partial_storage(self.plan)
         hook = environment.hook(self, PassCheck())
-        with calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
+        with refusable(self._board), calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
+            if request.grad and self.step is None:
+                calling.refuse_partial_storage(self.plan)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
             if "has no rule" in note:
@@ -263,7 +272,7 @@ class Program:
         if self._groups is None:
             self._groups = Groups({axis.name: axis.size for axis in self.mesh.axes}, dist.get_rank(), dist.get_world_size(), device_mesh)
         if self._board is not None:
-            agree(self._board, {"the compiled program": text.hash_program(compiled)})
+            agree(self._board, "compile", {"the compiled program": text.hash_program(compiled)})
         first = Store.of(self.traced.module) is None
         self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups)
         if isinstance(self.what, nn.Module) or self.step is not None:
@@ -273,7 +282,7 @@ class Program:
         if first:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
-        return Session(compiled, self._store, executor, draft.out_spec, self.options.cuda_graph)
+        return Session(compiled, self._store, executor, draft.out_spec, self.options.cuda_graph, partial(specialised, compiled, draft))
 
     def _seed(self, device: torch.device) -> int:
         seed = torch.initial_seed() if self.options.seed is None else self.options.seed
@@ -295,19 +304,18 @@ class Program:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = calling.canonical(self.traced.signature, args, kwargs)
-        if self.inputs == "local" and self._known:
-            self._refuse_other_shapes(args, kwargs)
-        session, compiled, _ = self._prepare(args, kwargs)
+        args, kwargs, key = self._admit(args, kwargs)
+        session, _, _ = self._prepare(args, kwargs, key)
         assert session is not None
-        if self._board is not None:
-            self._board.began += 1
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        session.check(tensors)
+        with refusable(self._board):
+            session.check(tensors)
+        if self._board is not None:
+            self._board.began += 1  # from here on this rank sends: one that refuses this call sees that it is alone
         session.compare_inputs(tensors)
         if self.step is not None:
             return self._train(session, tensors)
-        if compiled.mode == "autograd" and "backward" in compiled.stages:
+        if session.backwards is not None:
             result = self._differentiable(session, tensors)
         else:
             result = session.outputs(session.run(tensors, {}))

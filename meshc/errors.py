@@ -7,7 +7,12 @@ from __future__ import annotations
 
 
 class MeshcError(Exception):
-    """Base of all errors that meshc raises on purpose."""
+    """Base of all errors that meshc raises on purpose.
+
+    everywhere  all ranks have raised it together, with nothing on its way between them: a run in which it is caught can go on
+    """
+
+    everywhere = False
 
 
 class CaptureError(MeshcError):

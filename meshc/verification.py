@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from meshc import calling
@@ -19,6 +19,7 @@ from meshc.passes.pipeline import compile_program
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.runtime import verify as verification
+from meshc.runtime.agreement import agree, from_rank_0, refusable
 from meshc.runtime.ownership import calls_allowed
 
 if TYPE_CHECKING:
@@ -28,23 +29,57 @@ if TYPE_CHECKING:
 def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = None) -> verification.Report:
     """Simulate all ranks in this process and compare with the model itself on one device.
 
-    inputs   keyword inputs of one call (a mapping), or positional ones (a sequence); default: random ones of the compiled shapes
+    inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
     dtype    torch.float64 captures a float64 copy under the same plan and checks updated parameters too
 
-    Under a process group every rank calls it; weights are gathered and rank 0 computes (the others get an empty Report). Raises VerifyError
-    that names the first value that is wrong.
+    Under a process group every rank calls it: weights are gathered, rank 0 computes while the others wait, and all return the same report
+    or raise the same error. Raises VerifyError that names the first value that is wrong.
     """
-    module = program.traced.module
-    values = None
-    if program._store is not None:
-        values = program._store.state_dict(full=True).get("model")
-        if dist.get_rank() != 0:
-            return verification.Report(0.0)
-    double = dtype == torch.float64
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
     ask = program.draft.request
-    args, kwargs = _call_inputs(inputs, ask.args, dict(ask.kwargs), program)
+    if program._store is None:
+        return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
+    with program._guarded("verify"):
+        if program._board is not None:
+            agree(program._board, "verify", {"what they verify": f"inputs {_described(inputs)}; dtype {dtype}"})
+        with refusable(program._board):
+            program._store.refuse_unfilled()
+        args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
+        values = program._store.state_dict(full=True).get("model")
+
+        def work() -> dict[str, Any]:
+            report = _verify(program, values, args, kwargs, dtype == torch.float64)
+            return {"tolerance": report.tolerance, "rows": report.rows}
+
+        found = from_rank_0(program._board, work)
+    return verification.Report(found["tolerance"], [(kind, name, error) for kind, name, error in found["rows"]])
+
+
+def _described(inputs: Any) -> str:
+    if inputs is None:
+        return "none"
+    return calling.describe_inputs((), inputs) if isinstance(inputs, Mapping) else calling.describe_inputs(inputs, {})
+
+
+def _plain(tree: Any) -> Any:
+    """DTensors whole, and everything on the host; all ranks call it."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+            return leaf
+        whole = leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf.detach()
+        return whole.cpu().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(plain, tree)
+
+
+def _verify(
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+) -> verification.Report:
+    """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
+    module = program.traced.module
+    ask = program.draft.request
     with calls_allowed(module):
         twin = verification.plain_copy(module, values, double)
     args, kwargs = verification.widen_inputs((args, kwargs), double)
@@ -54,16 +89,19 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
     usual = torch.float64 if double else torch.float32
     report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
-    base = dict(module=twin, args=args, kwargs=kwargs, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain")
-    if program.step is not None:
-        plain, draft = compile_program(program._request(**{**base, "optimizer": None}))
-        verification.compare_gradients(plain, reference, report)
-        _raise_if_wrong(report, plain, draft, reference)
-        verify_update(program, base, twin, reference, report, double)
-    else:
-        plain, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
-        verification.compare_module(plain, reference, report)
-        _raise_if_wrong(report, plain, draft, reference)
+    base: dict[str, Any] = dict(
+        module=twin, args=args, kwargs=kwargs, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain",
+    )  # fmt: skip
+    with torch.set_grad_enabled(ask.grad):
+        if program.step is not None:
+            plain, draft = compile_program(program._request(**{**base, "optimizer": None}))
+            verification.compare_gradients(plain, reference, report)
+            _raise_if_wrong(report, plain, draft, reference)
+            verify_update(program, base, twin, reference, report, double)
+        else:
+            plain, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
+            verification.compare_module(plain, reference, report)
+            _raise_if_wrong(report, plain, draft, reference)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report

@@ -51,8 +51,10 @@ def cut_backward(draft: Draft) -> Draft:
     forward = split.stage(
         "forward", [*(results[key] for key in forward_keys), *ordered], {}, {}, (*forward_keys, *(saved[n] for n in ordered))
     )
-    backward = split.stage("backward", [results[key] for key in backward_keys], saved, {}, backward_keys)
-    draft.stages = {"forward": forward, "backward": backward}
+    late_results = [results[key] for key in backward_keys]
+    draft.stages = {"forward": forward, "backward": split.stage("backward", late_results, saved, {}, backward_keys)}
+    if sum(key.startswith("tangent:") for key in stage.inputs) > 1:
+        draft.backward = split.stage("backward", late_results, saved, {}, backward_keys)  # a copy: later passes work in place
     draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
     return draft
 

@@ -71,6 +71,7 @@ class Draft:
     spread_pins: dict[int, tuple[str, ...]] = field(default_factory=dict)
     assignment: Assignment | None = None
     stages: dict[str, Stage] = field(default_factory=dict)
+    backward: Stage | None = None  # as `cut` left it, for `specialise`; None where no output could do without its gradient
     schedule: tuple[Instruction, ...] = ()
     notes: list[str] = field(default_factory=list)
     out_spec: Any = None

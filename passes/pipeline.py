@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -18,6 +18,7 @@ from meshc.passes.factorize import Value, factorize
 from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Propagator
+from meshc.passes.specialise import specialise
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
 from meshc.sharding import Sharding
@@ -246,4 +247,22 @@ def finish(draft: Draft) -> Program:
         mode="step" if request.train else ("autograd" if request.grad else "forward"),
         notes=draft.notes,
         info={"output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs},
+    )
+
+
+def specialised(program: Program, draft: Draft, received: Collection[str]) -> Program:
+    """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
+
+    `draft` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of
+    those received are no outputs.
+    """
+    if draft.backward is None:
+        return program
+    own = replace(draft, stages={"backward": specialise(draft.backward, received)}, seconds={})
+    backward = run_passes(own, PASSES[[entry.name for entry in PASSES].index("cut") + 1 :]).stages["backward"]
+    return replace(
+        program,
+        stages={**program.stages, "backward": backward},
+        inputs=tuple(port for port in program.inputs if port.kind != "tangent" or port.name in received),
+        outputs=tuple(port for port in program.outputs if port.kind != "gradient" or port.key in backward.outputs),
     )

@@ -1,10 +1,14 @@
-"""Ranks agree before they go on: on what to compile, and that all have compiled the same.
+"""Ranks agree before they go on: on what to compile, that all have compiled the same, and on what they refuse.
 
     rank 0  describes its inputs ──> store        reads all descriptions: equal, so it compiles
     rank 1  describes its inputs ──> store        likewise
     rank 2  has a program for its inputs already, and runs it: it never describes anything, which ranks 0 and 1 see in its `began`
 
 It goes through the store and not through a collective, since a rank that waits here looks for news of the others all the time.
+
+A refusal (inputs that do not fit, a model that cannot be traced) is met in the same way: a rank that refuses says so in the store. If all
+have refused, before anything was sent, no rank waits for another, and whoever catches the error may go on. A rank that sees another begin
+a call, or do something else, is alone: its refusal is then a failure like any other. Ranks that refuse nothing pay nothing for this.
 """
 
 from __future__ import annotations
@@ -13,23 +17,30 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch.distributed as dist
 
-from meshc.errors import PeerError, StateError
+from meshc import errors
+from meshc.errors import MeshcError, PeerError, StateError
 from meshc.runtime.failure import FailureBoard
 
 _POLL_S: Final = 0.01
+_LONG_POLL_S: Final = 0.1
+REFUSAL_S: Final = 15.0
+"""A rank that refuses waits so long for the others to refuse, or to be seen doing something else."""
 _ROUNDS: Final = itertools.count()
+_DOING: Final = "what they do"
+_REFUSE: Final = "refuse"
 
 
 class Disagreement(StateError):
     """Ranks differ in `field`. `mine` and `theirs` are what this rank and rank `other` described; `alone`: rank `other` has moved on."""
 
     def __init__(self, field: str, mine: str, other: int, theirs: str, alone: bool = False) -> None:
-        super().__init__(_difference(field, mine, other, theirs))
+        super().__init__(_difference(field, mine, other, theirs) if not alone else _left_alone(field, mine, other))
         self.field, self.mine, self.other, self.theirs, self.alone = field, mine, other, theirs, alone
 
 
@@ -41,34 +52,114 @@ def _difference(field: str, mine: str, other: int, theirs: str) -> str:
     return f"ranks differ in {field}: this rank has {'; '.join(only_here)}, rank {other} has {'; '.join(only_there)}"
 
 
-def agree(board: FailureBoard, mine: Mapping[str, str]) -> None:
-    """Returns when every rank has described the same. All ranks call it in the same order.
+def _left_alone(field: str, mine: str, other: int) -> str:
+    return f"ranks differ in {field}: this rank has {mine}, and rank {other} has gone on with what it had before"
+
+
+class _Ahead(Exception):
+    """Rank `rank` runs something that this rank has not begun."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+def agree(board: FailureBoard, doing: str, mine: Mapping[str, str]) -> None:
+    """Returns when every rank has described the same. All ranks call it in the same order; `doing` is a word for what needs it.
 
     Raises Disagreement on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another
-    rank runs the call that this one still prepares, raises Disagreement at once.
+    rank runs the call that this one still prepares, raises Disagreement at once; if one refuses, PeerError.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    store = dist.PrefixStore("meshc_agreement", world.get_group_store())
-    turn = next(_ROUNDS)
-    store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
-    keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
-    while not store.check(keys):
-        board.check()
-        ahead = board.ahead()
-        if ahead is not None:
-            field = next(iter(mine))
-            raise Disagreement(field, mine[field], ahead, "", alone=True)
-        time.sleep(_POLL_S)
-    described = [json.loads(store.get(key)) for key in keys]
-    for field in mine:
+    try:
+        described = _exchange(board, {_DOING: doing, **mine})
+    except _Ahead as ahead:
+        field = next(iter(mine))
+        raise Disagreement(field, mine[field], ahead.rank, "", alone=True) from None
+    for rank, one in enumerate(described):
+        if one[_DOING] == _REFUSE:
+            raise PeerError(f"rank {rank} failed: {one['kind']}: {one['text']}")
+    for field in (_DOING, *mine):
         values = [one[field] for one in described]
         usual, count = Counter(values).most_common(1)[0]
         if count == len(values):
             continue
         if list(Counter(values).values()).count(count) > 1:
             usual = values[0]
-        if mine[field] != usual:
-            raise Disagreement(field, mine[field], values.index(usual), usual)
+        own = described[board.rank][field]
+        if own != usual:
+            raise Disagreement(field, own, values.index(usual), usual)
         other = next(rank for rank, value in enumerate(values) if value != usual)
-        raise PeerError(f"rank {other} failed to compile: {_difference(field, usual, other, values[other])}")
+        raise PeerError(f"rank {other} failed to {doing}: {_difference(field, usual, other, values[other])}")
+
+
+def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
+    """What every rank describes, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
+    store, turn = _store(), next(_ROUNDS)
+    store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
+    keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        board.check()
+        ahead = board.ahead()
+        if ahead is not None and not store.check(keys):  # or it has left this round already
+            raise _Ahead(ahead)
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(_POLL_S)
+    described = [json.loads(store.get(key)) for key in keys]
+    store.delete_key(f"{turn - 1}/{board.rank}")  # all have come to this round, so all have read the last one
+    return described
+
+
+def _store() -> dist.Store:
+    world = dist.group.WORLD
+    assert world is not None
+    return dist.PrefixStore("meshc_agreement", world.get_group_store())
+
+
+@contextmanager
+def refusable(board: FailureBoard | None) -> Iterator[None]:
+    """A context for what a rank does by itself before it sends anything, in a call or a compilation. An error that it raises stops the
+    others as usual, unless all ranks refuse here: then it is marked `everywhere`, and the run can go on where it is caught."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except MeshcError as error:
+        if board is not None:
+            error.everywhere = _all_refuse(board, error)
+        raise
+
+
+def _all_refuse(board: FailureBoard, error: MeshcError) -> bool:
+    try:
+        described = _exchange(board, {_DOING: _REFUSE, "kind": type(error).__name__, "text": str(error)}, REFUSAL_S)
+    except (_Ahead, TimeoutError):
+        return False
+    return all(one[_DOING] == _REFUSE and one["kind"] == type(error).__name__ for one in described)
+
+
+def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0 (a value that JSON can hold), on every rank. A MeshcError that it raises there is raised on all, and is
+    no failure of a rank: the run can go on where it is caught. All ranks call it, in agreement, and others wait as long as it takes."""
+    if board is None:
+        return work()
+    store, key = _store(), f"from_rank_0/{next(_ROUNDS)}"
+    if board.rank == 0:
+        try:
+            value = work()
+        except MeshcError as error:
+            error.everywhere = True
+            store.set(key, json.dumps({"kind": type(error).__name__, "text": str(error)}))
+            raise
+        store.set(key, json.dumps({"value": value}))
+        return value
+    while not store.check([key]):
+        board.check()
+        time.sleep(_LONG_POLL_S)
+    found = json.loads(store.get(key))
+    if "kind" in found:
+        raised: MeshcError = getattr(errors, found["kind"], MeshcError)(found["text"])
+        raised.everywhere = True
+        raise raised
+    return found["value"]

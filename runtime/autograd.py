@@ -1,4 +1,7 @@
-"""A program in module mode as one differentiable function: forward now, backward when torch asks, each call with its own saved values."""
+"""A program in module mode as one differentiable function: forward now, backward when torch asks, each call with its own saved values.
+
+What a call saves is what the backward from all outputs needs, so that the forward program does not depend on what comes later.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.fx import Node
 
 from meshc.errors import StateError
-from meshc.program import Instruction, Port, Stage
+from meshc.program import Instruction, Port
 from meshc.runtime.session import Session
 
 
@@ -51,47 +53,39 @@ class ProgramFunction(torch.autograd.Function):
         call: Call = ctx.call
         session = call.session
         env = dict(call.saved)
+        received = set()
         for port, grad in zip(call.results, grads, strict=True):
             tangent = call.tangents.get(port.name)
-            if tangent is None:
+            if tangent is None or grad is None:
                 continue
             scale = call.scale.get(port.name, 1.0)
-            if scale is None and grad is not None:
+            if scale is None:
                 raise StateError(
                     f"backward from {port.name}, which carries this rank's part of the batch, needs to know what the local loss means.\n"
                     '  what to do: compile with options=meshc.Options(local_loss="mean") (what DDP means) or "sum"'
                 )
-            if grad is None:
-                grad = torch.zeros(session.shape(tangent), dtype=tangent.dtype, device=session.device)
-            env[tangent.key] = session.tangent(tangent, grad if scale in (None, 1.0) else grad * scale)
-        with torch.no_grad(), session.executor.guarded(call.step, "run backward"):
-            session.executor.perform(Instruction("run", "backward"), env)
-        received = {
-            call.tangents[port.name].key
-            for port, grad in zip(call.results, grads, strict=True)
-            if grad is not None and port.name in call.tangents
-        }
-        behind = tangents_behind(session.program.stages["backward"])
+            received.add(port.name)
+            env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
+        taken = {_memory(value) for value in env.values() if isinstance(value, torch.Tensor)}
+        assert session.backwards is not None
+        with torch.no_grad():
+            made = session.backwards.run(frozenset(received), env, call.step)
+            own = {key: _own(env[key], taken) for key in made}
         found: list[Any] = []
         for port in call.parameters:
             gradient = call.gradients.get(port.name)
-            reached = gradient is not None and behind[gradient.key] & received
-            found.append(session.parameter_gradient(gradient, env[gradient.key]) if gradient is not None and reached else None)
-        for port in call.inputs:
-            gradient = call.gradients.get(f"input:{port.name}")
-            found.append(env[gradient.key] if gradient is not None and behind[gradient.key] & received else None)
-        return (None, None, *found)
+            here = gradient is not None and gradient.key in own
+            found.append(session.parameter_gradient(gradient, own[gradient.key]) if gradient is not None and here else None)
+        return (None, None, *found, *[own.get(f"gradient:input:{port.name}") for port in call.inputs])
 
 
-def tangents_behind(stage: Stage) -> dict[str, set[str]]:
-    """Which tangents each output of a backward stage depends on. A parameter behind none of those received keeps no gradient at all, as in
-    torch, where an optimizer then leaves it alone; a zero gradient would let weight decay and momentum move it."""
-    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
-    behind: dict[Node, set[str]] = {}
-    for node in stage.graph.nodes:
-        if node.op == "placeholder":
-            behind[node] = {keys[node]} if keys[node].startswith("tangent:") else set()
-        else:
-            behind[node] = set().union(*(behind[operand] for operand in node.all_input_nodes))
-    (output,) = stage.graph.find_nodes(op="output")
-    return {key: behind[node] for key, node in zip(stage.outputs, output.args[0], strict=True)}
+def _own(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """A gradient in memory of its own: it becomes somebody's `.grad`, which is changed in place, and another's must not change with it."""
+    if _memory(gradient) in taken:
+        gradient = gradient.clone()
+    taken.add(_memory(gradient))
+    return gradient
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -8,19 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from meshc import spmd
 from meshc.errors import StateError
-from meshc.program import Instruction, Program
+from meshc.program import Instruction, Program, Stage
 from meshc.runtime.codegen import generate
 from meshc.runtime.failure import FailureBoard
 from meshc.runtime.groups import Groups
 from meshc.runtime.regions import compile_regions
 
 RunStage = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """A stage on this rank: `perform` reads its inputs from the values by key, and adds its outputs."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: RunStage
+
+    def perform(self, env: dict[str, Any], microbatch: int = 0) -> None:
+        results = self.run([env[key] for key in self.inputs], microbatch)
+        env.update(zip(self.outputs, results, strict=True))
 
 
 def needed_groups(program: Program) -> list[tuple[str, ...]]:
@@ -58,10 +72,13 @@ class Executor:
         make = {"eager": generate, "inductor": compile_regions}.get(backend)
         if make is None:
             raise StateError(f"backend={backend!r} is not known: use 'eager' or 'inductor'")
-        self.stages: dict[str, RunStage] = {
-            name: make(stage, groups, coordinates, device, here) for name, stage in program.stages.items()
-        }
+        self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
+        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in program.stages.items()}
         self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
+
+    def load(self, stage: Stage) -> LoadedStage:
+        """A stage as this rank runs it. One that is not the program's own uses no other groups than the program does."""
+        return LoadedStage(stage.inputs, stage.outputs, self._make(stage))
 
     def _here(self, instruction: str) -> None:
         assert self.board is not None
@@ -81,9 +98,7 @@ class Executor:
 
     def perform(self, instruction: Instruction, env: dict[str, Any]) -> None:
         if instruction.op == "run":
-            stage = self.program.stages[instruction.stage]
-            results = self.stages[stage.name]([env[key] for key in stage.inputs], instruction.microbatch)
-            env.update(zip(stage.outputs, results, strict=True))
+            self.stages[instruction.stage].perform(env, instruction.microbatch)
         elif instruction.op == "add":
             part = env.pop(instruction.value)
             if instruction.into in env:

@@ -20,6 +20,7 @@ from meshc.capture import cache_paths
 from meshc.errors import InputError
 from meshc.program import Port, Program
 from meshc.runtime import collectives, layouts
+from meshc.runtime.backwards import Backwards, Make
 from meshc.runtime.cuda_graph import ON_DEVICE, GraphedStep, refusal
 from meshc.runtime.executor import Executor
 from meshc.runtime.store import Store
@@ -38,10 +39,17 @@ class _EmptyIsNothing(TorchFunctionMode):
 
 
 class Session:
-    """A loaded program with its store. `out_spec` rebuilds the output; None gives outputs by path."""
+    """A loaded program with its store. `out_spec` rebuilds the output; None gives outputs by path. `make_backward` is for a program with a
+    backward stage: the program for a set of outputs that received gradients."""
 
     def __init__(
-        self, program: Program, store: Store, executor: Executor, out_spec: Any = None, cuda_graph: str | bool = "auto"
+        self,
+        program: Program,
+        store: Store,
+        executor: Executor,
+        out_spec: Any = None,
+        cuda_graph: str | bool = "auto",
+        make_backward: Make | None = None,
     ) -> None:
         self.program = program
         self.store = store
@@ -64,6 +72,7 @@ class Session:
         self.caches = set() if out_spec is None else set(cache_paths(out_spec))
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.calls = 0
+        self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         self.cuda_graph = refusal(self.device, cuda_graph, program.mode, on_device)
         self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)
@@ -104,7 +113,8 @@ class Session:
         return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Refuse inputs that the program was not compiled for, before anything is sent."""
+        """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
+        self.store.refuse_unfilled()
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):
@@ -130,10 +140,12 @@ class Session:
             digests = collectives.all_gather(digest, dist.group.WORLD).wait().tolist()
         if len(set(digests)) > 1:
             first = next(rank for rank, value in enumerate(digests) if value != digests[0])
-            raise InputError(
+            error = InputError(
                 f"ranks 0 and {first} passed different inputs, but inputs=\"global\" takes the same on every rank.\n"
                 '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
             )
+            error.everywhere = True  # all have the same digests
+            raise error
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
 
@@ -176,10 +188,6 @@ class Session:
         places = layouts.torch_placements(sharding, mesh)
         shape, stride = torch.Size(port.shape), _strides(port.shape)
         return DTensor.from_local(local, mesh.device_mesh, places, run_check=False, shape=shape, stride=stride)
-
-    def shape(self, port: Port) -> tuple[int, ...]:
-        """What a port's tensor is on this rank."""
-        return port.shape if port.sharding is None else local_shape(port.sharding, self.program.axis_sizes)
 
     def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
         """A gradient as autograd wants it: like its parameter."""

@@ -189,8 +189,8 @@ class Store:
         self._unfilled = {key for key in self._unfilled if not adoption.is_filled(self._current(self.held[key]))}
         return sorted(self.held[key].name for key in self._unfilled)
 
-    def check_filled(self) -> None:
-        """Before a program runs: raises StateError if anything has no values yet."""
+    def refuse_unfilled(self) -> None:
+        """Raises StateError if anything has no values yet; sends nothing."""
         names = self.unfilled if self._unfilled else []
         if names:
             shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -199,8 +199,12 @@ class Store:
                 '  what to do: first program.load_state_dict(state), dcp.load({"program": program}, ...) or program.init_weights(fn);\n'
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
             )
+
+    def check_filled(self) -> None:
+        """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
+        self.refuse_unfilled()
         with torch.no_grad():
-            for key in sorted(self._born_unfilled):  # filled in place by whatever means
+            for key in sorted(self._born_unfilled):
                 if self._current(self.held[key]) is self.held[key].live and not self.held[key].stale:
                     self._read_back(self.held[key])
         self._born_unfilled.clear()

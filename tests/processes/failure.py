@@ -17,6 +17,7 @@ import meshc
 from tests.models import Case, mlp
 from tests.processes.reference import sgd
 from tests.processes.session import device_mesh
+from tests.two_outputs import two_outputs
 
 
 def program_of(case: Case, mesh: Any, inputs: str = "global") -> meshc.Program:
@@ -85,6 +86,20 @@ def compile_fails(mesh: Any) -> None:
     meshc.compile(meshc.TrainStep(model, optimizer=sgd(model.parameters())), mesh, kwargs={"x": torch.ones(4, 8)})
 
 
+def other_outputs(mesh: Any) -> None:
+    """Both ranks go backward from `score`; then rank 1 from `length`, while rank 0 does what it did before and asks nobody."""
+    model, x = two_outputs()
+    program = meshc.compile(model, mesh, kwargs={"x": x})
+    program(x=x)["score"].sum().backward()
+    program(x=x)["length" if dist.get_rank() == 1 else "score"].sum().backward()
+
+
+def other_outputs_at_first(mesh: Any) -> None:
+    model, x = two_outputs()
+    program = meshc.compile(model, mesh, kwargs={"x": x})
+    program(x=x)["length" if dist.get_rank() == 1 else "score"].sum().backward()
+
+
 def wrong_world(_: Any) -> None:
     """A mesh of two ranks in a world of four."""
     mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
@@ -114,7 +129,8 @@ class Branching(nn.Module):
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
-    killed, other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, wrong_world
+    killed, other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, other_outputs,
+    other_outputs_at_first, wrong_world,
 )  # fmt: skip
 
 

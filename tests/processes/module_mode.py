@@ -17,6 +17,7 @@ from meshc.reference import ReferenceRandom
 from tests.models import llama, mlp, nanogpt, vit
 from tests.processes.reference import SEED, close, furthest
 from tests.processes.session import run_checks
+from tests.two_outputs import two_outputs
 
 OPTIONS = meshc.Options(seed=SEED)
 
@@ -86,6 +87,81 @@ def several_calls_and_backwards(mesh: Any) -> None:
     logits[:, 0].sum().backward()
     more_logits[:, 0].sum().backward()
     assert furthest(gradients(case.model), gradients(twin))[0] < 1e-9
+
+
+def some_outputs(mesh: Any) -> None:
+    """Backward from one output of two, where the other's derivative is infinite: finite gradients, and none where torch has none."""
+    model, x = two_outputs()
+    twin = copy.deepcopy(model)
+    program = meshc.compile(model, mesh, kwargs={"x": x})
+    ours, theirs = program(x=x), twin(x=x)
+    assert torch.allclose(ours["score"], theirs["score"], atol=1e-12)
+    for outputs in (ours, theirs):
+        outputs["score"].square().sum().backward(retain_graph=True)
+    assert model.trunk.weight.grad is not None and whole(model.trunk.weight.grad).isfinite().all()
+    same_gradients(model, twin)
+    assert model.scale.grad is None and model.root.weight.grad is None and model.unused.weight.grad is None
+    model.left.grad.mul_(2)  # in memory of its own, although `right` has the same gradient
+    twin.left.grad.mul_(2)
+    same_gradients(model, twin)
+    for outputs in (ours, theirs):
+        outputs["score"].sum().backward()  # once more into .grad
+    same_gradients(model, twin)
+    for module in (model, twin):
+        module.zero_grad()
+    ours["length"].sum().backward()
+    twin(x=x)["length"].sum().backward()
+    assert model.left.grad is None and whole(model.scale.grad).isfinite() and whole(model.trunk.weight.grad).isnan().any()
+    same_gradients(model, twin)
+    sent = [sorted(received) for received in next(iter(program._sessions.values()))[0].backwards.programs]
+    assert sent == [["length", "score"], ["score"], ["length"]], sent
+
+
+class NoGradient(torch.autograd.Function):
+    """Gives nothing back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def no_output(mesh: Any) -> None:
+    """Torch asks for backward although no output has a gradient: nothing happens, with one output and with two."""
+    model, x = two_outputs()
+    program = meshc.compile(model, mesh, kwargs={"x": x})
+    NoGradient.apply(program(x=x)["score"]).sum().backward()
+    case = mlp(torch.float64)
+    NoGradient.apply(meshc.compile(case.model, mesh, kwargs=case.kwargs)(**case.kwargs)).sum().backward()
+    assert gradients(model) == {} and gradients(case.model) == {}
+
+
+def several_sets(mesh: Any) -> None:
+    """Two calls before backward, each from another set of outputs, then both sets again in another order, then both outputs together."""
+    model, x = two_outputs(zero_row=False)
+    twin = copy.deepcopy(model)
+    program = meshc.compile(model, mesh, kwargs={"x": x})
+    y = x.flip(0) * 0.5
+    for one, two in (("score", "length"), ("length", "score")):
+        for call in (program, twin):
+            first, second = call(x=x), call(x=y)
+            second[two].square().sum().backward()
+            first[one].square().sum().backward()
+        same_gradients(model, twin)
+    for call in (program, twin):
+        outputs = call(x=x)
+        (outputs["score"].square().sum() + outputs["length"].sum()).backward()
+    same_gradients(model, twin)
+
+
+def same_gradients(model: nn.Module, twin: nn.Module) -> None:
+    mine, wanted = gradients(model), gradients(twin)
+    assert mine.keys() == wanted.keys(), mine.keys() ^ wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def gradients_of_inputs(mesh: Any) -> None:
@@ -171,7 +247,8 @@ def caches(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    three_steps, several_calls_and_backwards, gradients_of_inputs, refusals, outputs_as_they_lie, two_programs, caches
+    three_steps, several_calls_and_backwards, some_outputs, no_output, several_sets, gradients_of_inputs, refusals,
+    outputs_as_they_lie, two_programs, caches,
 )  # fmt: skip
 
 

@@ -58,6 +58,11 @@ def test_a_compilation_that_fails_on_one_rank() -> None:
     check("compile_fails", "CaptureError", "Data-dependent", "failure.py:")
 
 
+@pytest.mark.parametrize("way", ["other_outputs", "other_outputs_at_first"])
+def test_backward_from_other_outputs_on_one_rank(way: str) -> None:
+    check(way, "StateError", "the outputs that backward starts from: this rank has length", "rank 0", "from the same outputs on every rank")
+
+
 def test_a_world_of_another_size() -> None:
     ended = go_wrong("wrong_world", ranks=4)
     assert "the mesh dp=2 has 2 ranks, but 4 were started" in ended.ranks[0].out, ended

@@ -24,13 +24,22 @@ def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
 
 
 def test_module_mode_on_two_ranks() -> None:
-    names = ("refusals", "gradients_of_inputs", "outputs_as_they_lie", "several_calls_and_backwards", "two_programs", "three_steps")
+    names = (
+        "refusals", "gradients_of_inputs", "outputs_as_they_lie", "several_calls_and_backwards", "some_outputs", "no_output",
+        "several_sets", "two_programs", "three_steps",
+    )  # fmt: skip
     assert run("module_mode", 2, "dp=2", *names).split() == [*names]
 
 
 def test_module_mode_split_over_heads() -> None:
-    names = ("caches", "three_steps")
+    names = ("caches", "some_outputs", "several_sets", "three_steps")
     assert run("module_mode", 2, "tp=2", *names).split() == [*names]
+
+
+@pytest.mark.parametrize("mesh, ranks", [("dp_shard=2", 2), ("tp=2", 2), ("dp_shard=2,tp=2", 4)])
+def test_verify_under_a_process_group(mesh: str, ranks: int) -> None:
+    names = ("train_step", "module", "wrong_program")
+    assert run("verify", ranks, mesh, *names).split() == [*names]
 
 
 def test_train_step() -> None:
@@ -41,6 +50,12 @@ def test_train_step() -> None:
 def test_local_inputs() -> None:
     names = ("unequal_labels", "batch_norm", "local_mean", "local_loss_unsaid")
     assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
+
+
+@pytest.mark.parametrize("last", ["alone", "one_of_all"])
+def test_refusals_that_are_caught(last: str) -> None:
+    names = ("shapes", "values", "features", "compilations", "empty", last)
+    assert run("refusals", 2, "dp=2", *names).split() == [*names]
 
 
 def test_a_local_batch_of_another_shape() -> None:

@@ -1,0 +1,133 @@
+"""Refusals that are caught: where all ranks refuse the same, the run goes on; where one does, all stop. Each function is one check."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshc
+from meshc.runtime.failure import world_board
+from tests.models import Case, mlp
+from tests.processes.failure import Branching
+from tests.processes.local_inputs import parts
+from tests.processes.reference import close, sgd, train
+from tests.processes.session import run_checks
+
+
+def trained(case: Case, mesh: Any, inputs: str = "global") -> tuple[meshc.Program, list[float]]:
+    """A training step's program, and the losses that plain PyTorch has in two steps."""
+    start = copy.deepcopy(case.model)
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+    wanted, _, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
+    return meshc.compile(step, mesh, inputs=inputs), wanted
+
+
+def shapes(mesh: Any) -> None:
+    """Every rank passes a part that is a row short, rank 1 two seconds after the others; the next step is as if nothing had been."""
+    case = mlp(torch.float64)
+    program, wanted = trained(case, mesh, "local")
+    mine = parts(case.call_kwargs, mesh)
+    ours = [program(**mine).item()]
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    with pytest.raises(meshc.InputError, match="drop_last=True"):
+        program(**{name: value[:-1] for name, value in mine.items()})
+    ours.append(program(**mine).item())
+    close(ours, wanted, 1e-10)
+
+
+def values(mesh: Any) -> None:
+    """Ranks differ in the values that they pass, which all of them see; the second call is right."""
+    case = mlp(torch.float64)
+    program, wanted = trained(case, mesh)
+    with pytest.raises(meshc.InputError, match="passed different inputs"):
+        program(**{**case.call_kwargs, "x": case.kwargs["x"] + dist.get_rank()})
+    close([program(**case.call_kwargs).item() for _ in range(2)], wanted, 1e-10)
+
+
+def features(mesh: Any) -> None:
+    """Inputs that the model itself cannot take: the compilation that they ask for fails on every rank."""
+    case = mlp(torch.float64)
+    program, wanted = trained(case, mesh)
+    ours = [program(**case.call_kwargs).item()]
+    with pytest.raises(meshc.CaptureError):
+        program(**{**case.call_kwargs, "x": case.kwargs["x"][:, :-1]})
+    close([*ours, program(**case.call_kwargs).item()], wanted, 1e-10)
+
+
+def compilations(mesh: Any) -> None:
+    """A model that cannot be traced, a plan that does not fit; then the same model with a plan that does."""
+    with pytest.raises(meshc.CaptureError, match="Data-dependent"):
+        meshc.compile(Branching(True), mesh, kwargs={"x": torch.ones(4, 8)})
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    with pytest.raises(meshc.PlanError, match="did you mean batch"):
+        meshc.compile(case.model, mesh, kwargs=case.kwargs, plan="dp: bach")
+    with pytest.raises(meshc.PlanError, match="compile meshc.TrainStep"):
+        meshc.compile(case.model, mesh, kwargs=case.kwargs, plan="zero1")
+    program = meshc.compile(case.model, mesh, kwargs=case.kwargs)
+    assert torch.allclose(program(**case.kwargs), twin(**case.kwargs), atol=1e-12)
+
+
+def empty(mesh: Any) -> None:
+    """A model on `meta` is called before it has values, and after."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    program = meshc.compile(case.model.to("meta"), mesh, kwargs=case.kwargs)
+    with pytest.raises(meshc.StateError, match="have no values yet"):
+        program(**case.kwargs)
+    program.load_state_dict(twin.state_dict())
+    assert torch.allclose(program(**case.kwargs), twin(**case.kwargs), atol=1e-12)
+
+
+def alone(mesh: Any) -> None:
+    """Rank 1 refuses a call that rank 0 never comes to, as it is busy elsewhere: rank 1 stops within 20 s, rank 0 where it next looks."""
+    case = mlp(torch.float64)
+    program, _ = trained(case, mesh, "local")
+    mine = parts(case.call_kwargs, mesh)
+    program(**mine)
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.raises(meshc.InputError, match="drop_last=True"):
+            program(**{name: value[:-1] for name, value in mine.items()})
+        assert time.monotonic() - begin < 20
+    else:
+        while time.monotonic() - begin < 25:
+            try:
+                world_board().check()
+            except meshc.PeerError:
+                break
+            time.sleep(0.1)
+        assert time.monotonic() - begin < 20
+    for _ in range(2):
+        with pytest.raises(meshc.PeerError, match="rank 1 failed at step 1, call: InputError"):
+            program(**mine)
+
+
+def one_of_all(mesh: Any) -> None:
+    """Rank 1 refuses a call that rank 0 runs: rank 0 is told within 30 s, and it is final on both, although both catch it."""
+    case = mlp(torch.float64)
+    program, _ = trained(case, mesh, "local")
+    mine: dict[str, Tensor] = parts(case.call_kwargs, mesh)
+    program(**mine)
+    begin = time.monotonic()
+    wrong = {name: value[:-1] for name, value in mine.items()} if dist.get_rank() == 1 else mine
+    with pytest.raises(meshc.InputError if dist.get_rank() == 1 else meshc.PeerError, match="drop_last=True"):
+        program(**wrong)
+    assert time.monotonic() - begin < 30
+    with pytest.raises(meshc.PeerError, match="rank 1 failed at step 1, call: InputError"):
+        program(**mine)
+
+
+CHECKS: tuple[Callable[[Any], None], ...] = (shapes, values, features, compilations, empty, alone, one_of_all)
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks(CHECKS, mesh, names)
