@@ -45,13 +45,10 @@ def cut_backward(draft: Draft) -> Draft:
         elif node.op == "call_function":
             saved[node] = f"saved:{node.name}"
     split = Splitter(graph, keys)
-    forward_keys = tuple(key for key in stage.outputs if not key.startswith("gradient:"))
-    backward_keys = tuple(key for key in stage.outputs if key.startswith("gradient:"))
     ordered = sorted(saved, key=list(graph.nodes).index)
-    forward = split.stage(
-        "forward", [*(results[key] for key in forward_keys), *ordered], {}, {}, (*forward_keys, *(saved[n] for n in ordered))
-    )
-    backward = split.stage("backward", [results[key] for key in backward_keys], saved, {}, backward_keys)
+    outputs = {key: node for key, node in results.items() if not key.startswith("gradient:")}
+    forward = split.stage("forward", outputs | {saved[node]: node for node in ordered}, {})
+    backward = split.stage("backward", {key: node for key, node in results.items() if key not in outputs}, saved)
     draft.stages = {"forward": forward, "backward": backward}
     draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
     return draft
