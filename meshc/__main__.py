@@ -233,7 +233,7 @@ def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, .
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
     twin = comparison.plain_copy(ask.module, None, False)
-    reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs))
+    reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs), parts=program.draft.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     double = all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
     report = comparison.Report(comparison.TOLERANCE[low[0] if low else torch.float64 if double else torch.float32])

@@ -22,6 +22,12 @@ class TrainStep:
 
     Called like the model; its scalar output, or `output.loss`, is the loss. With `loss`, positional arguments and those that bind to
     `model.forward` go to the model, the rest by name to `loss(output, ...)`.
+
+    clip_grad_norm  the largest global norm of all gradients
+    microbatches    how many parts the batch is worked through in, one after the other; the result is the whole batch's
+    batch_mix       "refuse": an operator that mixes the whole batch (batch norm) is refused with several microbatches.
+                    "mean_of_parts": loss and gradients are the mean of what each microbatch, a range of the batch's rows, gives
+                    alone; running statistics are updated by each in turn. The batch must divide by their number
     """
 
     def __init__(
@@ -36,9 +42,6 @@ class TrainStep:
     ) -> None:
         if batch_mix not in BATCH_MIX:
             raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
-        if batch_mix == "mean_of_parts" and (microbatches or 1) > 1:
-            fix = "leave it out, and use microbatches=1 where an operator mixes the batch"
-            raise PlanError(f'batch_mix="mean_of_parts" is not supported yet: {fix}')
         if microbatches is not None and microbatches < 1:
             raise PlanError(f"microbatches={microbatches}: a step has at least one")
         self.model = model

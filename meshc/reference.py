@@ -7,11 +7,19 @@
 
 The k-th random call (k = 0, 1, ... in order of execution) gets the draws of call k at the shape of its tensor, which is what a compiled
 program draws for it on any mesh. What meshc has no definition for raises, rather than drawing from torch's generator.
+
+A microbatch on its own draws its rows of what the whole batch draws, whose shapes a run of the whole batch tells:
+
+    with ReferenceRandom(seed, step) as whole, torch.no_grad():
+        model(x)
+    with ReferenceRandom(seed, step, Microbatch(whole.drawn, count=4, index=1)):
+        model(x[2:4])                           # x has 8 rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +28,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import MeshcError
 from meshc.ops import random
+from meshc.parts import offsets
 
 aten = torch.ops.aten
+Tile = tuple[Sequence[int], Sequence[int], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Which tile of the whole batch's draws a model is to be answered with: the index-th of `count`, where `drawn` is the whole's."""
+
+    drawn: Sequence[tuple[str, tuple[int, ...]]]
+    count: int
+    index: int
+
+    def tile(self, call: int, shape: Sequence[int]) -> Tile:
+        """(global shape, local shape, offsets) of a call that draws `shape`. Raises MeshcError if the whole batch has no such draw."""
+        whole = self.drawn[call][1] if call < len(self.drawn) else ()
+        starts = offsets(whole, tuple(shape), self.count, self.index)
+        if starts is None:
+            raise MeshcError(f"random call {call} draws {list(shape)} for a microbatch, and {list(whole)} for the whole batch")
+        return whole, tuple(shape), starts
 
 
 class ReferenceRandom(TorchDispatchMode):
@@ -32,9 +59,9 @@ class ReferenceRandom(TorchDispatchMode):
     `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` on CUDA), and for draws made during backward (activation checkpointing).
     """
 
-    def __init__(self, seed: int, step: int = 0) -> None:
+    def __init__(self, seed: int, step: int = 0, microbatch: Microbatch | None = None) -> None:
         super().__init__()
-        self.seed, self.step, self.calls = seed, step, 0
+        self.seed, self.step, self.calls, self.microbatch = seed, step, 0, microbatch
         self.drawn: list[tuple[str, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -58,12 +85,14 @@ class ReferenceRandom(TorchDispatchMode):
             )
         return answer(self, func, named)
 
-    def next(self, func: Any, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int]:
-        """(seed_step, call) of the next random call, which draws `shape`."""
+    def next(self, func: Any, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
+        """(seed_step, call, tile) of the next random call, which draws `shape`."""
         call = self.calls
         self.calls += 1
         self.drawn.append((str(func), tuple(shape)))
-        return random.seed_step(self.seed, self.step, device or "cpu"), call
+        shape = tuple(shape)
+        tile = self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
+        return random.seed_step(self.seed, self.step, device or "cpu"), call, tile
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -88,23 +117,23 @@ def _undefined(func: Any, named: dict[str, Any]) -> MeshcError:
 
 
 def _uniform(mode: ReferenceRandom, func: Any, out: Tensor, low: float, high: float) -> Tensor:
-    seed_step, call = mode.next(func, out.shape, out.device)
-    values = random.uniform(seed_step, call, out.shape, out.dtype)
+    seed_step, call, tile = mode.next(func, out.shape, out.device)
+    values = torch.ops.meshc.uniform(seed_step, call, *tile, out.dtype)
     return out.copy_(values if (low, high) == (0.0, 1.0) else values * (high - low) + low)
 
 
 def _normal(mode: ReferenceRandom, func: Any, out: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
-    seed_step, call = mode.next(func, out.shape, out.device)
-    values = random.normal(seed_step, call, out.shape, out.dtype)
+    seed_step, call, tile = mode.next(func, out.shape, out.device)
+    values = torch.ops.meshc.normal(seed_step, call, *tile, out.dtype)
     standard = not isinstance(mean, Tensor) and not isinstance(std, Tensor) and (mean, std) == (0.0, 1.0)
     return out.copy_(values if standard else values * std + mean)
 
 
 def _bernoulli(mode: ReferenceRandom, func: Any, out: Tensor, probability: Tensor | float) -> Tensor:
-    seed_step, call = mode.next(func, out.shape, out.device)
+    seed_step, call, tile = mode.next(func, out.shape, out.device)
     if isinstance(probability, Tensor):
-        return out.copy_(random.bernoulli(seed_step, call, probability.expand(out.shape)))
-    return out.copy_(random.keep_mask(seed_step, call, 1.0 - probability, out.shape))
+        return out.copy_(random.bernoulli(seed_step, call, probability.expand(out.shape), tile))
+    return out.copy_(torch.ops.meshc.keep_mask(seed_step, call, 1.0 - probability, *tile))
 
 
 def _new(named: dict[str, Any]) -> Tensor:
@@ -126,8 +155,8 @@ def _answer_normal(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> T
 
 def _answer_native_dropout(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
     x = named["input"]
-    seed_step, call = mode.next(func, x.shape, x.device)
-    return torch.ops.meshc.dropout(x, seed_step, call, named["p"], x.shape, x.shape, [0] * x.dim())
+    seed_step, call, tile = mode.next(func, x.shape, x.device)
+    return torch.ops.meshc.dropout(x, seed_step, call, named["p"], *tile)
 
 
 ANSWERS: dict[Any, Callable[[ReferenceRandom, Any, dict[str, Any]], Any]] = {

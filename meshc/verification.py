@@ -83,7 +83,8 @@ def _verify(
     with calls_allowed(module):
         twin = verification.plain_copy(module, values, double)
     args, kwargs = verification.widen_inputs((args, kwargs), double)
-    reference = verification.Reference(twin, program.traced.function, args, kwargs, program._store.seed if program._store else 0, double)
+    seed = program._store.seed if program._store else 0
+    reference = verification.Reference(twin, program.traced.function, args, kwargs, seed, double, program.draft.parts)
     floats = [p.dtype for p in twin.parameters()] or [torch.float32]
     low = [d for d in (torch.bfloat16, torch.float16) if d in floats or any(d == region[1] for region in ask.autocast)]
     usual = torch.float64 if double else torch.float32
@@ -112,7 +113,7 @@ def _raise_if_wrong(report: verification.Report, compiled: Compiled, draft: Draf
         return
     values = verification.input_values(compiled, reference, 0)
     values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
-    first = verification.first_wrong(compiled, draft.the_graph(), values, report.tolerance * 10)
+    first = verification.first_wrong(compiled, draft.the_graph(), values, report.tolerance * 10, draft.parts)
     raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
 
 

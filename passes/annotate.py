@@ -73,7 +73,7 @@ def _useless_axes(draft: Draft) -> list[str]:
             if any(term.covers(name) for term in entry.terms)
         }
         if sizes and max(sizes.values()) < axis.size:
-            found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)
             faults.append(
                 f"axis {axis.name} has {axis.size} ranks, more than anything it could split ({found}); "
                 f"make it at most {max(sizes.values())}, or give it a larger factor in the plan"

@@ -45,16 +45,13 @@ def cut_backward(draft: Draft) -> Draft:
         elif node.op == "call_function":
             saved[node] = f"saved:{node.name}"
     split = Splitter(graph, keys)
-    forward_keys = tuple(key for key in stage.outputs if not key.startswith("gradient:"))
-    backward_keys = tuple(key for key in stage.outputs if key.startswith("gradient:"))
     ordered = sorted(saved, key=list(graph.nodes).index)
-    forward = split.stage(
-        "forward", [*(results[key] for key in forward_keys), *ordered], {}, {}, (*forward_keys, *(saved[n] for n in ordered))
-    )
-    late_results = [results[key] for key in backward_keys]
-    draft.stages = {"forward": forward, "backward": split.stage("backward", late_results, saved, {}, backward_keys)}
+    outputs = {key: node for key, node in results.items() if not key.startswith("gradient:")}
+    gradients = {key: node for key, node in results.items() if key not in outputs}
+    forward = split.stage("forward", outputs | {saved[node]: node for node in ordered}, {})
+    draft.stages = {"forward": forward, "backward": split.stage("backward", gradients, saved)}
     if sum(key.startswith("tangent:") for key in stage.inputs) > 1:
-        draft.backward = split.stage("backward", late_results, saved, {}, backward_keys)  # a copy: later passes work in place
+        draft.backward = split.stage("backward", gradients, saved)  # a copy: later passes work in place
     draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
     return draft
 

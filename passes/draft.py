@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from meshc.capture import TorchGraph
 from meshc.mesh import Mesh
 from meshc.optimizer import OptimizerSpec
+from meshc.parts import Parts
 from meshc.passes.factorize import Factors
 from meshc.passes.names import Names
 from meshc.passes.propagate import Assignment
@@ -27,6 +28,7 @@ class Request:
 
     function      called as function(module, *args, **kwargs); its output is the program's
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
+    batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
     """
 
@@ -53,7 +55,10 @@ class Request:
 
 @dataclass
 class Draft:
-    """Everything known so far; each pass fills in or replaces what it is named after."""
+    """Everything known so far; each pass fills in or replaces what it is named after.
+
+    parts  set if the step is the mean of its microbatches: graphs before `microbatch` are then those of one of them
+    """
 
     request: Request
     traced: TorchGraph | None = None
@@ -79,6 +84,7 @@ class Draft:
     cache_outputs: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     random_calls: int = 0
+    parts: Parts | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -5,10 +5,15 @@
                                                         after:   reductions of gradients, clipping, the update
 
 A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over it is accumulation. Where an operator needs the whole
-batch in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused.
+batch in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused. A step that
+is the mean of its microbatches has no such operator: its graph is one microbatch's, and only gradients and loss are reduced over `mb`.
+Buffers that a microbatch writes are what the next one reads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -30,27 +35,30 @@ def split_microbatches(draft: Draft) -> Draft:
     graph = stage.graph
     keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
+    parts = [node.args[0] for node in sums]
+    (output,) = graph.find_nodes(op="output")
+    written = _written_by_each(draft, stage, output)
     varies = _reach([n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH], stop=set(sums))
+    varies |= _reach([node for node, key in keys.items() if key in written], stop=set(sums))
     done = _reach(sums, stop=set())
     _refuse_mixing(graph, varies, done, sums)
     learned = _reach([node for node, key in keys.items() if key.startswith(("parameter:", "state:"))], stop=set())
-    (output,) = graph.find_nodes(op="output")
-    early = [n for n in graph.nodes if n.op == "call_function" and n not in varies and n not in done and n not in learned]
+    repeated = {*varies, *done, *learned, *parts}
+    early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
     split = Splitter(graph, keys)
-    wanted_late = [n for n in (*output.args[0], *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
+    late = {key: node for key, node in zip(stage.outputs, output.args[0], strict=True) if key not in written}
+    wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
     for node in wanted_late:
         if node in varies and node not in sums:
             raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")
     integers = {n for n in early if is_integer(n)}
     later = {*varies, *done, *learned, output}
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
-    parts = [node.args[0] for node in sums]
-    before = split.stage("before", shared, given={}, label={n: f"value:{n.name}" for n in shared})
     given = {n: f"value:{n.name}" for n in shared}
-    each = split.stage("each", parts, given=given, label={n: f"part:{n.name}" for n in parts})
+    before = split.stage("before", {key: n for n, key in given.items()}, given={})
+    each = split.stage("each", {f"part:{n.name}": n for n in parts} | written, given=given)
     totals = {total: f"sum:{part.name}" for total, part in zip(sums, parts, strict=True)}
-    late = list(output.args[0])
-    after = split.stage("after", late, given={**given, **totals}, label=dict(zip(late, stage.outputs, strict=True)), outputs=stage.outputs)
+    after = split.stage("after", late, given={**given, **totals})
     draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
     schedule = [Instruction("run", "before")] if before.outputs else []
     for k in range(count):
@@ -72,6 +80,14 @@ def _reach(start: list[Node], stop: set[Node]) -> set[Node]:
     return found
 
 
+def _written_by_each(draft: Draft, stage: Stage, output: Node) -> dict[str, Node]:
+    """Where each microbatch is a step of its own: the buffers that it writes, by key."""
+    if draft.parts is None:
+        return {}
+    results: Any = output.args[0]
+    return {key: node for key, node in zip(stage.outputs, results, strict=True) if key.startswith("buffer:")}
+
+
 def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[Node]) -> None:
     for node in graph.nodes:
         clash = node in varies and node in done
@@ -82,7 +98,8 @@ def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[
             raise CompileError(
                 f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
                 "microbatches without changing the result.\n"
-                "  what to do: microbatches=1 (or a norm that does not mix the batch, such as group norm)"
+                '  what to do: TrainStep(..., batch_mix="mean_of_parts") if the step may be the mean of what each microbatch gives alone, '
+                "microbatches=1, or a norm that does not mix the batch, such as group norm"
             )
 
 
@@ -90,12 +107,10 @@ class Splitter:
     def __init__(self, graph: Graph, keys: dict[Node, str]) -> None:
         self.graph, self.keys = graph, keys
 
-    def stage(
-        self, name: str, results: list[Node], given: dict[Node, str], label: dict[Node, str], outputs: tuple[str, ...] | None = None
-    ) -> Stage:
-        """The part of the graph that makes `results`; `given` nodes come in by key."""
+    def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
+        """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
         needed: set[Node] = set()
-        work = list(results)
+        work = list(results.values())
         while work:
             node = work.pop()
             if node not in needed:
@@ -113,6 +128,5 @@ class Splitter:
         for node in self.graph.nodes:
             if node in needed and node not in env and node.op == "call_function":
                 env[node] = copy.node_copy(node, lambda n: env[n])
-        unique = results if outputs is not None else list(dict.fromkeys(results))
-        copy.output(tuple(env[node] for node in unique))
-        return Stage(name, copy, tuple(inputs), outputs if outputs is not None else tuple(label[node] for node in unique))
+        copy.output(tuple(env[node] for node in results.values()))
+        return Stage(name, copy, tuple(inputs), tuple(results))

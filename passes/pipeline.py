@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import Node
 
 from meshc.capture import cache_paths, torch_graph
 from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
-from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, raise_ops, update
+from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, parts, raise_ops, update
 from meshc.passes.draft import Draft, Request
 from meshc.passes.factorize import Value, factorize
 from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
-from meshc.passes.propagate import MICROBATCH, Propagator
+from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
@@ -28,11 +29,24 @@ Pass = Callable[[Draft], Draft]
 
 def _capture(draft: Draft) -> Draft:
     ask = draft.request
+    args, kwargs = ask.args, dict(ask.kwargs)
+    if parts.means(ask):
+        draft.parts = parts.find_parts(_whole_forward(ask), ask)
+        args, kwargs = draft.parts.like_one((args, kwargs))
     traced = torch_graph(
-        ask.module, ask.function, ask.args, ask.kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double
+        ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double
     )
     draft.traced, draft.out_spec, draft.output_paths = traced, traced.out_spec, traced.output_paths
     draft.cache_outputs = cache_paths(traced.out_spec)
+    return draft
+
+
+def _whole_forward(request: Request) -> Draft:
+    """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
+    draft = Draft(parts.whole_forward(request))
+    with torch.no_grad():
+        for run in (_capture, _autocast, _raise, _differentiate, _factorize):
+            draft = run(draft)
     return draft
 
 
@@ -52,7 +66,12 @@ def _raise(draft: Draft) -> Draft:
 def _differentiate(draft: Draft) -> Draft:
     assert draft.traced is not None
     draft.graph, draft.inputs, draft.outputs, draft.constants = differentiate.differentiate(draft.traced)
-    return update.close_loss(draft) if draft.request.train else draft
+    if draft.request.train:
+        draft = update.close_loss(draft)
+    if draft.parts is not None:
+        parts.number_draws(draft.the_graph(), draft.parts)
+        parts.mark_sums(draft, draft.parts.count)
+    return draft
 
 
 def _alike(draft: Draft) -> list[tuple[tuple[Node, int], tuple[Node, int]]]:
@@ -86,6 +105,8 @@ def _propagate(draft: Draft) -> Draft:
     propagator.pins = draft.pins
     propagator.storage_pins = draft.storage_pins
     propagator.spread_pins = draft.spread_pins
+    if draft.parts is not None:
+        propagator.interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
     if draft.request.inputs == "local":
         propagator.local_batch = tuple(axis.name for axis in draft.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
     draft.assignment = propagator.run()
@@ -174,7 +195,8 @@ def _warn_replicated(draft: Draft) -> None:
 def _partition(draft: Draft) -> Draft:
     assert draft.assignment is not None
     wants = [port.sharding for port in draft.outputs]
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, [want for want in wants if want is not None])
+    cut = parts.cut_inputs(draft) if draft.parts is not None else {}
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, [want for want in wants if want is not None], cut)
     stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
     draft.stages = {"main": stage}
     return draft
@@ -246,7 +268,10 @@ def finish(draft: Draft) -> Program:
         microbatches=request.microbatches,
         mode="step" if request.train else ("autograd" if request.grad else "forward"),
         notes=draft.notes,
-        info={"output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs},
+        info={
+            "output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs,
+            **({"batch_mix": request.batch_mix} if draft.parts is not None else {}),
+        },
     )
 
 

@@ -154,7 +154,8 @@ class Propagator:
 
     def _operator(self, instance: Instance) -> None:
         node = instance.node
-        if all(value[0] in self.result.free for value in instance.values) and node not in self.updates:
+        recomputed = node not in self.updates and not instance.rule.accumulates
+        if recomputed and all(value[0] in self.result.free for value in instance.values):
             self.result.free.add(node)
             for index in range(len(instance.results)):
                 self.result.given[(node, index)] = None
@@ -182,6 +183,8 @@ class Propagator:
             owed = dict.fromkeys(p for rides in riding.values() for p in rides)
             for token, reduction in instance.sums[index].items():
                 owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ())))
+            if instance.rule.accumulates:
+                owed[(MICROBATCH, "sum")] = None
             order = list(self.sizes)
             self.result.given[(node, index)] = replace(given, pending=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
         self.result.reasons[node] = ", ".join(

@@ -40,7 +40,7 @@ def specialise(stage: Stage, received: Collection[str]) -> Stage:
     (output,) = stage.graph.find_nodes(op="output")
     kept = [(key, node) for key, node in zip(stage.outputs, output.args[0], strict=True) if node in pruned.behind - pruned.absent]
     split = Splitter(pruned.graph, {pruned.made[node]: key for node, key in keys.items() if node in pruned.made})
-    return split.stage(stage.name, [pruned.made[node] for _, node in kept], {}, {}, tuple(key for key, _ in kept))
+    return split.stage(stage.name, {key: pruned.made[node] for key, node in kept}, {})
 
 
 class _Pruned:

@@ -76,7 +76,7 @@ class Appender:
 
 
 def close_loss(draft: Draft) -> Draft:
-    """The loss's tangent is one: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
+    """The loss's tangent is one, or its share of a mean: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
     graph = draft.the_graph()
     kept_inputs, kept_outputs, results = [], [], []
     for port, node in zip(list(draft.inputs), graph.find_nodes(op="placeholder"), strict=True):
@@ -84,7 +84,8 @@ def close_loss(draft: Draft) -> Draft:
             kept_inputs.append(port)
             continue
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            one = graph.call_function(aten.full.default, ([], 1.0), {"dtype": port.dtype, "device": torch.device("cpu")})
+            share = 1.0 / (draft.parts.count if draft.parts is not None else 1)
+            one = graph.call_function(aten.full.default, ([], share), {"dtype": port.dtype, "device": torch.device("cpu")})
         set_record(one, Record((), port.dtype, phase="backward"))
         node.replace_all_uses_with(one)
         graph.erase_node(node)

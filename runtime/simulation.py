@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
         else:
             raise DeadlockError(f"unknown instruction {instruction.op}")
     return {port.key: gather(program, port, [env[port.key] for env in ranks]) for port in program.outputs}
+
+
+def first_microbatch(program: Program) -> Program:
+    """The program as if there were no microbatch after the first: where each is a step of its own, what it alone gives to the sums."""
+    return replace(program, schedule=tuple(instruction for instruction in program.schedule if instruction.microbatch == 0))
 
 
 def gather(program: Program, port: Port, tiles: list[torch.Tensor]) -> torch.Tensor:

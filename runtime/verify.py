@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshc.errors import VerifyError
 from meshc.ir import Record, record
 from meshc.ops.random import seed_step
+from meshc.parts import Parts
 from meshc.program import Port, Program
-from meshc.reference import ReferenceRandom
-from meshc.runtime.simulation import simulate, whole
+from meshc.reference import Microbatch, ReferenceRandom
+from meshc.runtime.simulation import first_microbatch, simulate, whole
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOOR = 1e-3
@@ -100,7 +102,7 @@ class Widened(TorchDispatchMode):
 class Reference:
     """The model on one device, as a plain copy, and how to call it.
 
-    call(module, leaves) gives the output leaves by path; `values` are inputs by name.
+    parts  how a step that is the mean of its microbatches cuts its inputs
     """
 
     module: nn.Module
@@ -109,18 +111,41 @@ class Reference:
     kwargs: dict[str, Any]
     seed: int = 0
     double: bool = False
+    parts: Parts | None = None
 
     def run(self, step: int) -> Any:
-        modes: list[Any] = [ReferenceRandom(self.seed, step)]
-        if self.double:
-            modes.insert(0, Widened())
-        with modes[0], modes[-1] if len(modes) > 1 else _Nothing():
-            return self.function(self.module, *self.args, **self.kwargs)
+        """The model's output for the whole batch."""
+        return self._call(ReferenceRandom(self.seed, step), (self.args, self.kwargs))
 
+    def train(self, step: int) -> torch.Tensor:
+        """The loss of a step; gradients are added to those of the module. Plain accumulation of loss / M where the step is a mean."""
+        if self.parts is None:
+            loss = self.run(step)
+            loss.backward()
+            total: torch.Tensor = loss.detach()
+            return total
+        drawn = self._draws_of_the_whole(step)
+        total = torch.zeros(())
+        for index in range(self.parts.count):
+            random = ReferenceRandom(self.seed, step, Microbatch(drawn, self.parts.count, index))
+            loss = self._call(random, self.parts.cut((self.args, self.kwargs), index)) / self.parts.count
+            loss.backward()
+            total = total + loss.detach()
+        return total
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: Any) -> None: ...
+    def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
+        """What the whole batch would draw. Leaves the buffers as they were."""
+        saved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        random = ReferenceRandom(self.seed, step)
+        with torch.no_grad():
+            self._call(random, (self.args, self.kwargs))
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(saved[name])
+        return random.drawn
+
+    def _call(self, random: ReferenceRandom, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        with Widened() if self.double else nullcontext(), random:
+            return self.function(self.module, *inputs[0], **inputs[1])
 
 
 def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
@@ -174,9 +199,8 @@ def compare_gradients(program: Program, reference: Reference, report: Report) ->
     found = simulate(program, input_values(program, reference, 0))
     saved = {name: buffer.clone() for name, buffer in reference.module.named_buffers()}
     reference.module.zero_grad(set_to_none=True)
-    loss = reference.run(0)
-    loss.backward()
-    report.add("output", _kind(found, "output"), {program_output(program): loss.detach()})
+    loss = reference.train(0)
+    report.add("output", _kind(found, "output"), {program_output(program): loss})
     gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
     given = _kind(found, "gradient")
     report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
@@ -221,12 +245,11 @@ def compare_steps(
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
         found = simulate(program, values)
         optimizer.zero_grad(set_to_none=True)
-        loss = reference.run(step)
-        loss.backward()
+        loss = reference.train(step)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
         optimizer.step()
-        report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss.detach()})
+        report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         values.update({key: value for key, value in found.items() if key.split(":")[0] in ("parameter", "state", "buffer")})
         if parameters:
             given = _kind(found, "parameter")
@@ -256,15 +279,25 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
     _compare_buffers(found, reference, report)
 
 
-def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float) -> str:
-    """The first per-rank value, in program order, that is not the global-view graph's value on one device."""
+def first_wrong(
+    program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None
+) -> str:
+    """The first per-rank value, in program order, that is not the global-view graph's value on one device.
+
+    With `parts` the graph is one microbatch's, and the first one is looked at.
+    """
     truth: dict[str, Any] = {}
+    mine = values
+    if parts is not None:
+        program = first_microbatch(program)
+        inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
+        mine = {**values, **parts.cut(inputs, 0)}
     env: dict[Node, Any] = {}
     placeholders = iter(program.inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
             port = next(placeholders)
-            env[node] = program.constants[port.name] if port.kind == "constant" else values[port.key]
+            env[node] = program.constants[port.name] if port.kind == "constant" else mine[port.key]
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)

@@ -32,7 +32,8 @@ Make = Callable[[Any], torch.optim.Optimizer]
 class Captured:
     """A case, captured as a train step (train) or as an inference program, in float64 or float32."""
 
-    def __init__(self, case: Case, *, train: bool, double: bool) -> None:
+    def __init__(self, case: Case, *, train: bool, double: bool, mean_of: int = 1) -> None:
+        """`mean_of`: a step that is the mean of so many microbatches, each traced as one (batch_mix="mean_of_parts")."""
         self.train, self.double = train, double
         case.model.train(train)
         if train:
@@ -42,14 +43,14 @@ class Captured:
             traced, given = calling.Traced(case.model, calling.call_module, case.model.forward), case.kwargs
         twin = verification.plain_copy(case.model, None, double)
         args, kwargs = verification.widen_inputs(calling.canonical(traced.signature, (), given), double)
-        self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double)
         self.initial = {name: value.clone() for name, value in twin.state_dict().items()}
         self.request = Request(
             module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh("dp=1"), grad=train,
-            train=train, double=double, names=case.names,
+            train=train, double=double, names=case.names, microbatches=mean_of, batch_mix="mean_of_parts" if mean_of > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(train):
             self.draft = run_passes(start(self.request), PASSES[:MODEL_PASSES])
+        self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.draft.parts)
 
     def program(self, mesh: str, plan: str = "auto", **changes: Any) -> Program:
         """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""

@@ -202,9 +202,13 @@ def dropout(x: Tensor, seed_step: Tensor, call: int, p: float) -> Tensor:
     return torch.ops.meshc.dropout(x, seed_step, call, p, x.shape, x.shape, [0] * x.dim())[0]
 
 
-def bernoulli(seed_step: Tensor, call: int, probability: Tensor) -> Tensor:
-    """One where a uniform draw keeps with `probability` (element by element), else zero, in probability's dtype and shape."""
-    bits = uniform(seed_step, call, probability.shape).double() * 2.0**24
+def bernoulli(seed_step: Tensor, call: int, probability: Tensor, tile: tuple[Shape, Shape, Shape] | None = None) -> Tensor:
+    """One where a uniform draw keeps with `probability` (element by element), else zero, in probability's dtype and shape.
+
+    tile  (global shape, local shape, offsets) of probability where it is a tile of what is drawn
+    """
+    tile = tile or (probability.shape, probability.shape, [0] * probability.dim())
+    bits = torch.ops.meshc.uniform(seed_step, call, *tile, torch.float32).double() * 2.0**24
     return (bits >= 2.0**24 - (probability.double() * 2.0**24).round()).to(probability.dtype)
 
 

@@ -12,6 +12,7 @@ from torch.fx import Node
 from meshc import spmd
 from meshc.passes.factorize import Instance, Token
 from meshc.passes.partition.builder import Builder
+from meshc.passes.propagate import MICROBATCH
 from meshc.passes.rules.rule import Rule
 from meshc.sharding import Part, Sharding, local_shape, local_size
 
@@ -109,13 +110,26 @@ class Local:
         return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
 
     def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
-        """(global shape, local shape, offsets) of a result, every factor a dim."""
-        parts = [part for _, _, part in self.results[index].parts()]
+        """(global shape, local shape, offsets) of what a random operator draws, every factor a dim."""
+        parts = self._drawn(index)
         return (
             [part.size for part in parts],
             [local_size(part, self.build.sizes) for part in parts],
             [self.build.tile_start(part) for part in parts],
         )
+
+    def _drawn(self, index: int) -> list[Part]:
+        """The factors of a draw. Where the operator draws for one microbatch of several, that is a tile of the whole batch's."""
+        names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
+        whole, mine = (self.node.args[names.index(name)] for name in ("global_shape", "local_shape"))
+        found: list[Part] = []
+        for parts, large, small in zip(self.results[index].dims, whole, mine, strict=True):  # type: ignore[arg-type]
+            rows = list(parts)
+            if large != small:
+                first = rows[0] if rows else Part("batch", 1)
+                rows[:1] = [Part(first.factor, first.size * self.build.sizes[MICROBATCH], (MICROBATCH, *first.axes))]
+            found += rows
+        return found
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
         return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=f"{self.rule_name()} over a split dim")

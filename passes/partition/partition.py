@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from meshc import spmd
 from meshc.ir import Record, is_getitem, record, records, update, value_of
 from meshc.passes.factorize import Instance, Token, Value
 from meshc.passes.partition.builder import Builder
@@ -37,8 +38,10 @@ class Form:
 
 
 class Partitioner:
-    def __init__(self, graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding]) -> None:
-        self.graph, self.assignment, self.inputs, self.output_wants = graph, assignment, inputs, outputs
+    def __init__(
+        self, graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding], cut: Mapping[str, int]
+    ) -> None:
+        self.graph, self.assignment, self.inputs, self.output_wants, self.cut = graph, assignment, inputs, outputs, cut
         self.factors = assignment.factors
         self.build = Builder(assignment.sizes)
         self.forms: dict[Value, dict[Sharding, Form]] = {}
@@ -46,11 +49,14 @@ class Partitioner:
         self.sequential = frozenset({MICROBATCH})
 
     def run(self) -> Graph:
+        entered: list[tuple[Node, Port, Form]] = []
         for node, port in zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True):
             sharding = port.sharding or self.assignment.whole((node, 0))
             shape = local_shape(sharding, self.build.sizes)
             local = self.build.placeholder(node.name, replace(records(node)[0], shape=shape, sharding=sharding))
-            self._add((node, 0), Form(local, sharding))
+            entered.append((node, port, Form(local, sharding)))
+        for node, port, form in entered:  # once all placeholders stand
+            self._add((node, 0), self._rows((node, 0), form, self.cut[port.key]) if port.key in self.cut else form)
         for node in self.graph.nodes:
             if node.op == "call_function" and not is_getitem(node):
                 instance = self.factors.instances[node]
@@ -66,6 +72,17 @@ class Partitioner:
         self.build.graph.output(tuple(results))
         self.build.graph.eliminate_dead_code()
         return self.build.graph
+
+    def _rows(self, value: Value, whole: Form, dim: int) -> Form:
+        """A microbatch's rows of an input that enters as the whole batch; ranks that hold a part of it take rows of their part."""
+        sharding = self.assignment.whole(value)
+        for d, position, part in whole.sharding.parts():
+            if part.axes:
+                sharding = sharding.with_axes(d, position, part.axes)
+        self._context(value[0])
+        count = self.build.sizes[MICROBATCH]
+        rows = self.build.emit(spmd.shard, whole.node, dim, count, self.build.coordinate(MICROBATCH), sharding=sharding)
+        return Form(rows, sharding)
 
     # -------------------------------------------------------------------------------------------------------------------- forms
 
@@ -338,6 +355,11 @@ def _substitute(node: Node, operands: list[Node]) -> tuple[list[Any], dict[str, 
     return args, kwargs
 
 
-def partition(graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding]) -> Graph:
-    """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave."""
-    return Partitioner(graph, assignment, inputs, outputs).run()
+def partition(
+    graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding], cut: Mapping[str, int] | None = None
+) -> Graph:
+    """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave.
+
+    `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut.
+    """
+    return Partitioner(graph, assignment, inputs, outputs, cut or {}).run()

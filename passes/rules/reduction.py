@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, result_shapes, shape_of
+from meshc.ops import parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
+from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -187,6 +188,11 @@ def _lower_log_softmax_backward(local: Local) -> Node:
     return local.emit(aten.sub.Tensor, grad, local.emit(aten.mul.Tensor, local.emit(aten.exp.default, out), total))
 
 
+def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
+    """A microbatch's share of a sum over microbatches: it lies as it is made, and what is pending waits for all of them."""
+    return pointwise(node, tensors, kind="carry", linear="each", accumulates=True, lower=lambda local: local.operands[0])
+
+
 RULES: dict[object, RuleFunction] = {
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum_all,
@@ -212,4 +218,5 @@ RULES: dict[object, RuleFunction] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,
+    torch.ops.meshc.sum_of_parts.default: _sum_of_parts,
 }

@@ -55,6 +55,7 @@ class Rule:
     self_masked  `lower` masks by itself
     major    letters whose first factor only may be sharded (their positions must be a range)
     settles  a layout operator that a pending sum may not ride through
+    accumulates  its result is pending over the microbatches
     """
 
     operands: tuple[Dims, ...]
@@ -72,6 +73,7 @@ class Rule:
     clean: tuple[int, ...] = ()
     major: frozenset[str] = frozenset()
     settles: bool = False
+    accumulates: bool = False
 
 
 RuleFunction = Callable[[Node, list[Node]], Rule | None]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import meshc
@@ -52,6 +53,21 @@ def batch_norm(mesh: Any) -> None:
         assert furthest(state["model"], twin.state_dict())[0] < 1e-9
 
 
+def microbatches(mesh: Any) -> None:
+    """Each microbatch is a step of its own: two rows of each rank's part."""
+    case = resnet(torch.float64)
+    twin = copy.deepcopy(case.model)
+    optimizer = sgd(case.model.parameters())
+    step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, microbatches=2, batch_mix="mean_of_parts")
+    program = meshc.compile(step, mesh, inputs="local")
+    mine = parts(case.call_kwargs, mesh)
+    wanted = []
+    for rows in (torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])):
+        wanted.append(F.cross_entropy(twin(case.kwargs["images"][rows]), case.target_kwargs["target"][rows]).item() / 2)
+    close([program(**mine).item()], [sum(wanted)], 1e-10)
+    assert torch.allclose(case.model.get_buffer("bn.running_mean"), twin.get_buffer("bn.running_mean"), atol=1e-12)
+
+
 def local_mean(mesh: Any) -> None:
     """Module mode: logits come back as this rank's rows; backward from a local mean is what DDP does."""
     case = mlp(torch.float64)
@@ -91,7 +107,7 @@ def another_shape(mesh: Any) -> None:
     assert "x float64 [2, 24]" in text and "x float64 [3, 24]" in text and "drop_last=True" in text, text
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (unequal_labels, batch_norm, local_mean, local_loss_unsaid, another_shape)
+CHECKS: tuple[Callable[[Any], None], ...] = (unequal_labels, batch_norm, microbatches, local_mean, local_loss_unsaid, another_shape)
 
 
 def run(mesh: str, *names: str) -> None:

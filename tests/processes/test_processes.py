@@ -43,12 +43,12 @@ def test_verify_under_a_process_group(mesh: str, ranks: int) -> None:
 
 
 def test_train_step() -> None:
-    names = ("scheduled", "recompiled", "weight_decay_to_zero", "loss_arguments", "microbatches", "autocast", "partial_storage")
-    assert run("train_step", 2, "dp=2", *names).split() == [*names]
+    names = ("scheduled", "recompiled", "weight_decay_to_zero", "loss_arguments", "microbatches", "mean_of_parts", "autocast")
+    assert run("train_step", 2, "dp=2", *names, "partial_storage").split() == [*names, "partial_storage"]
 
 
 def test_local_inputs() -> None:
-    names = ("unequal_labels", "batch_norm", "local_mean", "local_loss_unsaid")
+    names = ("unequal_labels", "batch_norm", "microbatches", "local_mean", "local_loss_unsaid")
     assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshc
-from tests.models import mlp, nanogpt
-from tests.processes.reference import SEED, adamw, close, sgd, train
+from tests.models import mlp, nanogpt, resnet
+from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks
 
 OPTIONS = meshc.Options(seed=SEED)
@@ -133,6 +134,33 @@ def microbatches(mesh: Any) -> None:
     close(ours, wanted, 1e-10)
 
 
+def mean_of_parts(mesh: Any) -> None:
+    """Batch norm in each of two microbatches, over both ranks; clipped gradients; running statistics that move twice a step."""
+    case = resnet(torch.float64)
+    twin = copy.deepcopy(case.model)
+    step = meshc.TrainStep(
+        case.model, optimizer=sgd(case.model.parameters()), loss=case.loss, clip_grad_norm=0.5, microbatches=2, batch_mix="mean_of_parts"
+    )
+    program = meshc.compile(step, mesh)
+    ours = [program(**case.call_kwargs).item() for _ in range(2)]
+    theirs = sgd(twin.parameters())
+    wanted = []
+    for _ in range(2):
+        losses = []
+        for rows in (slice(0, 4), slice(4, 8)):
+            losses.append(F.cross_entropy(twin(case.kwargs["images"][rows]), case.target_kwargs["target"][rows]) / 2)
+            losses[-1].backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(sum(loss.item() for loss in losses))
+    close(ours, wanted, 1e-10)
+    state = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert int(twin.bn.num_batches_tracked) == 4  # type: ignore[union-attr, arg-type]
+        assert furthest(state["model"], twin.state_dict())[0] < 1e-9
+
+
 class Autocasting(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -175,7 +203,7 @@ def partial_storage(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    scheduled, recompiled, weight_decay_to_zero, loss_arguments, microbatches, autocast, partial_storage
+    scheduled, recompiled, weight_decay_to_zero, loss_arguments, microbatches, mean_of_parts, autocast, partial_storage
 )  # fmt: skip
 
 

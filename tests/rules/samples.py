@@ -11,6 +11,7 @@ from torch import Tensor
 
 import meshc.ops.norm
 import meshc.ops.optim  # noqa: F401
+import meshc.ops.parts  # noqa: F401
 from meshc.ops.random import seed_step
 from tests.rules.brute_force import Sample
 
@@ -300,6 +301,8 @@ sample(ours.adam_amsgrad.default, f(7), f(7), f(7), positive(7), positive(7), _s
 sample(ours.sgd.default, f(6, 5), f(6, 5), f(6, 5), torch.tensor(0.0), *_numbers[:4], True, False, refine={0: (3, 2, 5)})
 sample(ours.sgd_plain.default, f(5, 4), f(5, 4), *_numbers[:2], False)
 sample(ours.square_sum.default, f(5, 4))
+sample(ours.sum_of_parts.default, f(5, 4))
+sample(ours.sum_of_parts.default, f(6, 5), refine={0: (3, 2, 5)})
 sample(ours.square_sum.default, f(6, 5), refine={0: (3, 2, 5)})
 
 # -------------------------------------------------------------------------------------------------------------------- elementwise

@@ -1,0 +1,62 @@
+"""A step that is the mean of its microbatches: which rows of which inputs a microbatch takes.
+
+    x [8, 24], target [8], weight [10]     4 microbatches, dims (0, 0, None)     microbatch 1: x[2:4], target[2:4], weight
+
+A microbatch is a range of the whole batch's rows, whatever the mesh; with M of them the batch must divide by M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a batch is cut into `count` microbatches.
+
+    dims   for each tensor input, in the order of a call's leaves: the dim that carries the batch, or None
+    draws  the shape that each random call draws for the whole batch, by its number
+    """
+
+    count: int
+    dims: tuple[int | None, ...]
+    draws: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def cut(self, inputs: Any, index: int) -> Any:
+        """A call's inputs for microbatch `index`: the same structure, its rows of each tensor."""
+
+        def rows(leaf: torch.Tensor, dim: int) -> torch.Tensor:
+            size = leaf.shape[dim] // self.count
+            return leaf.detach().narrow(dim, index * size, size).requires_grad_(leaf.requires_grad)
+
+        return self._each(inputs, rows)
+
+    def like_one(self, inputs: Any) -> Any:
+        """A call's inputs with the shapes of one microbatch; tensors that are cut have no values."""
+
+        def empty(leaf: torch.Tensor, dim: int) -> torch.Tensor:
+            shape = [size // self.count if d == dim else size for d, size in enumerate(leaf.shape)]
+            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+        return self._each(inputs, empty)
+
+    def _each(self, inputs: Any, make: Any) -> Any:
+        dims = iter(self.dims)
+
+        def one(leaf: Any) -> Any:
+            dim = next(dims) if isinstance(leaf, torch.Tensor) else None
+            return leaf if dim is None else make(leaf, dim)
+
+        return pytree.tree_map(one, inputs)
+
+
+def offsets(whole: Sequence[int], part: Sequence[int], count: int, index: int) -> list[int] | None:
+    """Where microbatch `index` of `count` begins in a draw: in the dims that are as much longer in the whole. None if shapes do not fit."""
+    if len(whole) != len(part) or any(w not in (p, p * count) for w, p in zip(whole, part, strict=True)):
+        return None
+    return [index * p if w != p else 0 for w, p in zip(whole, part, strict=True)]
