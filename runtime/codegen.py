@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,14 +44,14 @@ def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
     return found
 
 
-def starter(node: Node, groups: Groups) -> Callable[[torch.Tensor], collectives.Pending]:
-    """A function that starts this node's collective on its operand."""
+def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Tensor], collectives.Pending]:
+    """A function that starts this node's collective on its operand, which an all-reduce `overwrites` or not."""
     group = groups.group(node.args[1])  # type: ignore[arg-type]
     name = node.target.__name__  # type: ignore[union-attr]
     rest = node.args[2:]
     if name == "all_reduce":
         how = rest[0]
-        if in_place(node):
+        if overwrites:
             return lambda x: collectives.all_reduce(x, group, how, out=x if x.is_contiguous() else None)  # type: ignore[arg-type]
         return lambda x: collectives.all_reduce(x, group, how)  # type: ignore[arg-type]
     if name == "all_gather":
@@ -98,9 +98,13 @@ def generate(
     coordinates: Mapping[str, int],
     device: torch.device,
     here: Callable[[str], None] | None = None,
+    overwrites: Collection[Node] = (),
 ) -> Callable[..., list[Any]]:
-    """`run(inputs, mb)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failure reports)."""
-    return _Writer(stage, groups, coordinates, device, here).function()
+    """`run(inputs, mb)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failure reports).
+
+    `overwrites`: all-reduces that may write over their operand, beside those of which the graph shows it.
+    """
+    return _Writer(stage, groups, coordinates, device, here, overwrites).function()
 
 
 class _Writer:
@@ -113,7 +117,9 @@ class _Writer:
         coordinates: Mapping[str, int],
         device: torch.device,
         here: Callable[[str], None] | None,
+        overwrites: Collection[Node],
     ) -> None:
+        self.overwrites = set(overwrites)
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
         self.known = integers(stage, coordinates)
         self.source = Source()
@@ -165,7 +171,7 @@ class _Writer:
         if node.target is spmd.coordinate:
             self.source.lines.append(f"{name} = mb")
         elif spmd.is_collective(node.target):
-            start = self.source.bind(starter(node, self.groups), "g")
+            start = self.source.bind(starter(node, self.groups, node in self.overwrites or in_place(node)), "g")
             if self.here is not None:
                 note = self.source.bind(self.here, "h")
                 label = self.source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]

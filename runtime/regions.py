@@ -2,18 +2,27 @@
 
 A node's level counts the collectives behind it. All nodes of a level form one region, then the collectives that they feed start, and the
 next region waits for those that it reads. Updates in place and what depends on the microbatch's number stay outside, as plain calls.
+
+Gathers of stored parameters would all be of level 0, and the whole model in memory at once. So they come in windows of WINDOW bytes: what
+stands after a window's first gather is of a later level than what stands before it, and its gathers start before the region that reads the
+window before.
+
+    level 0:  gathers of windows 0 and 1      level 1:  the region that reads window 0, gathers of window 2      level 2:  window 1's ...
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from meshc import spmd
+from meshc.ir import record
+from meshc.memory import local_bytes
+from meshc.packing import in_place
 from meshc.program import Stage
 from meshc.runtime import codegen
 from meshc.runtime.groups import Groups
@@ -26,24 +35,48 @@ def _outside(node: Node, known: Mapping[Node, int], varying: set[Node]) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-def levels(stage: Stage, known: Mapping[Node, int]) -> dict[Node, int]:
+WINDOW = 128 * 1024 * 1024
+"""Bytes of parameters gathered together at most: about what FSDP gathers for a block of a large model."""
+
+
+def levels(stage: Stage, known: Mapping[Node, int], window: int = WINDOW) -> dict[Node, int]:
     """Region number of each node; nodes that stay outside, and collectives, stand between two regions."""
-    integer_varies = {
-        node for node in stage.graph.nodes if node.op == "call_function" and node.target in spmd.INTEGERS.values() and node not in known
-    }
+    varying = _varying(stage, known)
+    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
+    stored = {node for node, key in keys if key.startswith("parameter:")}  # and what is made of parameters alone
     found: dict[Node, int] = {}
+    window_bytes, floor, floor_before = 0, 0, 0
     for node in stage.graph.nodes:
-        if node.op == "placeholder" or node in known or node in integer_varies:
+        if node.op == "placeholder" or node in known or node in varying:
             found[node] = 0
             continue
-        level = 0
-        for operand in node.all_input_nodes:
-            between = operand.op == "call_function" and (spmd.is_collective(operand.target) or _outside(operand, known, integer_varies))
-            level = max(level, found[operand] + between)
+        between = [operand for operand in node.all_input_nodes if _between(operand, known, varying)]
+        after = [found[operand] + (operand in between) for operand in node.all_input_nodes]
+        if node.op == "call_function" and stored.issuperset(node.all_input_nodes):
+            found[node] = max([0, *after])
+            if node.target is not spmd.all_gather:
+                stored.add(node)
+                continue
+            size = local_bytes(record(node))
+            if window_bytes + size > window:
+                floor_before, floor, window_bytes = floor, max(found.values()) + 1, 0
+            window_bytes += size
+            found[node] = max(floor_before - 1, found[node])
+            continue
+        found[node] = max([floor, *after])
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            level = max([level, *found.values()])
-        found[node] = level
+            found[node] = max(found.values())
     return found
+
+
+def _varying(stage: Stage, known: Mapping[Node, int]) -> set[Node]:
+    """Integers that depend on the microbatch."""
+    calls = stage.graph.find_nodes
+    return {node for target in spmd.INTEGERS.values() for node in calls(op="call_function", target=target) if node not in known}
+
+
+def _between(node: Node, known: Mapping[Node, int], varying: set[Node]) -> bool:
+    return node.op == "call_function" and (spmd.is_collective(node.target) or _outside(node, known, varying))
 
 
 def compile_regions(
@@ -55,7 +88,9 @@ def compile_regions(
 ) -> Callable[..., list[Any]]:
     """The same function as `codegen.generate` gives, its regions compiled at their first call."""
     known = codegen.integers(stage, coordinates)
-    varying = {n for n in stage.graph.nodes if n.op == "call_function" and n.target in spmd.INTEGERS.values() and n not in known}
+    varying = _varying(stage, known)
+    overwritten = {node.args[0]: node for node in stage.graph.nodes if in_place(node)}
+    overwrites: list[Node] = []
     level = levels(stage, known)
     (output,) = stage.graph.find_nodes(op="output")
     outer = Graph()
@@ -69,7 +104,7 @@ def compile_regions(
         inside = [n for n in stage.graph.nodes if n.op == "call_function" and level[n] == number and n not in known and n not in varying]
         region = [n for n in inside if not spmd.is_collective(n.target) and not _outside(n, known, varying)]
         if region:
-            _add_region(outer, env, region, known, device)
+            _add_region(outer, env, region, known, device, overwritten.keys())
         for node in inside:
             if node not in region:
                 env[node] = outer.call_function(
@@ -77,11 +112,15 @@ def compile_regions(
                     torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                     torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 )
+                if node in overwritten.values():
+                    overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
-    return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here)
+    return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites)
 
 
-def _add_region(outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device) -> None:
+def _add_region(
+    outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device, overwritten: Collection[Node]
+) -> None:
     members = set(region)
     inner = Graph()
     copies: dict[Node, Node] = {}
@@ -100,7 +139,8 @@ def _add_region(outer: Graph, env: dict[Node, Node], region: list[Node], known: 
         )
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
-    call = outer.call_function(_Region(GraphModule(torch.nn.Module(), inner)), tuple(env[n] for n in inputs))
+    own = [index for index, node in enumerate(results) if node in overwritten]
+    call = outer.call_function(_Region(GraphModule(torch.nn.Module(), inner), own), tuple(env[n] for n in inputs))
     for index, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, index))
 
@@ -110,14 +150,29 @@ def _is_tuple(node: Node) -> bool:
 
 
 class _Region:
-    """A region, compiled for the first inputs that it sees."""
+    """A region, compiled for the first inputs that it sees. The results numbered in `own` have memory of their own."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: GraphModule, own: Sequence[int]) -> None:
         self.module = module
+        self.own = own
         self.compiled: Callable[..., Any] | None = None
+        self.copied: list[int] = []
+        """Those that Inductor makes in the memory of an input or of another result."""
         self.__name__ = "region"
 
     def __call__(self, *inputs: Any) -> Any:
-        if self.compiled is None:
+        if self.compiled is not None:
+            results = self.compiled(*inputs)
+        else:
             self.compiled = torch._inductor.compile(self.module, list(inputs))
-        return self.compiled(*inputs)
+            results = self.compiled(*inputs)
+            self.copied = [index for index in self.own if _is_shared(index, inputs, results)]
+        if self.copied:
+            results = [x.clone() if index in self.copied else x for index, x in enumerate(results)]
+        return results
+
+
+def _is_shared(index: int, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> bool:
+    others = [x for x in inputs if isinstance(x, torch.Tensor)] + [x for number, x in enumerate(results) if number != index]
+    place = results[index].untyped_storage().data_ptr()
+    return any(x.untyped_storage().data_ptr() == place for x in others)
