@@ -8,7 +8,6 @@ cuda tensors abort on a CPU build). Two private entry points of torch are used, 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError
 from meshc.ir import Source
+from meshc.paths import cache_paths, input_names, spec_paths
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
@@ -88,67 +88,6 @@ class JointGraph:
     module: torch.fx.GraphModule
     placeholders: list[tuple[str, str]]
     outputs: list[tuple[str, str]]
-
-
-def path_names(tree: Any) -> list[str]:
-    """A readable path for every leaf of a pytree: `logits`, `past_key_values.0.0`, `hidden.states`."""
-    return [".".join(_key(entry) for entry in path) or "output" for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-
-
-def spec_paths(spec: pytree.TreeSpec) -> list[str]:
-    """The paths of a tree's leaves from its spec alone: some classes (caches) cannot be rebuilt from placeholders."""
-
-    def walk(spec: pytree.TreeSpec, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-        if spec.is_leaf():
-            return [path]
-        children = spec.children()
-        context = spec.context
-        for keys in (context, context[0] if isinstance(context, list | tuple) and context else None):
-            if isinstance(keys, list | tuple) and len(keys) == len(children) and all(isinstance(key, str) for key in keys):
-                return [leaf for key, child in zip(keys, children, strict=True) for leaf in walk(child, (*path, key))]
-        return [leaf for index, child in enumerate(children) for leaf in walk(child, (*path, str(index)))]
-
-    return [".".join(path) or "output" for path in walk(spec, ())]
-
-
-def cache_paths(spec: pytree.TreeSpec) -> list[str]:
-    """Paths of the leaves that lie in a key-value cache."""
-    flags: list[bool] = []
-
-    def walk(spec: pytree.TreeSpec, inside: bool) -> None:
-        if spec.is_leaf():
-            flags.append(inside)
-            return
-        for child in spec.children():
-            walk(child, inside or getattr(spec.type, "__name__", "").endswith("Cache"))
-
-    walk(spec, False)
-    return [path for path, inside in zip(spec_paths(spec), flags, strict=True) if inside]
-
-
-def _key(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry).strip("[]'.")
-
-
-def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Paths of the leaves of (args, kwargs): positional arguments take the parameter names of `function`."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names: list[str] = []
-    for position, argument in enumerate(args):
-        if position < len(parameters) and parameters[position].kind in (0, 1):
-            base = parameters[position].name
-        else:
-            base = f"arg{position}"
-        names += [base if path == "output" else f"{base}.{path}" for path in path_names(argument)]
-    for key, argument in kwargs.items():
-        names += [key if path == "output" else f"{key}.{path}" for path in path_names(argument)]
-    return names
 
 
 @contextlib.contextmanager
