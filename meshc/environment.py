@@ -62,6 +62,16 @@ def debugging() -> bool:
     return os.environ.get(LOG, "").strip().lower() == "debug"
 
 
+def world_size() -> int:
+    """How many ranks the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Which of the machine's devices this process takes."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _is_on(name: str) -> bool:
     value = os.environ.get(name, "").strip().lower()
     if value not in ("", "0", "1"):
