@@ -3,6 +3,7 @@
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
+    WORLD_SIZE, LOCAL_RANK    set by the launcher; `meshc run` reads them
 """
 
 from __future__ import annotations
