@@ -34,7 +34,7 @@ def test_a_reduction_names_the_product_its_reader_and_the_plans_line() -> None:
     gradient = "gradient native_layer_norm_backward of 0.norm, for the gradient norm; dp: batch"
     assert reasons == [
         "mm of 0.down, for add; tp: ffn",
-        f"5 small reductions together: mean, for the program's output; dp: batch | {gradient}, and 2 more",
+        f"5 reductions together: mean, for the program's output; dp: batch | {gradient}, and 2 more",
         "the gradient norm; tp: ffn",
     ]
 
