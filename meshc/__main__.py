@@ -4,6 +4,7 @@
     meshc show llama.meshc --summary
     meshc verify llama.meshc --model model.py:build
     torchrun --nproc-per-node 4 -m meshc run llama.meshc --inputs x.safetensors --outputs out/
+    torchrun --nproc-per-node 4 -m meshc run train.meshc --inputs 0.safetensors 1.safetensors --outputs out/ --save-state state/
 
 `model.py:build` is a function without arguments that returns what to compile and its example inputs: `(model, {"input_ids": ids})`, or
 `(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile` and `verify` run that file; nothing in a saved program
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 
 from meshc import api, artifact, environment, summary, text, verification
 from meshc.calling import TrainStep
-from meshc.errors import CompileError, InputError, MeshcError, PlanError, StateError, VerifyError
-from meshc.ir import Record
+from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.options import Options
 from meshc.plan import Plan
 from meshc.program import Program
 from meshc.runtime import verify as comparison
-from meshc.runtime.failure import FailureBoard, world_board
-from meshc.runtime.loaded import Loaded
+from meshc.runtime.launched import Run, run_command, run_saved
 
 Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -88,10 +83,15 @@ def _parser() -> argparse.ArgumentParser:
 
     three = commands.add_parser("run", help="run a saved program; under torchrun, one process a rank")
     three.add_argument("path")
-    three.add_argument("--inputs", metavar="FILE", help="safetensors: each input, the whole batch, under its path")
+    told = "safetensors: each input, the whole batch, under its path; of several files each is a call (a training step)"
+    three.add_argument("--inputs", metavar="FILE", nargs="+", default=[], help=told)
     three.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
+    told = "begin with the parameters and optimizer state that --save-state wrote here, instead of the program's weights"
+    three.add_argument("--state", metavar="DIR", help=told)
+    told = "write parameters, optimizer state, seed and step to this folder at the end, each rank its own part"
+    three.add_argument("--save-state", metavar="DIR", help=told)
     three.add_argument("--backend", choices=("eager", "inductor"), help="default: what the program was compiled for")
-    three.add_argument("--seed", type=int, help="of the program's random numbers; default: the seed it was saved with")
+    three.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
     three.set_defaults(run=_run)
 
     for command in (one, two, three):
@@ -167,10 +167,6 @@ def _compile(options: argparse.Namespace) -> None:
     program.save(out, weights=not options.no_weights)
     print(program.summary())
     print(f"saved to {out}; run it with\n  {run_command(program.compiled, out)}")
-
-
-def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
-    return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {rest}"
 
 
 # --------------------------------------------------------------------------------------------------------------------- show, verify
@@ -250,62 +246,8 @@ def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, .
 
 
 def _run(options: argparse.Namespace) -> None:
-    program = artifact.load(options.path, allow_edited=options.allow_edited)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    _check_world(program, options, world)
-    device = torch.device("cpu")
-    if program.mesh.device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    board = None
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        board = world_board()
-    try:
-        with board.guard(0, "load") if board else nullcontext():
-            _run_rank(program, options, device, board)
-    finally:
-        if board is not None:
-            board.close()
-            dist.destroy_process_group()
-
-
-def _check_world(program: Program, options: argparse.Namespace, world: int) -> None:
-    if world != program.mesh.world_size:
-        inputs = f"--inputs {options.inputs} " if options.inputs else ""
-        raise StateError(
-            f"{options.path} is a program for {program.mesh.world_size} ranks (mesh {program.mesh}), but {world} "
-            f"{'was' if world == 1 else 'were'} started\n"
-            f"  what to do: {run_command(program, options.path, f'{inputs}--outputs {options.outputs}')}"
-        )
-
-
-def _run_rank(program: Program, options: argparse.Namespace, device: torch.device, board: FailureBoard | None) -> None:
-    rank = dist.get_rank() if board is not None else 0
-    backend = options.backend or program.info.get("backend", "eager")
-    with artifact.open_weights(options.path) as weights:
-        loaded = Loaded(program, weights, rank, device, board, backend, options.seed)
-    if options.inputs and not Path(options.inputs).is_file():
-        raise InputError(f"there is no file {options.inputs}")
-    with artifact.Weights(Path(options.inputs)) if options.inputs else nullcontext() as file:
-        inputs = loaded.inputs(file)
-    found = loaded.run(inputs)
-    if rank == 0:
-        _store(program, found, Path(options.outputs))
-
-
-def _store(program: Program, found: Mapping[str, torch.Tensor], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    outputs = {port.name: found[port.key].cpu().contiguous().clone() for port in program.outputs if port.kind == "output"}
-    save_file(outputs, folder / "outputs.safetensors")
-    metrics = {port.name: float(found[port.key]) for port in program.outputs if port.kind == "metric"}
-    if program.mode == "step":
-        metrics = {"loss": float(next(iter(outputs.values()))), **metrics}
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    for name, value in outputs.items():
-        kind = text.print_type(Record(tuple(value.shape), value.dtype))
-        print(f"{name}: {kind}{f' = {value.item()}' if value.numel() == 1 else ''}")
-    print(f"stored in {folder}")
+    asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "allow_edited")}
+    run_saved(Run(options.path, tuple(options.inputs), **asked))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from meshc import ir
 from meshc.allowed import name_of
 from meshc.errors import ArtifactError, MeshcError
+from meshc.folders import beside, may_replace, put, to_disk
 from meshc.mesh import Mesh
 from meshc.parse import parse_one_type, parse_stage
 from meshc.plan import Plan
@@ -52,7 +53,7 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
     allow-list, for instance) or something else stands at `path`; then nothing has changed there.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not (target / MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
+    if not may_replace(target, MANIFEST):
         raise ArtifactError(f"{path} exists and is no saved program: it is not replaced; remove it or choose another path")
     for stage in program.stages.values():
         for node in ir.calls(stage.graph):
@@ -60,7 +61,7 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
     texts = {f"stages/{name}.py": print_stage(stage, program) for name, stage in program.stages.items()}
     texts[PROGRAM] = json.dumps(_described(program), indent=1) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = _beside(target, f"new-{secrets.token_hex(4)}")
+    made = beside(target, f"new-{secrets.token_hex(4)}")
     try:
         (made / "stages").mkdir(parents=True)
         for name, text in texts.items():
@@ -78,8 +79,8 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
         }
         (made / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for name in (*names, MANIFEST):
-            _to_disk(made / name)
-        _put(made, target)
+            to_disk(made / name)
+        put(made, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -244,7 +245,7 @@ def _without_defaults(value: Instruction) -> dict[str, Any]:
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The files that the manifest lists, each inside the folder and there."""
     if not folder.is_dir():
-        kept = _beside(Path(os.path.realpath(folder)), "old")
+        kept = beside(Path(os.path.realpath(folder)), "old")
         hint = f"; a program whose replacement was cut short lies in {kept}" if kept.is_dir() else ""
         raise ArtifactError(f"there is no saved program at {folder}{hint}: `program.save(path)` makes such a folder")
     if not (folder / MANIFEST).is_file():
@@ -346,31 +347,3 @@ def _sha256(file: Path) -> str:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _to_disk(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _beside(target: Path, suffix: str) -> Path:
-    return target.parent / f".{target.name}.{suffix}"
-
-
-def _put(made: Path, target: Path) -> None:
-    """Rename `made` to `target`. What is there is kept under another name until then, and put back if that fails."""
-    old = _beside(target, "old")
-    if not target.exists():
-        made.rename(target)
-    else:
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        try:
-            made.rename(target)
-        except BaseException:
-            old.rename(target)
-            raise
-    shutil.rmtree(old, ignore_errors=True)

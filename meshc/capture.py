@@ -8,7 +8,6 @@ cuda tensors abort on a CPU build). Two private entry points of torch are used, 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError
 from meshc.ir import Source
+from meshc.paths import cache_paths, input_names, spec_paths
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
@@ -88,67 +88,6 @@ class JointGraph:
     module: torch.fx.GraphModule
     placeholders: list[tuple[str, str]]
     outputs: list[tuple[str, str]]
-
-
-def path_names(tree: Any) -> list[str]:
-    """A readable path for every leaf of a pytree: `logits`, `past_key_values.0.0`, `hidden.states`."""
-    return [".".join(_key(entry) for entry in path) or "output" for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-
-
-def spec_paths(spec: pytree.TreeSpec) -> list[str]:
-    """The paths of a tree's leaves from its spec alone: some classes (caches) cannot be rebuilt from placeholders."""
-
-    def walk(spec: pytree.TreeSpec, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-        if spec.is_leaf():
-            return [path]
-        children = spec.children()
-        context = spec.context
-        for keys in (context, context[0] if isinstance(context, list | tuple) and context else None):
-            if isinstance(keys, list | tuple) and len(keys) == len(children) and all(isinstance(key, str) for key in keys):
-                return [leaf for key, child in zip(keys, children, strict=True) for leaf in walk(child, (*path, key))]
-        return [leaf for index, child in enumerate(children) for leaf in walk(child, (*path, str(index)))]
-
-    return [".".join(path) or "output" for path in walk(spec, ())]
-
-
-def cache_paths(spec: pytree.TreeSpec) -> list[str]:
-    """Paths of the leaves that lie in a key-value cache."""
-    flags: list[bool] = []
-
-    def walk(spec: pytree.TreeSpec, inside: bool) -> None:
-        if spec.is_leaf():
-            flags.append(inside)
-            return
-        for child in spec.children():
-            walk(child, inside or getattr(spec.type, "__name__", "").endswith("Cache"))
-
-    walk(spec, False)
-    return [path for path, inside in zip(spec_paths(spec), flags, strict=True) if inside]
-
-
-def _key(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry).strip("[]'.")
-
-
-def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Paths of the leaves of (args, kwargs): positional arguments take the parameter names of `function`."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names: list[str] = []
-    for position, argument in enumerate(args):
-        if position < len(parameters) and parameters[position].kind in (0, 1):
-            base = parameters[position].name
-        else:
-            base = f"arg{position}"
-        names += [base if path == "output" else f"{base}.{path}" for path in path_names(argument)]
-    for key, argument in kwargs.items():
-        names += [key if path == "output" else f"{key}.{path}" for path in path_names(argument)]
-    return names
 
 
 @contextlib.contextmanager
@@ -382,16 +321,23 @@ def _output_name(description: Any, qualified: Callable[[str], str], traced: Torc
 
 def source_of(node: torch.fx.Node) -> Source:
     """The innermost frame of the user's own code (not torch's) that made a node, and its module path."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    module = ""
-    if stack:
-        module = str(list(stack.values())[-1][0])
-        module = re.sub(r"^L\['self'\]\.?(_export_root\.?)?", "", module)
-        module = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", module)
-        module = re.sub(r"\._modules\.|\.slice\(.*?\)\.", ".", module).strip(".").removeprefix("module").strip(".")
+    calls = module_calls(node)
+    module = calls[-1][1] if calls else ""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
     for file, line, code in reversed(frames):
         if not _is_torch(file) and not file.startswith(OURS):
             return Source(file, int(line), code.strip(), module)
     return Source(module=module)
+
+
+def module_calls(node: torch.fx.Node) -> list[tuple[str, str]]:
+    """The calls of modules during which a node was made, outermost first: (what tells two calls of a module apart, module path)."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(str(call), _module_path(str(path))) for call, (path, *_) in stack.items()]
+
+
+def _module_path(path: str) -> str:
+    path = re.sub(r"^L\['self'\]\.?(_export_root\.?)?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return re.sub(r"\._modules\.|\.slice\(.*?\)\.", ".", path).strip(".").removeprefix("module").strip(".")

@@ -3,6 +3,7 @@
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
+    WORLD_SIZE, LOCAL_RANK    set by the launcher; `meshc run` reads them
 """
 
 from __future__ import annotations
@@ -60,6 +61,16 @@ def log_level() -> str:
 def debugging() -> bool:
     """Whether the command line shows tracebacks."""
     return os.environ.get(LOG, "").strip().lower() == "debug"
+
+
+def world_size() -> int:
+    """How many ranks the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Which of the machine's devices this process takes."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _is_on(name: str) -> bool:

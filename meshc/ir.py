@@ -38,7 +38,8 @@ class Record:
     """One value. `shape` is global before `partition` and local after it; `sharding` always speaks of the global value.
 
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
-    global-view value that a per-rank value is a form of (`mm_3`, `split.1`).
+    global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
+    the global view.
     """
 
     shape: tuple[int, ...] = ()
@@ -48,6 +49,7 @@ class Record:
     reason: str = ""
     phase: str = "forward"
     of: str = ""
+    returned_by: tuple[str, ...] = ()
 
 
 def has_record(node: Node) -> bool:

@@ -172,9 +172,12 @@ def _collectives(program: Program) -> str:
 
 
 def _why(use: CollectiveUse) -> str:
-    reason = re.sub(r"\b([A-Za-z]\w*?)(_default)?(_\d+)?(?= \()", r"\1", use.reason)
-    where = collapsed(use.source.module)
-    return f"{reason}{f' in {where}' if where else ''}"
+    """The reason without the plan's line, which stands above the table by axis, and without what is sent along."""
+    said = use.reason.partition("; ")[0].partition(" together: ")
+    if said[1]:
+        return said[0] + " together"
+    where = f" in {use.source.module}" if use.source.module and " of " not in said[0] else ""
+    return " ".join(collapsed(word) if "." in word else word for word in f"{said[0]}{where}".split(" "))
 
 
 # --------------------------------------------------------------------------------------------------------------------------- memory

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from torch.fx import Node
-
 from meshc.errors import PlanError
-from meshc.ir import records
 from meshc.passes.draft import Draft
-from meshc.plan import contradictions
-from meshc.plan_entries import Pin
-
-Value = tuple[Node, int]
+from meshc.passes.pins import apply_pins
 
 
 def annotate(draft: Draft) -> Draft:
-    """Fills `pins` (value -> (dim, position) -> axes) and `storage_pins`; raises PlanError with every fault found."""
+    """Fills `pins` (value -> (dim, position) -> axes), `storage_pins` and `spread_pins`; raises PlanError with every fault found."""
     faults = [*_unknown_factors(draft), *_useless_axes(draft)]
-    faults += _pins(draft)
+    faults += apply_pins(draft)
     if faults:
         raise PlanError("the plan does not fit this model:\n  " + "\n  ".join(faults))
     return draft
@@ -79,74 +73,3 @@ def _useless_axes(draft: Draft) -> list[str]:
                 f"make it at most {max(sizes.values())}, or give it a larger factor in the plan"
             )
     return faults
-
-
-def _pins(draft: Draft) -> list[str]:
-    assert draft.plan is not None
-    faults: list[str] = []
-    used: set[int] = set()
-    for name, value, kind in _pinnable(draft):
-        pins = [pin for pin in draft.plan.pins if pin.matches(name)]
-        used |= {id(pin) for pin in pins}
-        faults += contradictions(pins)
-        for pin in pins:
-            problem = _apply(draft, pin, name, value, kind)
-            if problem:
-                faults.append(problem)
-    for pin in draft.plan.pins:
-        if id(pin) not in used:
-            names = [name for name, _, _ in _pinnable(draft)]
-            close = get_close_matches(pin.pattern, names, 3, 0.4)
-            faults.append(f"{pin.where}: {pin.pattern!r} matches nothing" + (f"; did you mean {', '.join(close)}?" if close else ""))
-    return faults
-
-
-def _pinnable(draft: Draft) -> list[tuple[str, Value, str]]:
-    """(name, value, kind) of everything a pin may name."""
-    found: list[tuple[str, Value, str]] = []
-    for key, node in draft.placeholders().items():
-        kind, name = key.split(":", 1)
-        if kind == "parameter":
-            found.append((name, (node, 0), kind))
-        elif kind == "input":
-            found.append((f"input:{name}", (node, 0), kind))
-    last: dict[str, Value] = {}
-    assert draft.factors is not None
-    for node, instance in draft.factors.instances.items():
-        module = records(node)[0].source.module
-        if module and records(node)[0].phase == "forward" and instance.kind not in ("layout", "unknown"):
-            last[module] = (node, 0)
-    found += [(f"value:{module}", value, "value") for module, value in last.items()]
-    return found
-
-
-def _apply(draft: Draft, pin: Pin, name: str, value: Value, kind: str) -> str | None:
-    assert draft.factors is not None and draft.names is not None
-    dims = draft.factors.dims[value]
-    if len(pin.dims) != len(dims):
-        return f"{pin.where}: {name} has {len(dims)} dims, the pin has {len(pin.dims)}"
-    chosen: dict[tuple[int, int], tuple[str, ...]] = {}
-    for dim, (wanted, row) in enumerate(zip(pin.dims, dims, strict=True)):
-        for part in wanted.factors:
-            matches = [p for p, factor in enumerate(row) if part.factor in draft.names.also[factor] | {draft.names.of[factor]}]
-            if not matches and len(row) == len(wanted.factors) == 1:
-                matches = [0]
-                draft.names.also[row[0]].add(part.factor)
-            if not matches:
-                have = " * ".join(draft.names.of[factor] for factor in row) or "1"
-                return f"{pin.where}: dim {dim} of {name} is {have}, it has no factor {part.factor!r}"
-            if part.axes or part.whole:
-                chosen[(dim, matches[0])] = part.axes
-    for (dim, position), axes in chosen.items():
-        for axis in axes:
-            if axis not in draft.sizes:
-                return f"{pin.where}: the mesh has no axis {axis!r}"
-            size = draft.factors.size[dims[dim][position]]
-            if draft.sizes[axis] > size:
-                return f"{pin.where}: axis {axis} has {draft.sizes[axis]} ranks, but that factor of {name} has size {size}"
-        if not pin.only and axes:
-            draft.spread_pins.setdefault(dims[dim][position], axes)
-    if kind == "parameter":
-        draft.storage_pins[name] = chosen
-    draft.pins[value] = chosen
-    return None

@@ -157,7 +157,10 @@ class _Bundle:
 
     def _about(self, like: Record) -> Record:
         what = "gathers" if self.gather else "reductions"
-        return Record((), like.dtype, None, like.source, f"{len(self.members)} {what} together", like.phase)
+        reasons = list(dict.fromkeys(record(node).reason for node in self.members))  # each stays on the piece that is cut from the result
+        more = f", and {len(reasons) - 2} more" if len(reasons) > 2 else ""
+        said = f"{len(self.members)} {what} together: {' | '.join(reasons[:2])}{more}"
+        return Record((), like.dtype, None, like.source, said, like.phase)
 
     def _add(self, target: Any, *args: Any, like: Record, shape: tuple[int, ...], final: bool = False) -> Node:
         with self.graph.inserting_after(self.place):

@@ -17,7 +17,8 @@ from torch._decomp import get_decompositions
 from torch.fx import Graph, Node
 
 from meshc.capture import JointGraph, TorchGraph, joint_graph, source_of
-from meshc.ir import Record, is_getitem, set_record
+from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
+from meshc.passes.module_outputs import mark_module_outputs
 from meshc.program import Port
 
 aten = torch.ops.aten
@@ -80,6 +81,7 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     constants = _lift_constants(joint)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
+    mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
     _forward_transparent(graph)
     _drop_empty(graph)
     _merge_equal(graph)
@@ -179,8 +181,7 @@ def _forward_transparent(graph: Graph) -> None:
         if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
         if node.op == "call_function" and node.target in TRANSPARENT:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            _replace(graph, node, node.args[0])
 
 
 def _drop_empty(graph: Graph) -> None:
@@ -190,8 +191,7 @@ def _drop_empty(graph: Graph) -> None:
             continue
         kept = [x for x in node.args[0] if 0 not in x.meta["val"].shape]
         if len(kept) == 1 and kept[0].meta["val"].shape == node.meta["val"].shape:
-            node.replace_all_uses_with(kept[0])
-            graph.erase_node(node)
+            _replace(graph, node, kept[0])
         elif 0 < len(kept) < len(node.args[0]):
             node.args = (kept, *node.args[1:])
 
@@ -202,16 +202,21 @@ def _merge_equal(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        phase = node.meta["meshc"]
-        phase = phase[0].phase if isinstance(phase, tuple) else phase.phase
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs), phase if _expensive(node) else "")
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), records(node)[0].phase if _expensive(node) else "")
         try:
             first = seen.setdefault(key, node)
         except TypeError:
             continue
         if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            _replace(graph, node, first)
+
+
+def _replace(graph: Graph, node: Node, other: Node) -> None:
+    """`other` stands for `node`, also as what modules return."""
+    if not isinstance(node.meta[KEY], tuple) and not isinstance(other.meta[KEY], tuple):
+        update(other, returned_by=tuple(dict.fromkeys((*record(other).returned_by, *record(node).returned_by))))
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
 
 
 def _expensive(node: Node) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from meshc.capture import cache_paths, torch_graph
+from meshc.capture import torch_graph
 from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
@@ -20,6 +20,7 @@ from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
+from meshc.paths import cache_paths
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
 from meshc.sharding import Sharding

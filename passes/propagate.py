@@ -40,6 +40,7 @@ class Assignment:
     wanted   per operator: the sharding of each operand
     chosen   per operator: the axes of each token
     free     operators that are recomputed on demand
+    entries  the plan's entry of each axis, as text, for reasons
     storage  per parameter name and kind (parameter, gradient, state): how it lies between steps
     """
 
@@ -53,6 +54,7 @@ class Assignment:
     storage: dict[tuple[str, str], Sharding] = field(default_factory=dict)
     reasons: dict[Node, str] = field(default_factory=dict)
     replicated: list[Node] = field(default_factory=list)
+    entries: dict[str, str] = field(default_factory=dict)
 
     def whole(self, value: Value) -> Sharding:
         """A value's dims with the names of their factors, split by nothing."""
@@ -109,7 +111,7 @@ class Propagator:
         self.axes = [axis for axis in sizes if sizes[axis] > 1]
         self.interest = interests(plan, names, list(sizes))
         self.ports = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        self.result = Assignment(factors, names, sizes)
+        self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
         self.first_use: dict[str, Sharding] = {}
         self.local_batch: tuple[str, ...] = ()
         self.updates: Mapping[Node, str] = {}

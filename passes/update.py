@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import Record, Source, record, set_record
+from meshc.ir import update as set_reason
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer import GroupSpec, OptimizerSpec, update_nodes
 from meshc.passes.draft import Draft
@@ -123,6 +124,8 @@ def append_update(draft: Draft) -> Draft:
     gradients = {port.name: node for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind == "gradient"}
     modules = dict(draft.request.module.named_parameters())
     total = _global_norm(add, gradients, draft)
+    for node in add.made:
+        set_reason(node, reason="the gradient norm")
     kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
     coefficient = _clip_coefficient(add, total, draft.request.clip_grad_norm)
     numbers = _number_inputs(add, draft, spec)

@@ -1,16 +1,16 @@
 """A saved program at work on one rank, without the model that it came from.
 
-    weights.safetensors ── the ranges that this rank's tiles cover ──> buffers ─┐
-    inputs.safetensors  ── whole, or this rank's part ─────────────────────────> executor ──> outputs, whole on every rank
+    weights.safetensors, or a saved state ── the ranges that this rank's tiles cover ──> buffers ─┐
+    inputs.safetensors ── whole, or this rank's part ────────────────────────────────────────────> executor ──> outputs, whole everywhere
 
-Optimizer state begins as torch would create it; the optimizer's numbers and the seed are those of the time when the program was saved.
+From weights, optimizer state begins as torch would create it, at step 0 with the seed that the program was saved with; a saved state holds
+all of that. The optimizer's numbers (learning rates) are those of the time when the program was saved.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,44 +19,14 @@ from meshc.artifact import Weights
 from meshc.errors import InputError, StateError
 from meshc.program import Port, Program
 from meshc.runtime import layouts
+from meshc.runtime.disk import read_tile
 from meshc.runtime.executor import Executor
 from meshc.runtime.failure import FailureBoard
 from meshc.runtime.groups import Groups
+from meshc.runtime.saved_state import SavedState
 from meshc.runtime.transfers import Transfers
-from meshc.sharding import Sharding, local_shape
 
-
-def tile_runs(sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[list[tuple[int, int, int]]]:
-    """For each dim, the contiguous pieces of a rank's tile: (first global index, first index in the tile, length)."""
-    found = []
-    for parts in sharding.dims:
-        one = Sharding((parts,))
-        places = layouts.take_tile(torch.arange(1, one.shape[0] + 1), one, sizes, coordinates).tolist()  # 0 is padding
-        runs: list[tuple[int, int, int]] = []
-        for position, place in enumerate(places):
-            if not place:
-                continue
-            if runs and runs[-1][0] + runs[-1][2] == place - 1 and runs[-1][1] + runs[-1][2] == position:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-            else:
-                runs.append((place - 1, position, 1))
-        found.append(runs)
-    return found
-
-
-def read_tile(file: Weights, name: str, sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-    """A rank's padded tile of a tensor on disk, zero in the padding; no more is read than the tile holds."""
-    if not sharding.split_axes():
-        return file.tensor(name)
-    tile: Tensor | None = None
-    for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
-        piece = file.slice(name, [(start, start + length) for start, _, length in runs])
-        if tile is None:
-            tile = piece.new_zeros(local_shape(sharding, sizes))
-        tile[tuple(slice(at, at + length) for _, at, length in runs)] = piece
-    if tile is None:  # all padding
-        tile = file.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(local_shape(sharding, sizes))
-    return tile
+KEPT: Final = ("parameter", "buffer", "state")
 
 
 class Loaded:
@@ -65,7 +35,7 @@ class Loaded:
     def __init__(
         self,
         program: Program,
-        weights: Weights,
+        begin: Weights | SavedState,
         rank: int,
         device: torch.device,
         board: FailureBoard | None = None,
@@ -80,12 +50,30 @@ class Loaded:
         self.coordinates = mesh.coordinates(rank)
         self.executor = Executor(program, groups, self.coordinates, device, board, backend)
         self.transfers = Transfers(mesh, groups, rank, device)
-        self.seed = int(program.info.get("seed", 0)) if seed is None else seed
-        self.step = 0
-        self.buffers = self._buffers(weights)
+        self.seed, self.step = int(program.info.get("seed", 0)), 0
+        if isinstance(begin, SavedState):
+            self.seed, self.step = begin.seed, begin.step
+            self.buffers = self._from_state(begin)
+        else:
+            self.buffers = self._from_weights(begin)
+        self.seed = self.seed if seed is None else seed
         self.numbers = {port.key: self._number(port) for port in program.inputs if port.kind == "number"}
 
-    def _buffers(self, weights: Weights) -> dict[str, Tensor]:
+    def _from_state(self, state: SavedState) -> dict[str, Tensor]:
+        """All that the program keeps, by key. Raises StateError naming all that the state lacks or has otherwise; more does not matter."""
+        kept = [port for port in self.program.inputs if port.kind in KEPT]
+        faults = []
+        for port in kept:
+            found = state.tensors.get(port.key)
+            if found is None:
+                faults.append(f"{port.name} is missing")
+            elif found.shape != port.shape or found.dtype != port.dtype:
+                faults.append(f"{port.name} is {found.dtype} {list(found.shape)}, the program takes {port.dtype} {list(port.shape)}")
+        _refuse(faults, f"the state in {state.path} does not fit the program")
+        tiles = {port.key: state.tile(port.key, port.sharding, self.sizes, self.coordinates) for port in kept}
+        return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
+
+    def _from_weights(self, weights: Weights) -> dict[str, Tensor]:
         """Parameters, buffers and state by key. Raises StateError naming all that the file lacks or has otherwise."""
         kept = [port for port in self.program.inputs if port.kind in ("parameter", "buffer")]
         faults = []
@@ -94,9 +82,7 @@ class Loaded:
                 faults.append(f"{port.name} is missing")
             elif weights.shape(port.name) != port.shape:
                 faults.append(f"{port.name} has shape {list(weights.shape(port.name))}, the program takes {list(port.shape)}")
-        if faults:
-            shown = "\n    ".join(faults[:8] + [f"and {len(faults) - 8} more"] * (len(faults) > 8))
-            raise StateError(f"the weights in {weights.path} do not fit the program:\n    {shown}")
+        _refuse(faults, f"the weights in {weights.path} do not fit the program")
         found = {port.key: self._tile(weights, port.name, port) for port in kept}
         for port in self.program.inputs:
             if port.kind == "state":
@@ -114,8 +100,19 @@ class Loaded:
             return self._tile(weights, port.of, port)
         sharding = port.sharding or layouts.whole_sharding(port.shape)
         whole = torch.full((), fill, dtype=port.dtype).expand(port.shape)
-        tile = layouts.take_tile(whole, sharding, self.sizes, self.coordinates)
-        return tile.to(self.device) if port.shape else tile  # counts of steps stay on the host, as torch keeps them
+        return self._at_home(port, layouts.take_tile(whole, sharding, self.sizes, self.coordinates))
+
+    def _at_home(self, port: Port, tile: Tensor) -> Tensor:
+        on_host = port.kind == "state" and not port.shape  # counts of steps stay there, as torch keeps them
+        return tile if on_host else tile.to(self.device)
+
+    def kept(self) -> list[tuple[Port, Tensor]]:
+        """The ports of what lives between calls, with this rank's tiles as they are now."""
+        return [(port, self.buffers[port.key]) for port in self.program.inputs if port.kind in KEPT]
+
+    def learning_rates(self) -> list[float]:
+        """One for each of the optimizer's groups."""
+        return [float(number) for key, number in self.numbers.items() if key.endswith(".lr")]
 
     def _number(self, port: Port) -> Tensor:
         numbers = self.program.info.get("numbers", {})
@@ -173,3 +170,9 @@ class Loaded:
 
     def _whole(self, port: Port, value: Tensor) -> Tensor:
         return value if port.sharding is None else self.transfers.whole(value, port.sharding)
+
+
+def _refuse(faults: Sequence[str], what: str) -> None:
+    if faults:
+        shown = "\n    ".join([*faults[:8], *[f"and {len(faults) - 8} more"] * (len(faults) > 8)])
+        raise StateError(f"{what}:\n    {shown}")

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshc.capture import cache_paths
 from meshc.errors import InputError
+from meshc.paths import cache_paths
 from meshc.program import Port, Program
 from meshc.runtime import collectives, layouts
 from meshc.runtime.backwards import Backwards, Make

@@ -272,7 +272,7 @@ def test_a_failed_save_leaves_the_old_program(saved: Path, tmp_path: Path, monke
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(artifact, "_to_disk", full)
+        patch.setattr(artifact, "to_disk", full)
         with pytest.raises(OSError, match="no space left"):
             save(program("another reason"), saved)
     rename = Path.rename

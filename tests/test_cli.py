@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from meshc import artifact
 from meshc.__main__ import main
+from meshc.runtime.saved_state import load_model
 from tests.models import llama, mlp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,26 +177,74 @@ def torchrun(ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProc
     return subprocess.run([*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.processes
-def test_a_saved_training_step_runs_on_two_ranks_without_its_model(folder: Path) -> None:
+def trained(inputs: list[dict[str, torch.Tensor]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """What torch makes of the model and optimizer of `train`: loss and gradient norm of each step, and the parameters at the end."""
     case = mlp()
-    save_file(case.call_kwargs, "x.safetensors")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    compiled = subprocess.run(
-        [sys.executable, "-m", "meshc", "compile", "model.py:train", "--mesh", "tp=2", "--out", "t.meshc"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert compiled.returncode == 0, compiled.stderr
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=0.1)
+    rows = []
+    for values in inputs:
+        loss = case.loss(case.model(x=values["x"]), target=values["target"])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        rows.append({"loss": loss.item(), "grad_norm": norm.item()})
+    return rows, {name: value.detach() for name, value in case.model.state_dict().items()}
+
+
+@pytest.mark.processes
+def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_its_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(3)
+    inputs = [{"x": torch.randn(6, 24), "target": torch.randint(10, (6,))} for _ in "abc"]
+    for name, values in zip("abc", inputs, strict=True):
+        save_file(values, f"{name}.safetensors")
+    for mesh, path in (("tp=2", "two.meshc"), ("dp=1", "one.meshc")):
+        assert main(["compile", "model.py:train", "--mesh", mesh, "--out", path]) == 0
     (folder / "model.py").unlink()
-    run = torchrun(2, "run", "t.meshc", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
+    run = torchrun(2, "run", "two.meshc", "--inputs", "a.safetensors", "b.safetensors", "--outputs", "out", "--save-state", "s", cwd=folder)
     assert run.returncode == 0, run.stderr
-    loss = case.loss_of(case.model(**case.kwargs))
-    loss.backward()
-    norm = torch.linalg.vector_norm(torch.cat([p.grad.reshape(-1) for p in case.model.parameters()]))
-    metrics = json.loads((folder / "out/metrics.json").read_text())
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    assert load_file(folder / "out/outputs.safetensors")["output"].item() == metrics["loss"]
+    wanted, parameters = trained(inputs)
+    rows = json.loads((folder / "out/metrics.json").read_text())
+    assert [(row["step"], row["lr"]) for row in rows] == [(0, [0.1]), (1, [0.1])]
+    assert [load_file(f"out/outputs_{call}.safetensors")["output"].item() for call in (0, 1)] == [row["loss"] for row in rows]
+
+    capsys.readouterr()
+    assert main(["run", "one.meshc", "--inputs", "c.safetensors", "--outputs", "on", "--state", "s", "--save-state", "s2"]) == 0
+    assert "go on from there with --state s2" in capsys.readouterr().out
+    rows += json.loads((folder / "on/metrics.json").read_text())
+    assert rows[2]["step"] == 2
+    for row, want in zip(rows, wanted, strict=True):
+        assert (row["loss"], row["grad_norm"]) == (pytest.approx(want["loss"], rel=1e-5), pytest.approx(want["grad_norm"], rel=1e-5))
+    found = load_model("s2")
+    assert found.keys() == parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+    assert main(["run", "one.meshc", "--inputs", "c.safetensors", "--outputs", "fresh"]) == 0
+    assert "were not stored; --save-state DIR stores them" in capsys.readouterr().out
+    assert json.loads((folder / "fresh/metrics.json").read_text())[0]["loss"] != rows[2]["loss"]
+
+
+def test_a_state_that_does_not_fit_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["compile", "model.py:build", "--mesh", "dp=1", "--out", "m", "--no-weights"])
+    main(["compile", "model.py:train", "--mesh", "dp=1", "--out", "t"])
+    case = mlp()
+    save_file(case.kwargs, "x.safetensors")
+    save_file(case.call_kwargs, "t.safetensors")
+    assert main(["run", "t", "--inputs", "t.safetensors", "--outputs", "out", "--save-state", "s"]) == 0
+    _, parameters = trained([case.call_kwargs])
+    model = case.model.eval()
+    model.load_state_dict(parameters)
+    assert main(["run", "m", "--inputs", "x.safetensors", "--outputs", "eval", "--state", "s"]) == 0  # no weights of its own
+    torch.testing.assert_close(load_file("eval/outputs.safetensors")["output"], model(**case.kwargs).detach(), rtol=1e-4, atol=1e-5)
+    assert main(["run", "m", "--inputs", "x.safetensors", "--outputs", "eval", "--state", "s", "--save-state", "bare"]) == 0
+    train = ("run", "t", "--inputs", "t.safetensors", "--outputs", "out")
+    told = failing(capsys, *train, "--state", "bare")
+    assert "the state in bare does not fit the program" in told and "exp_avg is missing" in told
+    assert "x.safetensors exists and is no saved state" in failing(capsys, *train, "--save-state", "x.safetensors")
+    assert "there is no saved state at gone" in failing(capsys, *train, "--state", "gone")
 
 
 @pytest.mark.processes
@@ -207,8 +256,12 @@ def test_three_uneven_ranks_give_the_models_outputs_by_path(folder: Path) -> Non
     assert run.returncode == 0, run.stderr
     found = load_file(folder / "out/outputs.safetensors")
     with torch.no_grad():
-        wanted = case.model.eval()(input_ids=case.kwargs["input_ids"]).logits
-    torch.testing.assert_close(found["logits"], wanted, rtol=1e-4, atol=1e-5)
-    assert any(name.startswith("past_key_values.") for name in found)
+        wanted = case.model.eval()(input_ids=case.kwargs["input_ids"])
+    outputs = {"logits": wanted.logits}
+    for index, layer in enumerate(wanted.past_key_values.layers):
+        outputs |= {f"past_key_values.{index}.0": layer.keys, f"past_key_values.{index}.1": layer.values}
+    assert found.keys() == outputs.keys()
+    for name, value in outputs.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
     run = torchrun(2, "run", "m", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
     assert run.returncode != 0 and "m is a program for 3 ranks (mesh tp=3), but 2 were started" in run.stderr

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshc.ops.random import dropout
+from meshc.ops.random import dropout, settled
 
 
 @torch.library.custom_op("meshc::attention", mutates_args=())
@@ -117,11 +117,16 @@ def sdpa(
         rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
         columns = torch.arange(k.shape[-2], device=q.device)
         scores = torch.where(columns <= rows, scores, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
-    if bias is not None:
-        scores = scores + bias
-    weights = torch.softmax(scores, -1)
-    if dropout_p > 0.0:
-        if seed_step is None:
-            raise ValueError("attention with dropout needs seed_step")
-        weights = dropout(weights, seed_step, call, dropout_p)
-    return torch.matmul(weights, v)
+    weights = torch.softmax(scores, -1) if bias is None else _softmax_of_masked(scores + bias)
+    if not 0.0 < dropout_p < 1.0:
+        return torch.matmul(settled(weights, dropout_p, True), v)
+    if seed_step is None:
+        raise ValueError("attention with dropout needs seed_step")
+    return torch.matmul(dropout(weights, seed_step, call, dropout_p), v)
+
+
+def _softmax_of_masked(scores: Tensor) -> Tensor:
+    """Zeros, as in torch, for a query that may look at nothing; its scores are replaced too, or its gradient would be NaN."""
+    blind = scores.detach().amax(-1, keepdim=True) == -math.inf
+    zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
+    return torch.where(blind, zero, torch.softmax(torch.where(blind, zero, scores), -1))

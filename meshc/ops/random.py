@@ -216,7 +216,7 @@ def bernoulli(seed_step: Tensor, call: int, probability: Tensor, tile: tuple[Sha
 
 
 def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
-    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else _settled(input, p, training)
+    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else settled(input, p, training)
     return input.copy_(out) if inplace and out is not input else out
 
 
@@ -225,7 +225,7 @@ def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
 
     def raised(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
         if not training or not 0.0 < p < 1.0:
-            return _settled(input, p, training)
+            return settled(input, p, training)
         shape = list(input.shape) if whole is None or input.dim() == whole else [1, *input.shape]
         shape = shape[:2] + [1] * (len(shape) - 2)
         mask = keep_mask(seed_step, call, p, shape)
@@ -240,7 +240,7 @@ def _raised_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
 ) -> Tensor:
     if not training or not 0.0 < p < 1.0:
-        return _settled(input, p, training)
+        return settled(input, p, training)
     alpha = 1.7580993408473766  # of SELU, as in torch's Dropout.cpp
     a = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
     mask = keep_mask(seed_step, call, p, input.shape)
@@ -259,7 +259,7 @@ def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, p, train, *, seed_step, call: raised(input, p, train, seed_step=seed_step, call=call)
 
 
-def _settled(input: Tensor, p: float, training: bool) -> Tensor:
+def settled(input: Tensor, p: float, training: bool) -> Tensor:
     """Dropout that draws nothing, as in torch: off, p = 0, or p = 1."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")

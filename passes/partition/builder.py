@@ -18,13 +18,17 @@ aten = torch.ops.aten
 
 
 class Builder:
-    """Emits into `graph`. `shape(node)` and `dtype(node)` are local; they come from running the operator on meta tensors."""
+    """Emits into `graph`. `shape(node)` and `dtype(node)` are local; they come from running the operator on meta tensors.
+
+    `entries` are the plan's, by axis, for reasons.
+    """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.graph = Graph()
         self.sizes = sizes
         self.meta: dict[Node, Any] = {}
         self.context = Record()
+        self.entries: Mapping[str, str] = {}
         self._integers: dict[Any, Node] = {}
 
     def placeholder(self, name: str, record: Record) -> Node:

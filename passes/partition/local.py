@@ -12,6 +12,7 @@ from torch.fx import Node
 from meshc import spmd
 from meshc.passes.factorize import Instance, Token
 from meshc.passes.partition.builder import Builder
+from meshc.passes.partition.reasons import lines, moved
 from meshc.passes.propagate import MICROBATCH
 from meshc.passes.rules.rule import Rule
 from meshc.sharding import Part, Sharding, local_shape, local_size
@@ -132,10 +133,8 @@ class Local:
         return found
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
-        return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=f"{self.rule_name()} over a split dim")
-
-    def rule_name(self) -> str:
-        return str(self.node.target).removeprefix("aten.").removesuffix(".default")
+        reason = f"{moved(self.node, {})}, over a split dim{lines(axes, self.build.entries)}"
+        return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=reason)
 
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
         """x on coordinate 0 of the axes, zeros elsewhere."""

@@ -22,6 +22,7 @@ from meshc.ir import Record, is_getitem, record, records, update, value_of
 from meshc.passes.factorize import Instance, Token, Value
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Local, mask_part
+from meshc.passes.partition.reasons import differing, lines, moved, reader
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.propagate import MICROBATCH, Assignment, backward_map, forward_map, spread
 from meshc.program import Port
@@ -47,6 +48,8 @@ class Partitioner:
         self.forms: dict[Value, dict[Sharding, Form]] = {}
         self.phase = "forward"
         self.sequential = frozenset({MICROBATCH})
+        self.ports = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self.build.entries = assignment.entries
 
     def run(self) -> Graph:
         entered: list[tuple[Node, Port, Form]] = []
@@ -119,6 +122,9 @@ class Partitioner:
         usable = self._usable(value)
         best = min(usable, key=lambda form: cost(form.sharding, want, self.build.sizes))
         before = self.build.context
+        axes = differing(best.sharding, want, list(self.build.sizes))
+        what = moved(value[0], self.ports)
+        reason = f"{what}{f', for {reason}' if reason != what else ''}{lines(axes, self.assignment.entries)}"
         self.build.context = replace(before, reason=reason)
         node, sharding = reshard(self.build, best.node, best.sharding, want, reason, self.sequential)
         self.build.context = before
@@ -254,7 +260,7 @@ class Partitioner:
         node = instance.node
         self.phase = records(node)[0].phase
         self._context(node)
-        reason = f"{node.name} ({self.assignment.reasons.get(node) or 'replicated'})"
+        reason = reader(node)
         operands = [
             self.need(value, want, reason) for value, want in zip(instance.values, self.assignment.wanted[node], strict=True)
         ]

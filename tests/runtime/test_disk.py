@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from meshc.artifact import Weights
 from meshc.mesh import Mesh
 from meshc.runtime import layouts
-from meshc.runtime.loaded import read_tile, tile_runs
+from meshc.runtime.disk import read_tile, tile_runs
 from meshc.sharding import Part, Sharding
 
 SHARDINGS = {

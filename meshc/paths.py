@@ -1,0 +1,76 @@
+"""What the leaves of a call's inputs and outputs are called: `logits`, `hidden.states.2`, `past_key_values.0.1`.
+
+A key-value cache is called by layer, then 0 for the key and 1 for the value, whatever its class lays out first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from torch.utils import _pytree as pytree
+
+CACHE_PARTS: Final = ("key_cache", "value_cache")
+"""How transformers lays a cache out: the keys of all layers, then the values of all layers."""
+
+Path = tuple[str, ...]
+
+
+def spec_paths(spec: pytree.TreeSpec) -> list[str]:
+    """The paths of a tree's leaves from its spec alone: some classes (caches) cannot be rebuilt from placeholders."""
+    return [".".join(path) or "output" for path, _ in _leaves(spec)]
+
+
+def cache_paths(spec: pytree.TreeSpec) -> list[str]:
+    """Paths of the leaves that lie in a key-value cache."""
+    return [".".join(path) for path, cached in _leaves(spec) if cached]
+
+
+def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Paths of the leaves of (args, kwargs): positional arguments take the parameter names of `function`."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for position, argument in enumerate(args):
+        named = position < len(parameters) and parameters[position].kind in (0, 1)
+        names += _below(parameters[position].name if named else f"arg{position}", argument)
+    for key, argument in kwargs.items():
+        names += _below(key, argument)
+    return names
+
+
+def _below(name: str, argument: Any) -> list[str]:
+    return [".".join((name, *path)) for path, _ in _leaves(pytree.tree_structure(argument))]
+
+
+def _leaves(spec: pytree.TreeSpec, path: Path = (), cached: bool = False) -> Iterator[tuple[Path, bool]]:
+    """(path, whether it lies in a cache) of each leaf."""
+    if spec.is_leaf():
+        yield path, cached
+        return
+    is_cache = getattr(spec.type, "__name__", "").endswith("Cache")
+    keys = _keys(spec)
+    for key, child in zip(keys, spec.children(), strict=True):
+        if is_cache and tuple(keys) == CACHE_PARTS:
+            for (layer,), _ in _leaves(child):
+                yield (*path, layer, str(CACHE_PARTS.index(key))), True
+        else:
+            yield from _leaves(child, (*path, key), cached or is_cache)
+
+
+def _keys(spec: pytree.TreeSpec) -> list[str]:
+    """What the children of a tree's node are called: keys, fields, or their numbers."""
+    count, context = len(spec.children()), spec.context
+    if spec.type in (dict, OrderedDict):
+        return [str(key) for key in context]
+    if spec.type is defaultdict:
+        return [str(key) for key in context[1]]
+    fields = getattr(context, "_fields", None)  # a named tuple's context is its class
+    for names in (fields, context, context[0] if isinstance(context, list | tuple) and context else None):
+        if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
+            return list(names)
+    return [str(index) for index in range(count)]

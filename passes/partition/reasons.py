@@ -1,0 +1,52 @@
+"""Why a collective is there, in the user's words: which value moves, what reads it, and which lines of the plan say so.
+
+    mm of model.layers.0.mlp.down_proj, for add; tp: heads, ffn, vocab
+    gradient mm of model.layers.0.mlp.down_proj, for the gradient norm; dp: batch
+    parameter lm_head.weight, for mm; dp: batch; store params, grads, state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch.fx import Node
+
+from meshc.ir import op_name, records
+from meshc.program import Port
+from meshc.sharding import Sharding
+
+
+def reader(node: Node) -> str:
+    """An operator that wants an operand otherwise than it lies."""
+    return records(node)[0].reason or _short(node)
+
+
+def moved(node: Node, ports: Mapping[Node, Port]) -> str:
+    """A value that is moved: its operator and module, or the port through which it came in."""
+    if node in ports:
+        return f"{ports[node].kind} {ports[node].name}"
+    found = records(node)[0]
+    if found.reason:
+        return found.reason
+    backward = "gradient " if found.phase == "backward" else ""
+    return f"{backward}{_short(node)}{f' of {found.source.module}' if found.source.module else ''}"
+
+
+def lines(axes: Iterable[str], entries: Mapping[str, str]) -> str:
+    """The plan's entries of these axes, after a semicolon."""
+    return "".join(f"; {entries[axis]}" for axis in axes if axis in entries)
+
+
+def differing(source: Sharding, target: Sharding, order: Sequence[str]) -> list[str]:
+    """The axes along which two shardings of one value differ, in the order of the mesh."""
+
+    def places(sharding: Sharding) -> dict[str, object]:
+        split = {axis: (dim, position, at) for dim, position, part in sharding.parts() for at, axis in enumerate(part.axes)}
+        return {**split, **dict(sharding.pending)}
+
+    mine, theirs = places(source), places(target)
+    return [axis for axis in order if mine.get(axis) != theirs.get(axis)]
+
+
+def _short(node: Node) -> str:
+    return op_name(node).removeprefix("aten.").removeprefix("meshc.").partition(".")[0]

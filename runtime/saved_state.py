@@ -1,0 +1,180 @@
+"""What a saved program has trained, between two runs: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
+
+    state.json                what the folder is, the mesh, seed and step, and for each tensor its type, as in a program's text
+    rank_00003.safetensors    the tiles of rank 3, without those that an earlier rank holds as well
+
+No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank takes from
+the files what its own tiles need. Nothing is unpickled (docs/decisions/0008). All ranks see one file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshc.artifact import Weights
+from meshc.errors import ArtifactError, MeshcError, StateError
+from meshc.folders import beside, may_replace, put, to_disk
+from meshc.ir import Record
+from meshc.mesh import Mesh
+from meshc.parse import parse_one_type
+from meshc.program import Port
+from meshc.runtime import layouts
+from meshc.runtime.disk import shared_runs, tile_runs
+from meshc.sharding import Sharding, local_shape
+from meshc.text import port_type
+
+FORMAT: Final = "meshc state"
+VERSION: Final = 1
+TABLE: Final = "state.json"
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises StateError if something else than a saved state stands at `path`: to be asked before there is anything to lose."""
+    if not may_replace(Path(os.path.realpath(path)), TABLE):
+        raise StateError(f"{path} exists and is no saved state: it is not replaced; remove it or choose another path")
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    rank: int,
+    tiles: Iterable[tuple[Port, Tensor]],
+    seed: int,
+    step: int,
+    wait: Callable[[], object],
+) -> None:
+    """Write every rank's tiles to the folder `path`; a state that is there is replaced. All ranks call it.
+
+    tiles   the ports that keep something and this rank's padded tiles of them
+    wait    returns once all ranks have come to it
+    """
+    check_target(path)
+    target = Path(os.path.realpath(path))
+    made, root = beside(target, "new"), rank == mesh.ranks[0]
+    if root:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+    wait()
+    kept = list(tiles)
+    mine = {port.key: tile.detach().cpu().contiguous().clone() for port, tile in kept if _holder(port, mesh, rank) == rank}
+    if not made.is_dir():
+        raise StateError(f"rank {rank} does not see {made}, which rank {mesh.ranks[0]} made: use a folder that all ranks see")
+    save_file(mine, made / _file(rank))
+    to_disk(made / _file(rank))
+    wait()
+    if root:
+        table = {
+            "format": FORMAT, "version": VERSION, "mesh": str(mesh), "seed": seed, "step": step,
+            "tensors": {port.key: port_type(port) for port, _ in kept},
+            "files": {_file(one): (made / _file(one)).stat().st_size for one in mesh.ranks},
+        }  # fmt: skip
+        (made / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        to_disk(made / TABLE)
+        put(made, target)
+    wait()
+
+
+class SavedState:
+    """A state on disk, to be read a tile at a time, in any layout. Use as a context manager, or `close` it.
+
+    Raises ArtifactError for a folder that is missing, damaged or of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._stack = contextlib.ExitStack()
+        self._open: dict[int, Weights] = {}
+        table = _table(self.path)
+        try:
+            self._mesh = Mesh(table["mesh"])
+            self.seed, self.step = int(table["seed"]), int(table["step"])
+            self.tensors: dict[str, Record] = {key: parse_one_type(text) for key, text in table["tensors"].items()}
+            sizes = {_file(rank): int(table["files"][_file(rank)]) for rank in self._mesh.ranks}
+        except (MeshcError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(f"{self.path / TABLE} does not describe a state: {type(error).__name__} {error}") from error
+        for name, size in sizes.items():
+            file = self.path / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise ArtifactError(f"{self.path} is damaged: {name} is missing, or not of the {size} bytes that were written")
+
+    def tile(self, key: str, sharding: Sharding | None, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
+        """A rank's padded tile of a tensor, zero in the padding, whatever layout it was saved in."""
+        record = self.tensors[key]
+        assert record.dtype is not None
+        wanted = sharding or layouts.whole_sharding(record.shape)
+        target = tile_runs(wanted, sizes, coordinates)
+        tile = torch.zeros(local_shape(wanted, sizes), dtype=record.dtype)
+        for rank, source in self._sources(record):
+            pieces = [shared_runs(mine, theirs) for mine, theirs in zip(source, target, strict=True)]
+            for runs in itertools.product(*pieces):
+                piece = self._shard(rank).slice(key, [(at, at + length) for at, _, length in runs])
+                tile[tuple(slice(to, to + length) for _, to, length in runs)] = piece
+        return tile
+
+    def _sources(self, record: Record) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
+        """The ranks that hold a part of a tensor, and which."""
+        sharding = record.sharding or layouts.whole_sharding(record.shape)
+        for rank in self._mesh.ranks:
+            if _holder_of(sharding, self._mesh, rank) == rank:
+                yield rank, tile_runs(sharding, layouts.axis_sizes(self._mesh), self._mesh.coordinates(rank))
+
+    def _shard(self, rank: int) -> Weights:
+        if rank not in self._open:
+            self._open[rank] = self._stack.enter_context(Weights(self.path / _file(rank)))
+        return self._open[rank]
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> SavedState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Whole parameters and buffers by name, for `model.load_state_dict(load_model(path), strict=False)`.
+
+    Not strict, since there is one name of a tied parameter, and there are buffers that state dicts leave out.
+    """
+    with SavedState(path) as state:
+        kinds = (key.partition(":") for key in state.tensors)
+        return {name: state.tile(f"{kind}:{name}", None, {}, {}) for kind, _, name in kinds if kind in ("parameter", "buffer")}
+
+
+def _table(folder: Path) -> dict[str, Any]:
+    if not (folder / TABLE).is_file():
+        raise ArtifactError(f"there is no saved state at {folder}: `meshc run PATH --save-state DIR` makes such a folder")
+    try:
+        table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ArtifactError(f"{folder / TABLE} is no JSON, it was truncated or edited: {error}") from None
+    if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (FORMAT, VERSION):
+        raise ArtifactError(f"{folder / TABLE} is no {FORMAT!r} of version {VERSION}, which is what this meshc reads")
+    return table
+
+
+def _file(rank: int) -> str:
+    return f"rank_{rank:05}.safetensors"
+
+
+def _holder(port: Port, mesh: Mesh, rank: int) -> int:
+    return _holder_of(port.sharding or layouts.whole_sharding(port.shape), mesh, rank)
+
+
+def _holder_of(sharding: Sharding, mesh: Mesh, rank: int) -> int:
+    """The first of the ranks that have the same tile as this one."""
+    at, split = mesh.coordinates(rank), sharding.split_axes()
+    return mesh.rank({axis: index if axis in split else 0 for axis, index in at.items()})

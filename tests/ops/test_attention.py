@@ -1,0 +1,67 @@
+"""Attention written out where no kernel fits: what torch gives, in the corners too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshc
+from meshc.ops.attention import sdpa
+
+
+def operands(*shape: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def with_gradients(function: object, tensors: list[Tensor], **how: object) -> list[Tensor]:
+    out = function(*tensors, **how)  # type: ignore[operator]
+    return [out, *torch.autograd.grad(out.square().sum() + out.sum(), tensors)]
+
+
+MASK = torch.tensor([[True, False, True], [False, False, False], [True, True, False]])
+
+
+@pytest.mark.parametrize("mask", [None, MASK, torch.zeros(3, 3).masked_fill(~MASK, -torch.inf).double()], ids=["none", "bool", "float"])
+def test_three_dims_give_what_torch_gives_also_for_a_query_that_sees_nothing(mask: Tensor | None) -> None:
+    found = with_gradients(sdpa, operands(2, 3, 4), attn_mask=mask)
+    torch.testing.assert_close(found, with_gradients(F.scaled_dot_product_attention, operands(2, 3, 4), attn_mask=mask))
+    assert mask is None or not found[0][:, 1].any()
+
+
+def test_dropout_of_everything_gives_zeros_and_draws_nothing() -> None:
+    found = with_gradients(sdpa, operands(1, 2, 3, 4), dropout_p=1.0)
+    assert not any(tensor.any() for tensor in found)
+    q, k, v = operands(1, 2, 3, 4)
+    v = v.detach().index_fill(3, torch.tensor([0]), torch.inf)
+    assert torch.equal(sdpa(q, k, v, dropout_p=1.0).isnan(), F.scaled_dot_product_attention(q, k, v, dropout_p=1.0).isnan())
+    for p in (1.5, -0.5):
+        with pytest.raises(ValueError, match=f"between 0 and 1, but got {p}"):
+            sdpa(q, k, v, dropout_p=p)
+
+
+def test_a_query_that_sees_nothing_stays_zero_under_dropout() -> None:
+    seed = torch.zeros(2, dtype=torch.int64)
+    found = with_gradients(sdpa, operands(1, 2, 3, 4), attn_mask=MASK, dropout_p=0.5, seed_step=seed)
+    assert not found[0][:, :, 1].any() and all(tensor.isfinite().all() for tensor in found)
+
+
+class Attention(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.qkv, self.p = nn.Linear(8, 24), p
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 2).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.p).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=3"])
+def test_a_compiled_module_means_the_module(p: float, mesh: str) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(2, 3, 8), "mask": MASK}
+    program = meshc.compile(Attention(p), meshc.Mesh(mesh), kwargs=inputs)
+    assert meshc.verify(program, dtype=torch.float64).ok

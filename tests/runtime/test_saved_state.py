@@ -1,0 +1,115 @@
+"""A saved state: written by the ranks of one mesh, a part each, and read in any other layout."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from meshc.errors import ArtifactError, StateError
+from meshc.mesh import Mesh
+from meshc.program import Port
+from meshc.runtime import layouts
+from meshc.runtime.saved_state import SavedState, check_target, load_model, save_state
+from meshc.sharding import Part, Sharding
+
+WEIGHTS = {
+    "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),
+    "uneven twice": Sharding(((Part("rows", 23, ("dp", "tp")),), (Part("columns", 7),))),
+    "all padding": Sharding(((Part("rows", 3, ("dp", "tp")),), (Part("columns", 2),))),
+    "whole": Sharding(((Part("rows", 4),),)),
+    "scalar": Sharding(),
+}
+OTHERWISE = {
+    "fused heads": Sharding(((Part("rows", 24, ("x",)),), (Part("hidden", 6),))),
+    "uneven twice": Sharding(((Part("rows", 23),), (Part("columns", 7, ("x",)),))),
+    "all padding": Sharding(((Part("rows", 3, ("x",)),), (Part("columns", 2),))),
+    "whole": Sharding(((Part("rows", 4, ("x",)),),)),
+    "scalar": Sharding(),
+}
+
+
+def full(name: str) -> Tensor:
+    sharding = WEIGHTS[name]
+    return torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).reshape(sharding.shape)
+
+
+def save(path: Path, mesh: Mesh, step: int = 7) -> None:
+    """What all ranks do, each in a thread of its own. Padding is filled with NaN, which must never be read."""
+    barrier, failed = threading.Barrier(mesh.world_size), []
+
+    def rank_saves(rank: int) -> None:
+        tiles = []
+        for name, sharding in WEIGHTS.items():
+            sizes, at = layouts.axis_sizes(mesh), mesh.coordinates(rank)
+            tile = layouts.take_tile(full(name), sharding, sizes, at)
+            real = layouts.take_tile(torch.ones(sharding.shape), sharding, sizes, at)
+            tiles.append((Port("parameter", name, sharding.shape, torch.float32, sharding), tile.where(real == 1, torch.nan)))
+        try:
+            save_state(path, mesh, rank, tiles, seed=-3, step=step, wait=lambda: barrier.wait(30))
+        except Exception as error:
+            failed.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=rank_saves, args=(rank,)) for rank in mesh.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("mesh", ["dp=3,tp=2", "dp=1,tp=1", "dp=2,tp=4"])
+def test_any_layout_reads_what_another_wrote(mesh: str, tmp_path: Path) -> None:
+    save(tmp_path / "s", Mesh(mesh))
+    with SavedState(tmp_path / "s") as state:
+        assert (state.seed, state.step) == (-3, 7)
+        for name, sharding in OTHERWISE.items():
+            for place in range(4):
+                tile = state.tile(f"parameter:{name}", sharding, {"x": 4}, {"x": place})
+                assert torch.equal(tile, layouts.take_tile(full(name), sharding, {"x": 4}, {"x": place}))
+    whole = load_model(tmp_path / "s")
+    assert whole.keys() == WEIGHTS.keys() and all(torch.equal(value, full(name)) for name, value in whole.items())
+
+
+def test_a_rank_writes_its_own_tiles_and_no_copies(tmp_path: Path) -> None:
+    save(tmp_path / "s", Mesh("dp=3,tp=2"))
+    shards = [f"rank_0000{rank}.safetensors" for rank in range(6)]
+    assert sorted(file.name for file in (tmp_path / "s").iterdir()) == [*shards, "state.json"]
+    first, *others = [load_file(tmp_path / "s" / name) for name in shards]
+    split = {"parameter:fused heads", "parameter:uneven twice", "parameter:all padding"}
+    assert first.keys() == {*split, "parameter:whole", "parameter:scalar"} and all(held.keys() == split for held in others)
+    assert [tuple(held["parameter:fused heads"].shape) for held in (first, *others)] == [(12, 2)] * 6  # 24 rows over tp, 6 columns over dp
+
+
+def test_a_state_replaces_a_state_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path / "s", Mesh("dp=2,tp=2"))
+    save(tmp_path / "s", Mesh("dp=1,tp=2"), step=8)
+    assert SavedState(tmp_path / "s").step == 8 and [file.name for file in tmp_path.iterdir()] == ["s"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.txt").write_text("keep")
+    with pytest.raises(StateError, match="notes exists and is no saved state"):
+        check_target(tmp_path / "notes")
+
+
+def test_damage_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="there is no saved state at .*gone"):
+        SavedState(tmp_path / "gone")
+    save(tmp_path / "s", Mesh("dp=1,tp=2"))
+    shard = tmp_path / "s/rank_00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="rank_00001.safetensors is missing, or not of the"):
+        SavedState(tmp_path / "s")
+    table = json.loads((tmp_path / "s/state.json").read_text())
+    (tmp_path / "s/state.json").write_text(json.dumps({**table, "mesh": "dp"}))
+    with pytest.raises(ArtifactError, match="does not describe a state"):
+        SavedState(tmp_path / "s")
+    (tmp_path / "s/state.json").write_text(json.dumps({**table, "version": 2}))
+    with pytest.raises(ArtifactError, match="is no 'meshc state' of version 1"):
+        SavedState(tmp_path / "s")

@@ -1,0 +1,69 @@
+"""Names of a call's inputs and outputs, read off the structure of what goes in and comes out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import meshc
+from meshc.paths import cache_paths, input_names, spec_paths
+from tests.models import llama
+
+Pair = namedtuple("Pair", ["mean", "spread"])
+
+
+@dataclass
+class Halves:
+    left: Any
+    right: Any
+
+
+pytree.register_dataclass(Halves)
+
+T = torch.zeros(1)
+TREES = [
+    (T, ["output"]),
+    ((T, [T, T]), ["0", "1.0", "1.1"]),
+    ({"logits": T, "hidden": {"states": (T, T)}}, ["logits", "hidden.states.0", "hidden.states.1"]),
+    ({5: T, 7: T}, ["5", "7"]),
+    (OrderedDict(b=T, a=T), ["b", "a"]),
+    (defaultdict(list, {"x": T}), ["x"]),
+    (Pair(T, [T]), ["mean", "spread.0"]),
+    (Halves((T,), T), ["left.0", "right"]),
+]
+
+
+@pytest.mark.parametrize(("tree", "paths"), TREES, ids=lambda value: ",".join(value) if isinstance(value, list) else "")
+def test_a_leaf_is_named_by_its_path(tree: Any, paths: list[str]) -> None:
+    assert spec_paths(pytree.tree_structure(tree)) == paths
+
+
+def test_positional_inputs_take_the_names_of_parameters() -> None:
+    def forward(x: Any, *rest: Any, **more: Any) -> None: ...
+
+    assert input_names(forward, (Pair(T, T), T), {"mask": T, "extra": [T]}) == ["x.mean", "x.spread", "arg1", "mask", "extra.0"]
+
+
+def test_a_cache_is_named_by_layer_then_key_and_value() -> None:
+    case = llama(layers=3)
+    ids = case.kwargs["input_ids"]
+    with torch.no_grad():
+        model = case.model.eval()
+        program = meshc.compile(model, meshc.Mesh("tp=2"), kwargs={"input_ids": ids})
+        cache = model(input_ids=ids).past_key_values
+    outputs = [port.name for port in program.compiled.outputs if port.kind == "output"]
+    layers = [f"past_key_values.{layer}.{part}" for part in (0, 1) for layer in range(3)]
+    assert outputs == ["logits", *layers]
+    assert cache_paths(program.draft.out_spec) == layers
+
+    spec = pytree.tree_structure({"past_key_values": cache})
+    assert input_names(nn.Module.forward, (), {"past_key_values": cache}) == spec_paths(spec) == layers
+    tensors = dict(zip(layers, pytree.tree_leaves(cache), strict=True))
+    for index, layer in enumerate(cache.layers):
+        assert tensors[f"past_key_values.{index}.0"] is layer.keys and tensors[f"past_key_values.{index}.1"] is layer.values
