@@ -51,15 +51,15 @@ def bundle(stage: Stage, sizes: Mapping[str, int]) -> None:
     for node in stage.graph.nodes:
         kind = _kind(node)
         if kind:
-            rest = tuple(node.args[2:]) if kind != "vector" or node.target is spmd.reduce_scatter else ()
-            operation = rest[-1] if rest else None
-            phase = records(node)[0].phase if node.target is spmd.all_gather else ""
-            groups[(node.target, kind, tuple(node.args[1]), operation, record(node).dtype, phase)].append(node)
+            alike = record(node).phase if node.target is spmd.all_gather else node.args[-1]  # the reduction
+            groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype)].append(node)
+    planned: list[tuple[list[Node], int]] = []
     for (target, kind, axes, *_), members in groups.items():
-        count = prod(sizes[axis] for axis in axes)
-        for batch in _batches(members, order, _limit(members) if kind == "gradient" else BUCKET, reads=target is not spmd.all_gather):
-            if len(batch) > 1:
-                _Bundle(stage.graph, batch, count).send()
+        limit = _limit(members) if kind == "gradient" else BUCKET
+        batches = _batches(members, order, limit, reads=target is not spmd.all_gather)
+        planned += [(batch, prod(sizes[axis] for axis in axes)) for batch in batches if len(batch) > 1]
+    for batch, count in planned:
+        _Bundle(stage.graph, batch, count).send()
 
 
 def _kind(node: Node) -> str:
