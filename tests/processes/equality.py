@@ -21,6 +21,7 @@ class Sample:
     plan: str = "auto"
     optimizer: str = "adamw"
     microbatches: int | None = None
+    backend: str = "eager"
 
 
 TWO = (
@@ -30,6 +31,11 @@ TWO = (
     Sample("nanogpt", "cp=2"),
     Sample("vit", "tp=2", "megatron_sp"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
+)
+INDUCTOR = (
+    Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),
+    Sample("nanogpt", "dp_shard=2", backend="inductor"),
+    Sample("llama", "tp=2", "megatron_sp", backend="inductor"),
 )
 FOUR = (
     Sample("llama", "dp=2,tp=2"),
@@ -53,7 +59,7 @@ def check(sample: Sample) -> str:
         clip_grad_norm=1.0, microbatches=sample.microbatches,
     )  # fmt: skip
     options = meshc.Options(seed=SEED)
-    program = meshc.compile(step, device_mesh(sample.mesh), plan=sample.plan, options=options)
+    program = meshc.compile(step, device_mesh(sample.mesh), plan=sample.plan, backend=sample.backend, options=options)
     losses = [program(**case.call_kwargs).item() for _ in range(2)]
     state = program.state_dict(full=True)
     if dist.get_rank():
@@ -72,7 +78,7 @@ def _loss_of(case):  # type: ignore[no-untyped-def]
 
 def run(which: str) -> None:
     dist.init_process_group("gloo")
-    for sample in {"two": TWO, "four": FOUR}[which]:
+    for sample in {"two": TWO, "four": FOUR, "inductor": INDUCTOR}[which]:
         line = check(sample)
         if line:
             print(line, flush=True)

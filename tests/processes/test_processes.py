@@ -18,9 +18,9 @@ def run(module: str, ranks: int, *arguments: str) -> str:
     return ended.ranks[0].out
 
 
-@pytest.mark.parametrize("which, ranks", [("two", 2), ("four", 4)])
-def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
-    assert len(run("equality", ranks, which).splitlines()) == 6
+@pytest.mark.parametrize("which, ranks, samples", [("two", 2, 6), ("four", 4, 6), ("inductor", 2, 3)])
+def test_training_equals_plain_pytorch(which: str, ranks: int, samples: int) -> None:
+    assert len(run("equality", ranks, which).splitlines()) == samples
 
 
 def test_module_mode_on_two_ranks() -> None:

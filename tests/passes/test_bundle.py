@@ -1,0 +1,163 @@
+"""Bundles: the same values on every rank from fewer collectives."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.ir import Record, set_record
+from meshc.mesh import Mesh
+from meshc.passes.bundle import ALONE, BUCKET, bundle
+from meshc.program import Stage
+from meshc.runtime.simulate import run_stage
+
+aten = torch.ops.aten
+MESHES = [Mesh("a=2"), Mesh("a=3"), Mesh("a=2,b=3")]
+
+
+class Building:
+    """A stage in the making, of nodes with records."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.sizes = mesh, {axis.name: axis.size for axis in mesh.axes}
+        self.graph = Graph()
+        self.keys: list[str] = []
+
+    def stored(self, shape: tuple[int, ...]) -> Node:
+        node = self.graph.placeholder(f"w{len(self.keys)}")
+        self.keys.append(f"parameter:{node.name}")
+        set_record(node, Record(shape, torch.float64))
+        return node
+
+    def add(self, target: object, *args: object, shape: tuple[int, ...], phase: str = "backward") -> Node:
+        node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+        set_record(node, Record(shape, torch.float64, phase=phase, reason=f"reason {node.name}"))
+        return node
+
+    def done(self, results: list[Node]) -> Stage:
+        self.graph.output(results)
+        return Stage("main", self.graph, tuple(self.keys), tuple(f"gradient:{index}" for index in range(len(results))))
+
+
+def outputs(stage: Stage, mesh: Mesh, sizes: dict[str, int]) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [node.meta["meshc"].shape for node in stage.graph.find_nodes(op="placeholder")]
+    rows = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(mesh.world_size)]
+    return run_stage(stage, rows, mesh, sizes)
+
+
+def count(stage: Stage) -> int:
+    return sum(spmd.is_collective(node.target) for node in stage.graph.nodes)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[Building, Stage]:
+    """Collectives of every kind that can be bundled, along any dim of values of one to three dims, in any order."""
+    building = Building(draw(st.sampled_from(MESHES)))
+    axes = draw(st.sampled_from([["a"], ["b"], ["a", "b"]])) if len(building.sizes) > 1 else ["a"]
+    ranks = 1
+    for axis in axes:
+        ranks *= building.sizes[axis]
+    results = []
+    wholes = [building.stored(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))) for _ in range(draw(st.integers(2, 6)))]
+    for whole in wholes:
+        shape = whole.meta["meshc"].shape
+        kind = draw(st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]))
+        dim = draw(st.integers(0, len(shape) - 1))
+        if kind == "all_reduce":
+            made = building.add(aten.mul.Tensor, whole, 2.0, shape=shape)
+            found = building.add(spmd.all_reduce, made, axes, draw(st.sampled_from(["sum", "max"])), shape=shape)
+        elif kind == "all_gather":
+            shape = tuple(size * (ranks if at == dim else 1) for at, size in enumerate(shape))
+            found = building.add(spmd.all_gather, whole, axes, dim, shape=shape, phase=draw(st.sampled_from(["forward", "backward"])))
+        else:
+            repeats = [ranks if at == dim else 1 for at in range(len(shape))]
+            wide = tuple(size * times for size, times in zip(shape, repeats, strict=True))
+            made = building.add(aten.repeat.default, whole, repeats, shape=wide)
+            found = building.add(spmd.reduce_scatter, made, axes, dim, "sum", shape=shape)
+            found = building.add(aten.reshape.default, found, [-1], shape=(found.meta["meshc"].shape and torch.Size(shape).numel(),))
+        results.append(found)
+    return building, building.done(results)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stages())
+def test_every_rank_has_the_same_values(made: tuple[Building, Stage]) -> None:
+    building, stage = made
+    alone = Stage(stage.name, copy.deepcopy(stage.graph), stage.inputs, stage.outputs)
+    wanted = outputs(alone, building.mesh, building.sizes)
+    bundle(stage, building.sizes)
+    stage.graph.lint()
+    assert count(stage) <= count(alone)
+    for found, expected in zip(outputs(stage, building.mesh, building.sizes), wanted, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def gradients(shapes: list[tuple[int, ...]]) -> tuple[Building, Stage]:
+    building = Building(Mesh("a=2"))
+    weights = [building.stored(shape) for shape in shapes]
+    made = [building.add(aten.mul.Tensor, weight, 2.0, shape=weight.meta["meshc"].shape) for weight in weights]
+    return building, building.done([building.add(spmd.all_reduce, node, ["a"], "sum", shape=node.meta["meshc"].shape) for node in made])
+
+
+def sent(stage: Stage) -> list[int]:
+    """Elements of each all-reduce."""
+    found = []
+    for node in stage.graph.find_nodes(op="call_function", target=spmd.all_reduce):
+        size = 1
+        for length in node.meta["meshc"].shape:
+            size *= length
+        found.append(size)
+    return found
+
+
+def test_gradients_go_in_two_buckets_at_least() -> None:
+    building, stage = gradients([(512, 512)] * 8)  # 2 MiB each
+    bundle(stage, building.sizes)
+    assert sent(stage) == [4 * 512 * 512] * 2
+
+
+def test_a_bucket_has_an_upper_size() -> None:
+    building, stage = gradients([(512, 1024)] * 16)  # 4 MiB each
+    bundle(stage, building.sizes)
+    assert sum(sent(stage)) == 16 * 512 * 1024
+    assert max(sent(stage)) * 8 <= BUCKET < (max(sent(stage)) + 512 * 1024) * 8
+
+
+def test_a_large_gradient_travels_alone() -> None:
+    building, stage = gradients([(ALONE // 8,), (8,), (8,)])
+    bundle(stage, building.sizes)
+    assert sorted(sent(stage)) == [16, ALONE // 8]
+
+
+def test_matrices_that_are_stored_split_stay_apart() -> None:
+    building = Building(Mesh("a=2"))
+    weights = [building.stored((4, 4)) for _ in range(3)]
+    stage = building.done([building.add(spmd.all_gather, weight, ["a"], 0, shape=(8, 4)) for weight in weights])
+    before = str(stage.graph)
+    bundle(stage, building.sizes)
+    assert str(stage.graph) == before
+
+
+def test_what_is_read_before_the_next_can_start_is_not_held_up() -> None:
+    """r2 depends on r1."""
+    building = Building(Mesh("a=2"))
+    weight = building.stored((4,))
+    first = building.add(spmd.all_reduce, building.add(aten.mul.Tensor, weight, 2.0, shape=(4,)), ["a"], "sum", shape=(4,))
+    second = building.add(spmd.all_reduce, building.add(aten.exp.default, first, shape=(4,)), ["a"], "sum", shape=(4,))
+    stage = building.done([second])
+    bundle(stage, building.sizes)
+    assert sent(stage) == [4, 4]
+
+
+def test_the_bundle_says_what_it_is_for() -> None:
+    building, stage = gradients([(4,), (5,), (6,)])
+    bundle(stage, building.sizes)
+    (node,) = stage.graph.find_nodes(op="call_function", target=spmd.all_reduce)
+    assert node.meta["meshc"].reason == "3 reductions together: reason all_reduce | reason all_reduce_1, and 1 more"

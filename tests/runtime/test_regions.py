@@ -1,0 +1,93 @@
+"""Regions: what is compiled together, when gathers of parameters start, and that Inductor's result may be written over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.ir import Record, set_record
+from meshc.program import Stage
+from meshc.runtime.codegen import generate
+from meshc.runtime.groups import Groups
+from meshc.runtime.regions import compile_regions, levels
+
+aten = torch.ops.aten
+BYTES = 4 * 4 * 4
+"""Of a gathered weight."""
+
+
+def add(graph: Graph, target: object, *args: object, rows: int = 4) -> Node:
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    set_record(node, Record((rows, 4), torch.float32))
+    return node
+
+
+def layers(count: int) -> Stage:
+    """x @ w0 @ w1 ..., each weight stored split over two ranks and gathered before its product."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    weights = [graph.placeholder(f"w{index}") for index in range(count)]
+    for node in (x, *weights):
+        set_record(node, Record((2, 4), torch.float32))
+    for weight in weights:
+        x = add(graph, aten.mm.default, x, add(graph, spmd.all_gather, weight, ["dp"], 0), rows=2)
+    graph.output([x])
+    return Stage("main", graph, ("input:x", *(f"parameter:w{index}" for index in range(count))), ("output:y",))
+
+
+def by_kind(stage: Stage, window: int) -> tuple[list[int], list[int]]:
+    found = levels(stage, {}, window)
+    calls = [node for node in stage.graph.nodes if node.op == "call_function"]
+    return [found[n] for n in calls if n.target is spmd.all_gather], [found[n] for n in calls if n.target is aten.mm.default]
+
+
+def test_one_window_gathers_all_before_one_region() -> None:
+    assert by_kind(layers(4), 4 * BYTES) == ([0, 0, 0, 0], [1, 1, 1, 1])
+
+
+def test_windows_start_before_the_region_that_reads_the_one_before() -> None:
+    """Two weights a window: the third and the fourth travel while the first two are read."""
+    gathers, products = by_kind(layers(6), 2 * BYTES)
+    assert products == [1, 1, 2, 2, 3, 3]
+    assert gathers == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_gather_is_never_after_its_reader() -> None:
+    for count in range(1, 7):
+        for window in range(1, 4):
+            gathers, products = by_kind(layers(count), window * BYTES)
+            assert all(gather < product for gather, product in zip(gathers, products, strict=True))
+
+
+def reductions(equal: bool) -> Stage:
+    """Two gradients, each reduced and then doubled. Made alike, Inductor may make them one tensor."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    set_record(x, Record((4, 4), torch.float32))
+    first = add(graph, aten.relu.default, x)
+    second = add(graph, aten.relu.default if equal else aten.neg.default, x)
+    reduced = [add(graph, spmd.all_reduce, node, ["dp"], "sum") for node in (first, second)]
+    graph.output([add(graph, aten.mul.Tensor, node, 2.0) for node in reduced])
+    return Stage("main", graph, ("input:x",), ("output:a", "output:b"))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of one an all-reduce does nothing, so a stand-in that adds one in place shows what it writes to."""
+    from meshc.runtime import codegen
+    from meshc.runtime.collectives import Pending
+
+    def starter(node: Node, groups: Groups, overwrites: bool):  # type: ignore[no-untyped-def]
+        return lambda x: Pending(x.add_(1) if overwrites else x + 1)
+
+    monkeypatch.setattr(codegen, "starter", starter)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    wanted = [2 * (x.relu() + 1), 2 * ((x.relu() if equal else -x) + 1)]
+    groups, here = Groups({"dp": 1}, 0, 1), {"dp": 0}
+    for make in (generate, compile_regions):
+        run = make(reductions(equal), groups, here, torch.device("cpu"))
+        for _ in range(2):
+            for found, value in zip(run([x]), wanted, strict=True):
+                torch.testing.assert_close(found, value)
