@@ -6,7 +6,7 @@
 
 Partition writes a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its
 operand runs beside the rest of backward. Gathers of stored parameters start one gather early (a parameter's worth of memory, no more).
-`bundle` says which travel together. Every rank runs the same order.
+`meshc/bundle.py` says which travel together. Every rank runs the same order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from itertools import pairwise
 from torch.fx import Graph, Node
 
 from meshc import spmd
+from meshc.bundle import bundle
 from meshc.ir import is_integer
-from meshc.passes.bundle import bundle
 from meshc.passes.draft import Draft
-from meshc.passes.preparation import chain, from_placeholder, is_preparation
+from meshc.preparation import chain, from_placeholder, is_preparation
 
 
 def schedule_collectives(draft: Draft) -> Draft:

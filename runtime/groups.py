@@ -32,18 +32,18 @@ class Groups:
         device_mesh: DeviceMesh | None = None,
         rank_of: torch.Tensor | None = None,
     ) -> None:
-        self._sizes = dict(sizes)
+        self.sizes = dict(sizes)
         self._rank = rank
-        count = math.prod(self._sizes.values())
+        count = math.prod(self.sizes.values())
         if count != world_size:
-            axes = ",".join(f"{name}={size}" for name, size in self._sizes.items())
+            axes = ",".join(f"{name}={size}" for name, size in self.sizes.items())
             raise StateError(
                 f"the program is for the {count} ranks of the mesh {axes}, but {world_size} were started: "
                 f"start {count}, or compile for {world_size}"
             )
         if rank_of is None:
             rank_of = torch.arange(count) if device_mesh is None else device_mesh.mesh
-        self._rank_of = rank_of.reshape(tuple(self._sizes.values()))
+        self._rank_of = rank_of.reshape(tuple(self.sizes.values()))
         self._device_mesh = device_mesh
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
@@ -64,7 +64,7 @@ class Groups:
 
     def members(self, axes: Iterable[str]) -> list[list[int]]:
         """The ranks of every group over `axes`, a list for each group; every rank is in exactly one."""
-        names = list(self._sizes)
+        names = list(self.sizes)
         inner = [names.index(name) for name in axes]
         outer = [dim for dim in range(len(names)) if dim not in inner]
         size = math.prod(self._rank_of.shape[dim] for dim in inner)
@@ -78,7 +78,7 @@ class Groups:
         if axes in self._groups:
             return self._groups[axes]
         # Axes of size 1 do not matter, and (dp, one) and (dp) are one group.
-        wide = tuple(name for name in axes if self._sizes[name] > 1)
+        wide = tuple(name for name in axes if self.sizes[name] > 1)
         if not wide:
             group = None
         elif wide != axes:

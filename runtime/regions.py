@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from meshc import spmd
+from meshc.bundle import bundle
 from meshc.ir import record
 from meshc.memory import local_bytes
 from meshc.packing import in_place
@@ -53,7 +55,7 @@ def levels(stage: Stage, known: Mapping[Node, int], window: int = WINDOW) -> dic
         between = [operand for operand in node.all_input_nodes if _between(operand, known, varying)]
         after = [found[operand] + (operand in between) for operand in node.all_input_nodes]
         if node.op == "call_function" and stored.issuperset(node.all_input_nodes):
-            found[node] = max([0, *after])
+            found[node] = max([0, floor_before - 1, *after])
             if node.target is not spmd.all_gather:
                 stored.add(node)
                 continue
@@ -87,6 +89,7 @@ def compile_regions(
     here: Callable[[str], None] | None = None,
 ) -> Callable[..., list[Any]]:
     """The same function as `codegen.generate` gives, its regions compiled at their first call."""
+    stage = _bundled(stage, groups.sizes, levels(stage, codegen.integers(stage, coordinates)))
     known = codegen.integers(stage, coordinates)
     varying = _varying(stage, known)
     overwritten = {node.args[0]: node for node in stage.graph.nodes if in_place(node)}
@@ -116,6 +119,15 @@ def compile_regions(
                     overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
     return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites)
+
+
+def _bundled(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int]) -> Stage:
+    """A copy in which parameters that start to be gathered together, and gradients to be reduced, are one message."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(stage.graph, copies))
+    bundle(copy := replace(stage, graph=graph), sizes, {copies[node]: number for node, number in level.items() if node in copies}, WINDOW)
+    return copy
 
 
 def _add_region(

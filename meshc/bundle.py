@@ -10,7 +10,8 @@ A message costs tens of microseconds before its first byte moves, with gloo and 
 - all-reduces of gradients, in buckets as DistributedDataParallel's (pytorch.org/docs/stable/notes/ddp.html), up to ALONE bytes each;
 - gathers of stored vectors (norms, biases) of one phase, and the reduce-scatters of their gradients.
 
-Matrices that are stored split travel alone: gathered together they would be whole at once.
+Matrices that are stored split travel alone in a program: gathered together they would be whole at once. Where the runtime has decided which
+of them start together (`level`), those go together too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.fx import Graph, Node
 from meshc import spmd
 from meshc.ir import Record, record, records, set_record
 from meshc.packing import is_view
-from meshc.passes.preparation import chain, from_placeholder
+from meshc.preparation import chain, from_placeholder
 from meshc.program import Stage
 
 aten = torch.ops.aten
@@ -44,25 +45,29 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 
-def bundle(stage: Stage, sizes: Mapping[str, int]) -> None:
-    """Joins collectives of a stage, in place. `sizes` are those of the mesh's axes."""
+def bundle(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | None = None, window: int = BUCKET) -> None:
+    """Joins collectives of a stage, in place. `sizes` are those of the mesh's axes.
+
+    With `level`, matrices that are stored split travel together too, up to `window` bytes of those of one level.
+    """
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
     groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for node in stage.graph.nodes:
-        kind = _kind(node)
+        kind = _kind(node, level is not None)
         if kind:
             alike = record(node).phase if node.target is spmd.all_gather else node.args[-1]  # the reduction
-            groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype)].append(node)
+            start = level[node] if level is not None else 0
+            groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, start)].append(node)
     planned: list[tuple[list[Node], int]] = []
     for (target, kind, axes, *_), members in groups.items():
-        limit = _limit(members) if kind == "gradient" else BUCKET
+        limit = _limit(members) if kind == "gradient" else window
         batches = _batches(members, order, limit, reads=target is not spmd.all_gather)
         planned += [(batch, prod(sizes[axis] for axis in axes)) for batch in batches if len(batch) > 1]
     for batch, count in planned:
         _Bundle(stage.graph, batch, count).send()
 
 
-def _kind(node: Node) -> str:
+def _kind(node: Node, matrices: bool) -> str:
     """Why a collective may travel with others of its kind; "" if it may not."""
     if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or not node.users:
         return ""
@@ -70,12 +75,12 @@ def _kind(node: Node) -> str:
         if _bytes(node) < ALONE and _read_late(node):
             return "gradient"
         return "small" if _bytes(node) <= SMALL else ""
-    if _bytes(node) > SMALL:
+    if not matrices and _bytes(node) > SMALL:
         return ""
     if node.target is spmd.all_gather and from_placeholder(node) and chain(node):
-        return "vector" if len(record(chain(node)[0].all_input_nodes[0]).shape) == 1 else ""
+        return "stored" if matrices or len(record(chain(node)[0].all_input_nodes[0]).shape) == 1 else ""
     if node.target is spmd.reduce_scatter and _read_late(node):
-        return "vector" if _is_vector(node) else ""
+        return "stored" if matrices or _is_vector(node) else ""
     return ""
 
 

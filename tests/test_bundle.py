@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from meshc import spmd
+from meshc.bundle import ALONE, BUCKET, bundle
 from meshc.ir import Record, set_record
 from meshc.mesh import Mesh
-from meshc.passes.bundle import ALONE, BUCKET, bundle
 from meshc.program import Stage
 from meshc.runtime.simulate import run_stage
 
