@@ -50,10 +50,11 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
 
         def work() -> dict[str, Any]:
             report = _verify(program, values, args, kwargs, dtype == torch.float64)
-            return {"tolerance": report.tolerance, "rows": report.rows}
+            return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows}
 
         found = from_rank_0(program._board, work)
-    return verification.Report(found["tolerance"], [(kind, name, error) for kind, name, error in found["rows"]])
+    rows = [(kind, name, error) for kind, name, error in found["rows"]]
+    return verification.Report(found["tolerance"], found["amplified"], rows)
 
 
 def _described(inputs: Any) -> str:
