@@ -45,8 +45,8 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 
-def bundle(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | None = None, window: int = BUCKET) -> None:
-    """Joins collectives of a stage, in place. `sizes` are those of the mesh's axes.
+def bundle(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | None = None, window: int = BUCKET) -> dict[Node, Node]:
+    """Joins collectives of a stage, in place; gives each new one, with one of those that it stands for. `sizes`: of the mesh's axes.
 
     With `level`, matrices that are stored split travel together too, up to `window` bytes of those of one level.
     """
@@ -63,8 +63,7 @@ def bundle(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | N
         limit = _limit(members) if kind == "gradient" else window
         batches = _batches(members, order, limit, reads=target is not spmd.all_gather)
         planned += [(batch, prod(sizes[axis] for axis in axes)) for batch in batches if len(batch) > 1]
-    for batch, count in planned:
-        _Bundle(stage.graph, batch, count).send()
+    return {_Bundle(stage.graph, batch, count).send(): batch[0] for batch, count in planned}
 
 
 def _kind(node: Node, matrices: bool) -> str:
@@ -139,7 +138,7 @@ class _Bundle:
         else:
             self.place = members[-1]
 
-    def send(self) -> None:
+    def send(self) -> Node:
         flat = [self._flat(node) for node in self.members]
         sizes = [record(node).shape[-1] for node in flat]
         total, head = sum(sizes), self.members[-1]
@@ -152,13 +151,14 @@ class _Bundle:
             rest, rows = ([0], self.count) if self.gather else (head.args[2:], 1)
             sent = self._add(head.target, joined, head.args[1], *rest, like=self._about(like), shape=(rows * total,))
         rows = self.count if self.gather else 1
-        sent = self._add(aten.reshape.default, sent, [rows, total], like=like, shape=(rows, total))
+        apart = self._add(aten.reshape.default, sent, [rows, total], like=like, shape=(rows, total))
         start = 0
         for node, size in zip(self.members, sizes, strict=True):
-            piece = self._add(aten.slice.Tensor, sent, 1, start, start + size, like=record(node), shape=(rows, size))
+            piece = self._add(aten.slice.Tensor, apart, 1, start, start + size, like=record(node), shape=(rows, size))
             node.replace_all_uses_with(self._unpacked(node, piece))
             self.graph.erase_node(node)
             start += size
+        return sent
 
     def _about(self, like: Record) -> Record:
         what = "gathers" if self.gather else "reductions"

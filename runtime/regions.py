@@ -3,9 +3,9 @@
 A node's level counts the collectives behind it. All nodes of a level form one region, then the collectives that they feed start, and the
 next region waits for those that it reads. Updates in place and what depends on the microbatch's number stay outside, as plain calls.
 
-Gathers of stored parameters would all be of level 0, and the whole model in memory at once. So they come in windows of WINDOW bytes: what
-stands after a window's first gather is of a later level than what stands before it, and its gathers start before the region that reads the
-window before.
+Gathers of stored parameters would all be of level 0, and the whole model in memory at once. So they come in windows of some bytes: what
+stands after a window's first gather is of a later level than what stands before it, and its gathers start before the region that reads
+the window before.
 
     level 0:  gathers of windows 0 and 1      level 1:  the region that reads window 0, gathers of window 2      level 2:  window 1's ...
 """
@@ -40,12 +40,17 @@ def _outside(node: Node, known: Mapping[Node, int], varying: set[Node]) -> bool:
 WINDOW = 128 * 1024 * 1024
 """Bytes of parameters gathered together at most: about what FSDP gathers for a block of a large model."""
 
+WINDOWS = 8
+"""There are at least about so many in a stage, or a small model would be whole for as long as it runs."""
 
-def levels(stage: Stage, known: Mapping[Node, int], window: int = WINDOW) -> dict[Node, int]:
+
+def levels(stage: Stage, known: Mapping[Node, int], window: int | None = None) -> dict[Node, int]:
     """Region number of each node; nodes that stay outside, and collectives, stand between two regions."""
     varying = _varying(stage, known)
-    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
-    stored = {node for node, key in keys if key.startswith("parameter:")}  # and what is made of parameters alone
+    stored = _stored(stage)
+    if window is None:
+        gathered = sum(local_bytes(record(node)) for node in stored if node.target is spmd.all_gather)
+        window = min(WINDOW, gathered // WINDOWS)
     found: dict[Node, int] = {}
     window_bytes, floor, floor_before = 0, 0, 0
     for node in stage.graph.nodes:
@@ -54,10 +59,9 @@ def levels(stage: Stage, known: Mapping[Node, int], window: int = WINDOW) -> dic
             continue
         between = [operand for operand in node.all_input_nodes if _between(operand, known, varying)]
         after = [found[operand] + (operand in between) for operand in node.all_input_nodes]
-        if node.op == "call_function" and stored.issuperset(node.all_input_nodes):
+        if node in stored:
             found[node] = max([0, floor_before - 1, *after])
             if node.target is not spmd.all_gather:
-                stored.add(node)
                 continue
             size = local_bytes(record(node))
             if window_bytes + size > window:
@@ -68,6 +72,17 @@ def levels(stage: Stage, known: Mapping[Node, int], window: int = WINDOW) -> dic
         found[node] = max([floor, *after])
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             found[node] = max(found.values())
+    return found
+
+
+def _stored(stage: Stage) -> set[Node]:
+    """Parameters, what is made of them alone, and their gathers."""
+    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
+    found = {node for node, key in keys if key.startswith("parameter:")}
+    for node in stage.graph.nodes:
+        operands = node.all_input_nodes if node.op == "call_function" else []
+        if operands and all(operand in found and operand.target is not spmd.all_gather for operand in operands):
+            found.add(node)
     return found
 
 
@@ -89,12 +104,11 @@ def compile_regions(
     here: Callable[[str], None] | None = None,
 ) -> Callable[..., list[Any]]:
     """The same function as `codegen.generate` gives, its regions compiled at their first call."""
-    stage = _bundled(stage, groups.sizes, levels(stage, codegen.integers(stage, coordinates)))
+    stage, level = _bundled(stage, groups.sizes, levels(stage, codegen.integers(stage, coordinates)))
     known = codegen.integers(stage, coordinates)
     varying = _varying(stage, known)
     overwritten = {node.args[0]: node for node in stage.graph.nodes if in_place(node)}
     overwrites: list[Node] = []
-    level = levels(stage, known)
     (output,) = stage.graph.find_nodes(op="output")
     outer = Graph()
     env: dict[Node, Node] = {}
@@ -121,13 +135,28 @@ def compile_regions(
     return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites)
 
 
-def _bundled(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int]) -> Stage:
-    """A copy in which parameters that start to be gathered together, and gradients to be reduced, are one message."""
+def _bundled(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int]) -> tuple[Stage, dict[Node, int]]:
+    """A copy in which parameters that start to be gathered together, and gradients to be reduced, are one message; and its levels."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(stage.graph, copies))
-    bundle(copy := replace(stage, graph=graph), sizes, {copies[node]: number for node, number in level.items() if node in copies}, WINDOW)
-    return copy
+    stage = replace(stage, graph=graph)
+    found = {copies[node]: number for node, number in level.items() if node in copies}
+    for sent, member in bundle(stage, sizes, found, WINDOW).items():
+        found[sent] = found[member]
+        if sent.target is spmd.all_gather:
+            for node in _new_behind(sent, found):
+                found[node] = found[sent]
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in found:
+            found[node] = max(found[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
+    return stage, found
+
+
+def _new_behind(node: Node, found: Mapping[Node, int]) -> list[Node]:
+    """What prepares a bundle, made with it."""
+    new = [operand for operand in node.all_input_nodes if operand not in found]
+    return [*new, *(other for operand in new for other in _new_behind(operand, found))]
 
 
 def _add_region(

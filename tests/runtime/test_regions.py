@@ -11,7 +11,7 @@ from meshc.ir import Record, set_record
 from meshc.program import Stage
 from meshc.runtime.codegen import generate
 from meshc.runtime.groups import Groups
-from meshc.runtime.regions import compile_regions, levels
+from meshc.runtime.regions import _bundled, compile_regions, levels
 
 aten = torch.ops.aten
 BYTES = 4 * 4 * 4
@@ -59,6 +59,19 @@ def test_a_gather_is_never_after_its_reader() -> None:
         for window in range(1, 4):
             gathers, products = by_kind(layers(count), window * BYTES)
             assert all(gather < product for gather, product in zip(gathers, products, strict=True))
+
+
+def test_what_starts_together_travels_together_and_keeps_its_level() -> None:
+    """Two messages for six weights; what is cut from one is of the level of its first reader, what is joined of the message's own."""
+    whole = layers(6)
+    stage, level = _bundled(whole, {"dp": 2}, levels(whole, {}, 2 * BYTES))
+    gathers = [node for node in stage.graph.nodes if node.target is spmd.all_gather]
+    assert [(level[node], node.meta["meshc"].shape) for node in gathers] == [(0, (2 * 4 * 8,)), (1, (2 * 2 * 8,))]
+    assert [level[node] for node in stage.graph.nodes if node.target is aten.mm.default] == [1, 1, 2, 2, 3, 3]
+    assert [level[node] for node in stage.graph.nodes if node.target is aten.cat.default] == [0, 1]
+    for node in stage.graph.nodes:
+        for operand in node.all_input_nodes if node.op == "call_function" else []:
+            assert level[node] >= level[operand] + (operand.target is spmd.all_gather)
 
 
 def reductions(equal: bool) -> Stage:
