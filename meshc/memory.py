@@ -121,8 +121,9 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
             last[home[operand]] = position
     grown = {home[node] for node in gradients if node in home}
     alive = growing = 0
-    for whole, node in first.items():
-        if not packing.escapes(whole):  # the runtime has it for good
+    kept = [node for whole, node in first.items() if not packing.escapes(whole)]
+    for node in [*kept, *(node for node in nodes if packing.stays(node))]:
+        if node in size:  # the runtime has it for good
             growing += size[node] if node in grown else 0
             alive += size.pop(node)
     dying: dict[int, list[Node]] = {}

@@ -6,12 +6,14 @@ What a `cat` joins need not exist beside the result:
     b[4:6].copy_(mm(u, v))        # g1 is copied while it is still in the cache, and gone before g2 is made
     flat = b
 
-and an all-reduce may write over its operand. A stage's text says neither; the runtime does it, and the memory walk counts it so.
+and an all-reduce may write over its operand. What does not leave the stage may have the same memory at each call. A stage's text says none
+of this; the runtime does it, and the memory walk counts it so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.fx import Graph, Node
@@ -70,6 +72,20 @@ def in_place(all_reduce: Node) -> bool:
             return target.namespace == "aten" and len(returns) == 1
         user, operand = operand, operand.args[0] if operand.args else None
     return False
+
+
+LARGE = 8 * 1024 * 1024
+"""Bytes of a value for which fresh memory at each call is felt: allocators give it back to the system, which clears every page again."""
+
+
+def stays(node: Node) -> bool:
+    """Whether the runtime makes a value in memory that it keeps between calls: a large product that is only reduced in place."""
+    if node.target is not aten.mm.default or len(node.users) != 1:
+        return False
+    made = record(node)
+    assert made.dtype is not None
+    reader = next(iter(node.users))
+    return prod(made.shape) * made.dtype.itemsize >= LARGE and in_place(reader) and not escapes(node)
 
 
 def escapes(node: Node) -> bool:

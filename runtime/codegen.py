@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from meshc import spmd
+from meshc import ir, spmd
 from meshc.ir import record
 from meshc.ops.implementations import direct
-from meshc.packing import escapes, in_place, pieces
+from meshc.packing import escapes, in_place, pieces, stays
 from meshc.program import Stage
 from meshc.runtime import collectives
 from meshc.runtime.groups import Groups
+
+aten = torch.ops.aten
 
 
 def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
@@ -178,25 +180,29 @@ class _Writer:
                 self.source.lines.append(f"{note}({label})")
             self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
             self.flying.add(node)
+        elif ir.has_record(node) and stays(node):
+            memory = torch.empty(record(node).shape, dtype=record(node).dtype, device=self.device)
+            call = self._call(node, aten.mm.out, f"out={self.source.bind(memory, 'b')}")
+            self.source.lines.append(f"{name} = {call}")
         else:
-            self.source.lines.append(f"{name} = {self._call(node)}")
+            self.source.lines.append(f"{name} = {self._call(node, direct(node.target, self.device))}")
 
-    def _call(self, node: Node) -> str:
+    def _call(self, node: Node, function: Callable[..., Any], *more: str) -> str:
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
         arguments += [f"{key}={self.source.literal(_moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
-        return f"{self.source.bind(direct(node.target, self.device), 'f')}({', '.join(arguments)})"
+        return f"{self.source.bind(function, 'f')}({', '.join([*arguments, *more])})"
 
     def _make_inside(self, node: Node, name: str) -> None:
         """A value in the memory of the `cat` that will join it with others."""
         piece, made = self.pieces[node], record(node)
         if piece.whole not in self.memory:
             allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
-            stays = not escapes(piece.whole)  # then each call may use the same memory; fresh pages cost more than what is written to them
-            self.memory[piece.whole] = self.source.bind(allocate(), "b") if stays else name
-            if not stays:
+            kept = not escapes(piece.whole)  # then each call may use the same memory; fresh pages cost more than what is written to them
+            self.memory[piece.whole] = self.source.bind(allocate(), "b") if kept else name
+            if not kept:
                 self.source.lines.append(f"{name} = {self.source.bind(allocate, 'f')}()")
         place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
-        self.source.lines.append(f"{place}.copy_({self._call(node)})")
+        self.source.lines.append(f"{place}.copy_({self._call(node, direct(node.target, self.device))})")
 
     def _forget(self, node: Node) -> None:
         kept = {*self.known, *self.flying, *self.pieces, *(whole for whole in self.memory if not escapes(whole))}

@@ -1,7 +1,8 @@
 """Stages with their compute compiled by Inductor: maximal regions between collectives, each one compiled function.
 
 A node's level counts the collectives behind it. All nodes of a level form one region, then the collectives that they feed start, and the
-next region waits for those that it reads. Updates in place and what depends on the microbatch's number stay outside, as plain calls.
+next region waits for those that it reads. Updates in place, what depends on the microbatch's number and products whose memory
+is kept stay outside, as plain calls.
 
 Gathers of stored parameters would all be of level 0, and the whole model in memory at once. So they come in windows of some bytes: what
 stands after a window's first gather is of a later level than what stands before it, and its gathers start before the region that reads
@@ -24,7 +25,7 @@ from meshc import spmd
 from meshc.bundle import bundle
 from meshc.ir import record
 from meshc.memory import local_bytes
-from meshc.packing import in_place
+from meshc.packing import in_place, stays
 from meshc.program import Stage
 from meshc.runtime import codegen
 from meshc.runtime.groups import Groups
@@ -34,7 +35,7 @@ def _outside(node: Node, known: Mapping[Node, int], varying: set[Node]) -> bool:
     if any(operand in varying and operand.target in spmd.INTEGERS.values() for operand in node.all_input_nodes):
         return True
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return stays(node) or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
 
 
 WINDOW = 128 * 1024 * 1024
@@ -131,6 +132,8 @@ def compile_regions(
                 )
                 if node in overwritten.values():
                     overwrites.append(env[node])
+                if stays(node):
+                    env[node].meta = dict(node.meta)  # tells the generated function to keep its memory
     outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
     return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites)
 

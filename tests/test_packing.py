@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc import memory, packing
+from meshc import memory, packing, spmd
 from meshc.ir import Record, set_record
 from meshc.mesh import Mesh
 from meshc.plan import Plan
 from meshc.program import Instruction, Port, Program, Stage
 from meshc.runtime.codegen import generate
 from meshc.runtime.groups import Groups
+from meshc.runtime.regions import compile_regions
 
 aten = torch.ops.aten
 
@@ -88,3 +89,49 @@ def test_the_memory_walk_counts_the_whole_once(escaping: bool, peak: int) -> Non
     results = (Port("output", "y", (16,) if escaping else (), torch.float32),)
     program = Program({"main": stage}, Mesh("dp=2"), Plan(""), ports, results, (Instruction("run", "main"),), axis_sizes={"dp": 2})
     assert memory.peak(program).total == peak
+
+
+def reduced(escaping: bool) -> Stage:
+    """The sum of an all-reduced outer product of 8 MiB, or the product itself."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    set_record(x, Record((2048, 1), torch.float32))
+    row = call(graph, aten.slice.Tensor, call(graph, aten.t.default, x, shape=(1, 2048)), 1, 0, 1024, shape=(1, 1024))
+    product = call(graph, aten.mm.default, x, row, shape=(2048, 1024))
+    whole = call(graph, spmd.all_reduce, product, ["dp"], "sum", shape=(2048, 1024))
+    graph.output([whole if escaping else call(graph, aten.sum.default, whole, shape=())])
+    return Stage("main", graph, ("input:x",), ("output:y",))
+
+
+def alone() -> Groups:
+    groups = Groups({"dp": 1}, 0, 1)
+    groups.prepare([("dp",)])
+    return groups
+
+
+@pytest.mark.parametrize("make", [generate, compile_regions])
+def test_a_large_gradient_has_the_same_memory_at_each_call(make) -> None:  # type: ignore[no-untyped-def]
+    run = make(reduced(escaping=False), alone(), {"dp": 0}, torch.device("cpu"))
+    for seed in range(3):
+        x = torch.randn(2048, 1, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(run([x])[0], (x @ x[:1024].t()).sum(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("make", [generate, compile_regions])
+def test_but_not_if_it_leaves(make) -> None:  # type: ignore[no-untyped-def]
+    stage = reduced(escaping=True)
+    assert not any(packing.stays(node) for node in stage.graph.nodes)
+    run = make(stage, alone(), {"dp": 0}, torch.device("cpu"))
+    xs = [torch.randn(2048, 1, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    results = [run([x])[0] for x in xs]
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, x @ x[:1024].t())
+
+
+def test_what_stays_counts_for_the_whole_stage() -> None:
+    stage = reduced(escaping=False)
+    assert [node.name for node in stage.graph.nodes if packing.stays(node)] == ["mm_default"]
+    ports = (Port("input", "x", (2048, 1), torch.float32),)
+    results = (Port("output", "y", (), torch.float32),)
+    program = Program({"main": stage}, Mesh("dp=1"), Plan(""), ports, results, (Instruction("run", "main"),), axis_sizes={"dp": 1})
+    assert memory.peak(program).total == 8 * 1024 * 1024 + 4
