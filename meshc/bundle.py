@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc import spmd
-from meshc.ir import Record, record, records, set_record
+from meshc.ir import Record, local_bytes, record, records, set_record
 from meshc.packing import is_view
 from meshc.preparation import chain, from_placeholder
 from meshc.program import Stage
@@ -71,10 +71,10 @@ def _kind(node: Node, matrices: bool) -> str:
     if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or not node.users:
         return ""
     if node.target is spmd.all_reduce:
-        if _bytes(node) < ALONE and _read_late(node):
+        if local_bytes(record(node)) < ALONE and _read_late(node):
             return "gradient"
-        return "small" if _bytes(node) <= SMALL else ""
-    if not matrices and _bytes(node) > SMALL:
+        return "small" if local_bytes(record(node)) <= SMALL else ""
+    if not matrices and local_bytes(record(node)) > SMALL:
         return ""
     if node.target is spmd.all_gather and from_placeholder(node) and chain(node):
         return "stored" if matrices or len(record(chain(node)[0].all_input_nodes[0]).shape) == 1 else ""
@@ -88,12 +88,6 @@ def _is_vector(node: Node) -> bool:
     return len(record(node).shape) == 1 or any(is_view(user) and _is_vector(user) for user in node.users)
 
 
-def _bytes(node: Node) -> int:
-    found = record(node)
-    assert found.dtype is not None
-    return prod(found.shape) * found.dtype.itemsize
-
-
 def _read_late(node: Node) -> bool:
     """Whether nothing but an update, or the stage's end, reads a reduction: so it is with gradients."""
     return all(user.op == "output" or records(user)[0].phase == "update" or (is_view(user) and _read_late(user)) for user in node.users)
@@ -101,7 +95,8 @@ def _read_late(node: Node) -> bool:
 
 def _limit(gradients: list[Node]) -> int:
     """The bytes of a bucket at most: there are at least two, so that one travels while the rest is computed."""
-    total, largest = sum(map(_bytes, gradients)), max(map(_bytes, gradients))
+    sizes = [local_bytes(record(node)) for node in gradients]
+    total, largest = sum(sizes), max(sizes)
     return min(BUCKET, (total + largest) // 2) if total > 2 * FIRST else total
 
 
@@ -112,13 +107,13 @@ def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: 
     first_read = 0
     for node in members:
         read = min(order[user] for user in node.users)
-        if batches and (order[node] < first_read or not reads) and bytes_so_far + _bytes(node) <= limit:
+        if batches and (order[node] < first_read or not reads) and bytes_so_far + local_bytes(record(node)) <= limit:
             batches[-1].append(node)
-            bytes_so_far += _bytes(node)
+            bytes_so_far += local_bytes(record(node))
             first_read = min(first_read, read)
         else:
             batches.append([node])
-            bytes_so_far, first_read = _bytes(node), read
+            bytes_so_far, first_read = local_bytes(record(node)), read
     return batches
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ class Record:
     phase: str = "forward"
     of: str = ""
     returned_by: tuple[str, ...] = ()
+
+
+def local_bytes(record: Record) -> int:
+    """Bytes of a per-rank value."""
+    return prod(record.shape) * record.dtype.itemsize if record.dtype is not None else 0
 
 
 def has_record(node: Node) -> bool:

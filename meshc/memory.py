@@ -16,7 +16,6 @@ import torch
 from torch.fx import Node
 
 from meshc import ir, packing
-from meshc.ir import Record
 from meshc.program import Port, Program, Stage
 from meshc.sharding import local_shape
 
@@ -31,11 +30,6 @@ class Peak:
     total: int = 0
     gradients: int = 0
     at: str = ""
-
-
-def local_bytes(record: Record) -> int:
-    """Bytes of a per-rank value."""
-    return prod(record.shape) * record.dtype.itemsize if record.dtype is not None else 0
 
 
 def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
@@ -116,7 +110,7 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
             home[node] = home[node.all_input_nodes[0]] if packing.is_view(node) or packing.in_place(node) else node
         if home[node] is node:
             made = node.op == "call_function" and ir.has_record(node)
-            size[node] = sum(map(local_bytes, ir.records(whole))) if made else 0
+            size[node] = sum(map(ir.local_bytes, ir.records(whole))) if made else 0
         for operand in node.all_input_nodes:
             last[home[operand]] = position
     grown = {home[node] for node in gradients if node in home}

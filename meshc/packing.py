@@ -13,13 +13,12 @@ of this; the runtime does it, and the memory walk counts it so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch.fx import Graph, Node
 
 from meshc import spmd
-from meshc.ir import is_getitem, op_name, record
+from meshc.ir import is_getitem, local_bytes, op_name, record
 
 aten = torch.ops.aten
 
@@ -82,16 +81,19 @@ def stays(node: Node) -> bool:
     """Whether the runtime makes a value in memory that it keeps between calls: a large product that is only reduced in place."""
     if node.target is not aten.mm.default or len(node.users) != 1:
         return False
-    made = record(node)
-    assert made.dtype is not None
-    reader = next(iter(node.users))
-    return prod(made.shape) * made.dtype.itemsize >= LARGE and in_place(reader) and not escapes(node)
+    (reader,) = node.users
+    return local_bytes(record(node)) >= LARGE and in_place(reader) and not escapes(node)
 
 
 def escapes(node: Node) -> bool:
     """Whether a stage's results may share a value's memory, so that the next call cannot have it again."""
-    readers = (user for user in node.users if user.op == "output" or is_view(user) or in_place(user))
-    return any(user.op == "output" or escapes(user) for user in readers)
+    return any(user.op == "output" or (_may_share(user) and escapes(user)) for user in node.users)
+
+
+def _may_share(node: Node) -> bool:
+    """Whether a node's value may lie in its operand's memory. The operators of per-rank programs may give back what they got: a mask of a
+    tile without padding, a collective among one rank."""
+    return is_view(node) or not isinstance(node.target, torch._ops.OpOverload)
 
 
 def is_view(node: Node) -> bool:

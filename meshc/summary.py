@@ -53,7 +53,7 @@ def collectives(program: Program) -> list[CollectiveUse]:
                 continue
             moved = node if node.target is spmd.all_gather else node.args[0]
             record = ir.record(node)
-            size = sum(memory.local_bytes(one) for one in ir.records(moved))
+            size = sum(ir.local_bytes(one) for one in ir.records(moved))
             kind = node.target.__name__
             found.append(
                 CollectiveUse(

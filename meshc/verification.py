@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,23 @@ def _verify(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
 ) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
+    with _as_compiled(program.draft.request.autocast):
+        return _verify_there(program, values, args, kwargs, double)
+
+
+@contextmanager
+def _as_compiled(autocast: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """The autocast regions that were around the compilation, whatever is around the caller."""
+    regions = dict(autocast)
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, dtype=regions.get(device), enabled=device in regions))
+        yield
+
+
+def _verify_there(
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+) -> verification.Report:
     module = program.traced.module
     ask = program.draft.request
     with calls_allowed(module):

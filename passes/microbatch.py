@@ -50,7 +50,10 @@ def split_microbatches(draft: Draft) -> Draft:
     wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
     for node in wanted_late:
         if node in varies and node not in sums:
-            raise CompileError(f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it")
+            raise CompileError(
+                f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it\n"
+                "  what to do: microbatches=1, or return only the loss"
+            )
     integers = {n for n in early if is_integer(n)}
     later = {*varies, *done, *learned, output}
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]

@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from meshc import ir, spmd
+from meshc import spmd
 from meshc.ir import record
 from meshc.ops.implementations import direct
 from meshc.packing import escapes, in_place, pieces, stays
 from meshc.program import Stage
 from meshc.runtime import collectives
 from meshc.runtime.groups import Groups
-
-aten = torch.ops.aten
 
 
 def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
@@ -61,6 +59,19 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Ten
     if name == "reduce_scatter":
         return lambda x: collectives.scatter_dim(x, rest[0], group, rest[1])  # type: ignore[arg-type]
     return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
+
+
+def function_of(node: Node, device: torch.device) -> Callable[..., Any]:
+    """What a node that is no collective calls."""
+    if stays(node):
+        made = record(node)
+        memory = torch.empty(made.shape, dtype=made.dtype, device=device)
+
+        def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, y, out=memory)
+
+        return product
+    return direct(node.target, device)
 
 
 class Source:
@@ -130,6 +141,8 @@ class _Writer:
         self.pieces = pieces(stage.graph)
         self.memory: dict[Node, str] = {}
         """Memory that several values are made in, by the `cat` that joins them."""
+        self.kept: set[Node] = set()
+        """Of these, what lives between calls."""
         last = {operand: node for node in stage.graph.nodes for operand in node.all_input_nodes}
         self.dying: dict[Node, list[Node]] = defaultdict(list)
         for operand, node in last.items():
@@ -180,33 +193,31 @@ class _Writer:
                 self.source.lines.append(f"{note}({label})")
             self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
             self.flying.add(node)
-        elif ir.has_record(node) and stays(node):
-            memory = torch.empty(record(node).shape, dtype=record(node).dtype, device=self.device)
-            call = self._call(node, aten.mm.out, f"out={self.source.bind(memory, 'b')}")
-            self.source.lines.append(f"{name} = {call}")
         else:
-            self.source.lines.append(f"{name} = {self._call(node, direct(node.target, self.device))}")
+            self.source.lines.append(f"{name} = {self._call(node)}")
 
-    def _call(self, node: Node, function: Callable[..., Any], *more: str) -> str:
+    def _call(self, node: Node) -> str:
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
         arguments += [f"{key}={self.source.literal(_moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
-        return f"{self.source.bind(function, 'f')}({', '.join([*arguments, *more])})"
+        return f"{self.source.bind(function_of(node, self.device), 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
         """A value in the memory of the `cat` that will join it with others."""
         piece, made = self.pieces[node], record(node)
         if piece.whole not in self.memory:
             allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
-            kept = not escapes(piece.whole)  # then each call may use the same memory; fresh pages cost more than what is written to them
-            self.memory[piece.whole] = self.source.bind(allocate(), "b") if kept else name
-            if not kept:
+            if escapes(piece.whole):
+                self.memory[piece.whole] = name
                 self.source.lines.append(f"{name} = {self.source.bind(allocate, 'f')}()")
+            else:  # each call may use the same memory; fresh pages cost more than what is written to them
+                self.memory[piece.whole] = self.source.bind(allocate(), "b")
+                self.kept.add(piece.whole)
         place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
-        self.source.lines.append(f"{place}.copy_({self._call(node, direct(node.target, self.device))})")
+        self.source.lines.append(f"{place}.copy_({self._call(node)})")
 
     def _forget(self, node: Node) -> None:
-        kept = {*self.known, *self.flying, *self.pieces, *(whole for whole in self.memory if not escapes(whole))}
-        dead = [self.env[operand] for operand in self.dying[node] if operand not in kept]
+        alive = (self.known, self.flying, self.pieces, self.kept)
+        dead = [self.env[operand] for operand in self.dying[node] if not any(operand in some for some in alive)]
         if not node.users and node in self.env:
             dead.append(self.env[node])
         if dead:

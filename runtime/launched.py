@@ -76,7 +76,7 @@ def _check(program: Program, ask: Run, world: int) -> None:
         )
     missing = [name for name in ask.inputs if not Path(name).is_file()]
     if missing:
-        raise InputError(f"there is no file {', '.join(missing)}")
+        raise InputError(f"there is no file {', '.join(missing)}: --inputs takes safetensors files, one for each call")
     if ask.save_state is not None:
         check_target(ask.save_state)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshc.artifact import Weights
 from meshc.errors import InputError, StateError
+from meshc.ops.random import seed_step
 from meshc.program import Port, Program
 from meshc.runtime import layouts
 from meshc.runtime.disk import read_tile
@@ -69,7 +70,8 @@ class Loaded:
                 faults.append(f"{port.name} is missing")
             elif found.shape != port.shape or found.dtype != port.dtype:
                 faults.append(f"{port.name} is {found.dtype} {list(found.shape)}, the program takes {port.dtype} {list(port.shape)}")
-        _refuse(faults, f"the state in {state.path} does not fit the program")
+        advice = "give the state of the same model and optimizer, or none"
+        _refuse(faults, f"the state in {state.path} does not fit the program", advice)
         tiles = {port.key: state.tile(port.key, port.sharding, self.sizes, self.coordinates) for port in kept}
         return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
 
@@ -82,7 +84,7 @@ class Loaded:
                 faults.append(f"{port.name} is missing")
             elif weights.shape(port.name) != port.shape:
                 faults.append(f"{port.name} has shape {list(weights.shape(port.name))}, the program takes {list(port.shape)}")
-        _refuse(faults, f"the weights in {weights.path} do not fit the program")
+        _refuse(faults, f"the weights in {weights.path} do not fit the program", "save the program again with its weights")
         found = {port.key: self._tile(weights, port.name, port) for port in kept}
         for port in self.program.inputs:
             if port.kind == "state":
@@ -148,8 +150,7 @@ class Loaded:
         values: dict[str, Any] = {**self.buffers, **self.numbers, **inputs, **self.executor.constants}
         for port in self.program.inputs:
             if port.kind == "random":
-                seed = self.seed & ((1 << 64) - 1)
-                values[port.key] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed, self.step], device=self.device)
+                values[port.key] = seed_step(self.seed, self.step, self.device)
         with torch.no_grad():
             for instruction in self.program.schedule:
                 if instruction.op == "run" and self._takes_tangents(self.program.stages[instruction.stage].inputs):
@@ -172,7 +173,7 @@ class Loaded:
         return value if port.sharding is None else self.transfers.whole(value, port.sharding)
 
 
-def _refuse(faults: Sequence[str], what: str) -> None:
+def _refuse(faults: Sequence[str], what: str, advice: str) -> None:
     if faults:
         shown = "\n    ".join([*faults[:8], *[f"and {len(faults) - 8} more"] * (len(faults) > 8)])
-        raise StateError(f"{what}:\n    {shown}")
+        raise StateError(f"{what}:\n    {shown}\n  what to do: {advice}")

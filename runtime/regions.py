@@ -14,7 +14,7 @@ the window before.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from meshc import spmd
 from meshc.bundle import bundle
-from meshc.ir import record
-from meshc.memory import local_bytes
+from meshc.ir import local_bytes, record
 from meshc.packing import in_place, stays
 from meshc.program import Stage
 from meshc.runtime import codegen
@@ -108,7 +107,6 @@ def compile_regions(
     stage, level = _bundled(stage, groups.sizes, levels(stage, codegen.integers(stage, coordinates)))
     known = codegen.integers(stage, coordinates)
     varying = _varying(stage, known)
-    overwritten = {node.args[0]: node for node in stage.graph.nodes if in_place(node)}
     overwrites: list[Node] = []
     (output,) = stage.graph.find_nodes(op="output")
     outer = Graph()
@@ -122,18 +120,16 @@ def compile_regions(
         inside = [n for n in stage.graph.nodes if n.op == "call_function" and level[n] == number and n not in known and n not in varying]
         region = [n for n in inside if not spmd.is_collective(n.target) and not _outside(n, known, varying)]
         if region:
-            _add_region(outer, env, region, known, device, overwritten.keys())
+            _add_region(outer, env, region, known, device)
         for node in inside:
             if node not in region:
                 env[node] = outer.call_function(
-                    node.target,
+                    node.target if spmd.is_collective(node.target) else codegen.function_of(node, device),
                     torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                     torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 )
-                if node in overwritten.values():
+                if in_place(node):
                     overwrites.append(env[node])
-                if stays(node):
-                    env[node].meta = dict(node.meta)  # tells the generated function to keep its memory
     outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
     return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites)
 
@@ -162,9 +158,7 @@ def _new_behind(node: Node, found: Mapping[Node, int]) -> list[Node]:
     return [*new, *(other for operand in new for other in _new_behind(operand, found))]
 
 
-def _add_region(
-    outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device, overwritten: Collection[Node]
-) -> None:
+def _add_region(outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device) -> None:
     members = set(region)
     inner = Graph()
     copies: dict[Node, Node] = {}
@@ -183,7 +177,7 @@ def _add_region(
         )
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
-    own = [index for index, node in enumerate(results) if node in overwritten]
+    own = [index for index, node in enumerate(results) if any(map(in_place, node.users))]
     call = outer.call_function(_Region(GraphModule(torch.nn.Module(), inner), own), tuple(env[n] for n in inputs))
     for index, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, index))

@@ -106,7 +106,7 @@ class SavedState:
         for name, size in sizes.items():
             file = self.path / name
             if not file.is_file() or file.stat().st_size != size:
-                raise ArtifactError(f"{self.path} is damaged: {name} is missing, or not of the {size} bytes that were written")
+                raise ArtifactError(f"{self.path} is damaged: {name} is missing or not of {size} bytes, as written; take another copy")
 
     def tile(self, key: str, sharding: Sharding | None, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
         """A rank's padded tile of a tensor, zero in the padding, whatever layout it was saved in."""

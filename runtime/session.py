@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshc.errors import InputError
+from meshc.ops.random import seed_step
 from meshc.paths import cache_paths
 from meshc.program import Port, Program
 from meshc.runtime import collectives, layouts
@@ -90,9 +91,7 @@ class Session:
             tensor.fill_(numbers[key.removeprefix("number:")])
             values[key] = tensor
         if self.random is not None:
-            seed = self.store.seed & ((1 << 64) - 1)
-            self.seed_step[0] = seed - (1 << 64) if seed >> 63 else seed
-            self.seed_step[1] = self.store.step
+            self.seed_step.copy_(seed_step(self.store.seed, self.store.step))
             values[self.random] = self.seed_step
         return values
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from meshc import memory, spmd, summary
+from meshc import spmd, summary
 from meshc.errors import VerifyError
-from meshc.ir import record
+from meshc.ir import local_bytes, record
 from meshc.optimizer import OptimizerSpec, describe
 from meshc.program import Program
 from meshc.runtime import verify as verification
@@ -59,7 +59,7 @@ def bytes_of_parts(program: Program, use: summary.CollectiveUse) -> list[int]:
     node = next(node for node in program.stages[use.stage].graph.nodes if node.name == use.node)
     if node.args[0].target is not torch.ops.aten.cat.default:
         return [use.bytes_per_rank]
-    sizes = [memory.local_bytes(record(part)) for part in node.args[0].args[0]]
+    sizes = [local_bytes(record(part)) for part in node.args[0].args[0]]
     assert use.bytes_per_rank % sum(sizes) == 0
     return [size * (use.bytes_per_rank // sum(sizes)) for size in sizes]
 

@@ -69,6 +69,20 @@ def test_results_that_share_the_memory_outlive_the_next_call() -> None:
         torch.testing.assert_close(result, expected(x))
 
 
+def test_what_gives_back_its_operand_does_not_hide_that_it_leaves() -> None:
+    """A mask of a tile that has no padding is the tile itself."""
+    stage = joined(escaping=True)
+    (output,) = stage.graph.find_nodes(op="output")
+    with stage.graph.inserting_before(output):
+        masked = call(stage.graph, spmd.mask, output.args[0][0], 0, 16, 0.0, shape=(16,))
+    output.args = ([masked],)
+    run = compiled(stage)
+    xs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    results = [run([x])[0] for x in xs]
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, expected(x))
+
+
 def test_a_value_that_something_else_reads_is_made_apart() -> None:
     stage = joined(escaping=False)
     (output,) = stage.graph.find_nodes(op="output")
