@@ -85,7 +85,7 @@ def stages(draw: st.DrawFn) -> tuple[Building, Stage]:
     return building, building.done(results)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(stages())
 def test_every_rank_has_the_same_values(made: tuple[Building, Stage]) -> None:
     building, stage = made

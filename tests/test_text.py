@@ -258,7 +258,7 @@ def stages(draw: st.DrawFn) -> Stage:
     return Stage("main", graph, inputs, tuple(f"output:{index}" for index in range(len(results))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(stages())
 def test_reading_a_text_back_loses_nothing(stage: Stage) -> None:
     program = Program({}, Mesh("dp=2"), Plan(""), (), (), axis_sizes=SIZES)

@@ -117,7 +117,7 @@ DRAWS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tiles())
 def test_a_tile_is_a_part_of_the_whole(name: str, tile: tuple[list[int], list[int], list[int]]) -> None:
     shape, local, offsets = tile
@@ -130,7 +130,7 @@ def test_a_tile_is_a_part_of_the_whole(name: str, tile: tuple[list[int], list[in
 
 
 @pytest.mark.parametrize("name", ["uniform", "uniform64", "normal", "normal64", "keep_mask", "dropout"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(tiles())
 def test_without_a_compiler_the_bits_are_the_same(name: str, tile: tuple[list[int], list[int], list[int]]) -> None:
     shape, local, offsets = tile

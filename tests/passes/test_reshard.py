@@ -71,7 +71,7 @@ def build(mesh: Mesh, source: Sharding, target: Sharding, sequential: frozenset[
     return maker, sharding
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(changes(), st.integers(0, 100))
 def test_the_ranks_hold_the_target(change: tuple[Mesh, Sharding, Sharding], seed: int) -> None:
     mesh, source, target = change
@@ -86,7 +86,7 @@ def test_the_ranks_hold_the_target(change: tuple[Mesh, Sharding, Sharding], seed
     torch.testing.assert_close(assemble([row[0] for row in found], target, mesh), whole)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(changes())
 def test_no_detours(change: tuple[Mesh, Sharding, Sharding]) -> None:
     """What only becomes more split gathers nothing, what only becomes less split is never cut, and each axis moves once a kind."""

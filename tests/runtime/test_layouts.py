@@ -107,7 +107,7 @@ def shardings(draw: st.DrawFn) -> tuple[Sharding, Mesh]:
     return Sharding(tuple(dims)), mesh
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shardings())
 def test_round_trips(case: tuple[Sharding, Mesh]) -> None:
     sharding, mesh = case
@@ -133,7 +133,7 @@ def test_round_trips(case: tuple[Sharding, Mesh]) -> None:
         assert all(torch.equal(tile, chunk) for (_, tile), (_, chunk) in zip(tiles, chunks, strict=True))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shardings())
 def test_chunks_are_torchs_own(case: tuple[Sharding, Mesh]) -> None:
     """Against `torch.chunk`, applied once for each mesh axis; beyond the last chunk there is nothing."""

@@ -1,0 +1,8 @@
+"""Settings of all tests: properties are tried on the same examples in every run, and none of them is judged by the clock."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("meshc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("meshc")
