@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # One thread a process: ranks and test workers share the machine's cores, and sums are then added in the same order on every run.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-gpu lint bench matrix clean
+.PHONY: venv demo test test-gpu lint bench matrix zoo clean
 
 venv: $(STAMP)
 
@@ -38,6 +38,9 @@ bench: $(STAMP)
 
 matrix: $(STAMP)
 	$(RUN) -m tests.matrix
+
+zoo: $(STAMP)
+	$(RUN) -m tests.zoo
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

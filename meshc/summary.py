@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Final
+from typing import Any
 
 from tabulate import tabulate
-from torch.fx import Node
 
-from meshc import ir, memory, packing, spmd
+from meshc import ir, memory, packing, spmd, work
+from meshc.flops import flops
 from meshc.ir import Source
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
+from meshc.work import collapsed
 
 PHASES = ("forward", "backward", "update")
 MICROBATCH = "mb"
@@ -129,11 +129,6 @@ def _part(part: Part) -> str:
     return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
 
 
-def collapsed(name: str) -> str:
-    """`model.layers.*.mlp.0.weight`: one name for all members of the outermost list of modules."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=1)
-
-
 def gradient_shardings(program: Program) -> dict[str, Sharding]:
     """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
     found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
@@ -214,95 +209,38 @@ def _share(part: float, whole: float) -> str:
 
 def _work(program: Program) -> str:
     """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
-    sizes, runs = program.axis_sizes, memory.runs(program)
-    total, done = 0.0, 0.0
-    split: dict[str, float] = defaultdict(float)
-    for stage in program.stages.values():
-        for node in ir.calls(stage.graph):
-            local = flops(node)
-            if not local:
-                continue
-            axes = _axes(node)
-            whole = flops(node, globally=True) or local * prod(sizes[axis] for axis in axes)
-            times = 1 if MICROBATCH in axes else runs[stage.name]
-            total += whole * times
-            done += local * runs[stage.name] * program.mesh.world_size
-            for axis in axes:
-                split[axis] += whole * times
+    title = "work (matrix products, convolutions, attention)"
+    rows = work.of(program)
+    if rows is None:
+        return f"{title}\n  not known: the program was made by a meshc that did not keep it; compile again"
+    total = sum(row.flops for row in rows)
     if not total:
         return ""
-    names = [axis.name for axis in program.mesh.axes if axis.size > 1]
-    rows = [(axis, sizes.get(axis, 1), f"{100 * split[axis] / total:.0f} %") for axis in names]
-    title = "work (matrix products, convolutions, attention)"
-    table = _table(rows, ["axis", "ranks", "of the arithmetic split"], title) if rows else title
-    repeated = f"all ranks together do {done / total:.2f} times that (padding, and what is repeated)"
-    return f"{table}\n  {bytes_text(total, 'FLOP')} a call; {repeated}"
+    axes = [axis for axis in program.mesh.axes if axis.size > 1]
+    shares = [
+        (axis.name, axis.size, _percent(work.share(rows, axis.name)), _percent(work.share(rows, axis.name, legal=True))) for axis in axes
+    ]
+    lines = [_table(shares, ["axis", "ranks", "of the arithmetic split", "of what it could split"], title) if shares else title]
+    lines += [
+        f"  {axis.name} splits nothing of {row}: {100 * row.flops / total:.1f} %, "
+        f"{'which another entry of the plan may split' if row.by_axis[axis.name] == work.COULD else 'which has no legal split'}"
+        for axis in axes
+        for row in work.largest_whole(rows, axis.name)
+    ]
+    repeated = f"all ranks together do {_done(program) / total:.2f} times that (padding, and what is repeated)"
+    lines.append(f"  {bytes_text(total, 'FLOP')} a call; {repeated}")
+    return "\n".join(lines)
 
 
-def _axes(node: Node) -> set[str]:
-    """The axes among which the work of an operator is divided: those that split, or leave pending, an operand or a result."""
-    found: set[str] = set()
-    results = [user for user in node.users if ir.is_getitem(user)]
-    for value in (*ir.operands(node), node, *results):
-        lies = _lies(value)
-        if lies is not None:
-            found |= lies.axes()
-    return found
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def _lies(node: Node) -> Sharding | None:
-    """The sharding of a value; of a masked one, that of what was masked."""
-    while node.target is spmd.mask:
-        node = node.args[0]  # type: ignore[assignment]
-    return ir.record(node).sharding if ir.is_tensor(node) else None
-
-
-def flops(node: Node, *, globally: bool = False) -> float:
-    """Multiplications and additions of a matrix product, convolution or attention on one rank; 0 for other operators.
-
-    With `globally`, those of the whole: 0 if the global shape of an operand is not known.
-    """
-    tensors = ir.operands(node)
-    counted = _FLOPS.get(ir.op_name(node))
-    if counted is None:
-        return 0.0
-    shapes = []
-    for operand in tensors:
-        lies = _lies(operand)
-        if globally and lies is None:
-            return 0.0
-        shapes.append(lies.shape if globally and lies is not None else ir.record(operand).shape)
-    return counted(node, shapes)
-
-
-Shapes = Sequence[tuple[int, ...]]
-
-
-def _convolution(node: Node, shapes: Shapes) -> float:
-    """Each output element is a product over the kernel and the input channels of its group."""
-    image, weight = shapes[0], shapes[1]
-    made = ir.record(node).shape
-    positions = prod(image[2:]) if node.args[6] else prod(made[2:])  # a transposed one spreads each input element
-    return 2.0 * image[0] * positions * prod(weight)
-
-
-def _convolution_backward(node: Node, shapes: Shapes) -> float:
-    grad, image, weight = shapes[0], shapes[1], shapes[2]
-    wanted = node.args[-1]
-    positions = prod(image[2:]) if node.args[7] else prod(grad[2:])
-    return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
-
-
-_FLOPS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
-    "aten.mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
-    "aten.bmm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
-    "aten.addmm": lambda node, shapes: 2.0 * prod(shapes[1]) * shapes[2][-1],
-    "aten.baddbmm": lambda node, shapes: 2.0 * prod(shapes[1]) * shapes[2][-1],
-    "aten.convolution": _convolution,
-    "aten.convolution_backward": _convolution_backward,
-    "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
-    "meshc.attention_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
-}
+def _done(program: Program) -> float:
+    """What all ranks do in one call, as their graphs have it."""
+    runs = memory.runs(program)
+    one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
+    return one * program.mesh.world_size
 
 
 # ------------------------------------------------------------------------------------------------------------------- notes, factors
@@ -355,4 +293,4 @@ def bytes_text(count: float, unit: str = "B") -> str:
     return f"{count:.0f} {unit}"
 
 
-__all__ = ["CollectiveUse", "collectives", "factors", "gradient_shardings", "summary"]
+__all__ = ["CollectiveUse", "collapsed", "collectives", "factors", "gradient_shardings", "summary"]

@@ -168,7 +168,10 @@ def _record_all(graph: Graph) -> None:
             set_record(node, Record(tuple(value.shape), value.dtype, source=source, phase=phase))
         elif isinstance(value, list | tuple):
             found = tuple(
-                Record(tuple(v.shape), v.dtype, source=source, phase=phase) if isinstance(v, torch.Tensor) else Record() for v in value
+                Record(tuple(v.shape), v.dtype, source=source, phase=phase)
+                if isinstance(v, torch.Tensor)
+                else Record(source=source, phase=phase)
+                for v in value
             )
             set_record(node, found)
         else:

@@ -13,7 +13,7 @@ from meshc.capture import torch_graph
 from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
-from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, parts, raise_ops, update
+from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, parts, raise_ops, update, work
 from meshc.passes.draft import Draft, Request
 from meshc.passes.factorize import Value, factorize
 from meshc.passes.names import name_factors
@@ -271,6 +271,7 @@ def finish(draft: Draft) -> Program:
         notes=draft.notes,
         info={
             "output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs,
+            "work": [row.plain() for row in work.account(draft)],
             **({"batch_mix": request.batch_mix} if draft.parts is not None else {}),
         },
     )

@@ -30,7 +30,13 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Captured:
-    """A case, captured as a train step (train) or as an inference program, in float64 or float32."""
+    """A case, captured as a train step (train) or as an inference program, in float64 or float32.
+
+    `latest` is the program that was made last, `seconds` the processor time that it takes with the capture.
+    """
+
+    latest: Program
+    seconds: float
 
     def __init__(self, case: Case, *, train: bool, double: bool, mean_of: int = 1) -> None:
         """`mean_of`: a step that is the mean of so many microbatches, each traced as one (batch_mix="mean_of_parts")."""
@@ -60,7 +66,9 @@ class Captured:
             inputs=list(self.draft.inputs), outputs=list(self.draft.outputs), notes=list(self.draft.notes), updates={}, seconds={},
         )  # fmt: skip
         with torch.set_grad_enabled(self.train):
-            return finish(run_passes(own, PASSES[MODEL_PASSES:]))
+            self.latest = finish(run_passes(own, PASSES[MODEL_PASSES:]))
+        self.seconds = sum(self.draft.seconds.values()) + sum(own.seconds.values())
+        return self.latest
 
     def restore(self) -> None:
         """Back to the model's initial parameters and buffers."""

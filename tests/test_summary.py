@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+import tempfile
 
 import pytest
 import torch
 from torch.fx import Graph
 
 import meshc
-from meshc import ir, memory, spmd
+from meshc import ir, memory, spmd, work
+from meshc.artifact import load, save
+from meshc.flops import flops
 from meshc.ir import Record
 from meshc.mesh import Mesh
 from meshc.plan import Plan
 from meshc.program import Instruction, Port, Program, Stage
 from meshc.sharding import Part, Sharding, local_shape
-from meshc.summary import collapsed, collectives, flops, gradient_shardings, summary
+from meshc.summary import collapsed, collectives, gradient_shardings, summary
 from tests.models import mlp, nanogpt
 
 aten = torch.ops.aten
@@ -95,6 +98,34 @@ def test_an_axis_that_splits_no_product_repeats_it() -> None:
     told = step(case, "dp=2,tp=2", "dp: batch\ntp: -").summary()
     assert cell(told, "dp", "of the arithmetic split") == "100 %" and cell(told, "tp", "of the arithmetic split") == "0 %"
     assert "do 2.00 times that" in told
+
+
+def test_shares_of_work_can_be_worked_out_by_hand() -> None:
+    """x [6, 24] @ [24, 40] @ [40, 40] @ [40, 10]: the classes are a factor of the last product alone."""
+    program = step(mlp(), "dp=2,tp=2", "dp: batch\ntp: vocab").compiled
+    up, middle, down = (2 * 6 * product for product in (24 * 40, 40 * 40, 40 * 10))
+    rows = work.of(program)
+    total = 3 * (up + middle + down)  # forward, and one product each for the gradients of weight and input
+    assert sum(row.flops for row in rows) == total
+    assert work.share(rows, "dp") == work.share(rows, "dp", legal=True) == 1.0
+    assert work.share(rows, "tp") == pytest.approx(down * 3 / total)
+    first = work.largest_whole(rows, "tp", 1)[0]
+    assert (first.module, first.operator, first.by_axis["tp"], first.flops) == ("middle", "aten.mm", "could be split", 2 * middle)
+    told = program_summary_of_disk(program)
+    assert "tp splits nothing of aten.mm backward in middle: " in told and "which another entry of the plan may split" in told
+
+
+def program_summary_of_disk(program: Program) -> str:
+    """The summary of the program after it was saved and loaded, which must be the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(program, f"{folder}/program")
+        told = summary(load(f"{folder}/program"))
+    assert told == summary(program)
+    return told
+
+
+def test_a_program_without_rows_of_work_says_so() -> None:
+    assert "not known" in summary(by_hand())
 
 
 def test_factors_say_what_a_plan_can_name() -> None:

@@ -1,0 +1,56 @@
+"""How many multiplications and additions an operator is, by its shapes: matrix products, convolutions, attention. Others count as none.
+
+Shapes are those of the records at hand: of the whole before `partition`, of one rank's tiles after it. The counts are those of
+`torch.utils.flop_counter`, whose tests are the source, for the operators that a program may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Final
+
+from torch.fx import Node
+
+from meshc import ir
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def flops(node: Node) -> float:
+    """Multiplications and additions of one call; 0 for operators that are not counted."""
+    counted = COUNTS.get(ir.op_name(node))
+    if counted is None:
+        return 0.0
+    producers = [ir.value_of(operand) for operand in ir.operands(node)]
+    return counted(node, [ir.records(producer)[index].shape for producer, index in producers])
+
+
+def _convolution(node: Node, shapes: Shapes) -> float:
+    """Each output element is a product over the kernel and the input channels of its group."""
+    image, weight = shapes[0], shapes[1]
+    made = ir.record(node).shape
+    positions = prod(image[2:]) if node.args[6] else prod(made[2:])  # a transposed one spreads each input element
+    return 2.0 * image[0] * positions * prod(weight)
+
+
+def _convolution_backward(node: Node, shapes: Shapes) -> float:
+    grad, image, weight = shapes[0], shapes[1], shapes[2]
+    wanted = node.args[-1]
+    positions = prod(image[2:]) if node.args[7] else prod(grad[2:])
+    return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
+
+
+COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
+    "aten.mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "aten.bmm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "aten.addmm": lambda node, shapes: 2.0 * prod(shapes[1]) * shapes[2][-1],
+    "aten.baddbmm": lambda node, shapes: 2.0 * prod(shapes[1]) * shapes[2][-1],
+    "aten.mv": lambda node, shapes: 2.0 * prod(shapes[0]),
+    "aten.dot": lambda node, shapes: 2.0 * prod(shapes[0]),
+    "aten._grouped_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],  # each row meets one matrix
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
+    "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
+    "meshc.attention_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
+}

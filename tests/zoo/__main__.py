@@ -1,0 +1,81 @@
+"""Run the zoo and write its table.
+
+    python -m tests.zoo [--only llama,gpt2] [--mesh tp=2] [--limit-seconds T] [--fresh]
+
+Rows are kept in out/zoo.json, so a run that was stopped goes on where it was; cells that are not ok run again. `--only` runs its families
+again in any case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.zoo.run import MESHES, NAMES, first_line, run
+from tests.zoo.table import key, write
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "out" / "zoo.json"
+TABLE = ROOT / "docs" / "coverage.md"
+
+
+def read() -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return rows
+
+
+def keep(rows: dict[str, dict[str, Any]]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    scratch = RESULTS.with_suffix(".part")
+    scratch.write_text(json.dumps(rows, indent=1))
+    scratch.replace(RESULTS)
+
+
+def is_ok(row: dict[str, Any] | None) -> bool:
+    return row is not None and row["inference"] == row["training"] == "ok"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="families, joined by commas")
+    parser.add_argument("--mesh", default="", help="one mesh of the table")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no cell after so many seconds")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    only = arguments.only.split(",") if arguments.only else []
+    unknown = sorted(set(only) - set(NAMES))
+    if unknown:
+        parser.error(f"the zoo has no {', '.join(unknown)}; it has {', '.join(NAMES)}")
+    rows = {} if arguments.fresh else read()
+    wanted = [(name, mesh) for name in only or NAMES for mesh in MESHES if arguments.mesh in ("", mesh)]
+    work = [cell for cell in wanted if only or not is_ok(rows.get(key(*cell)))]
+    begin, failures = time.monotonic(), 0
+    for number, (name, mesh) in enumerate(work, 1):
+        if time.monotonic() - begin > arguments.limit_seconds:
+            print(f"time is up: {len(work) - number + 1} cells left")
+            break
+        before = time.process_time()
+        row = rows[key(name, mesh)] = run(name, mesh)
+        keep(rows)
+        failures += not is_ok(row)
+        print(f"[{number}/{len(work)}] {told(row)} ({time.process_time() - before:.1f} s)", flush=True)
+    write(TABLE, rows)
+    print(f"{TABLE.relative_to(ROOT)} is written; {failures} cells are not ok")
+    return 1 if failures else 0
+
+
+def told(row: dict[str, Any]) -> str:
+    shares = ", ".join(f"{axis} splits {100 * (share or 0):.0f} %" for axis, share in row.get("share_legal", {}).items())
+    kinds = ", ".join(f"{kind} {row[kind] if row[kind] == 'ok' else first_line(row[kind])}" for kind in ("inference", "training"))
+    whole = f"; without a rule: {', '.join(row['whole'])}" if row.get("whole") else ""
+    return f"{row['name']} {row['mesh']}: {kinds}; {shares}{whole}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
