@@ -282,7 +282,7 @@ class Program:
         if first:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
-        return Session(compiled, self._store, executor, draft.out_spec, self.options.cuda_graph, partial(specialised, compiled, draft))
+        return Session(compiled, self._store, executor, draft.output_tree, self.options.cuda_graph, partial(specialised, compiled, draft))
 
     def _seed(self, device: torch.device) -> int:
         seed = torch.initial_seed() if self.options.seed is None else self.options.seed

@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError
 from meshc.ir import Source
-from meshc.paths import cache_paths, input_names, spec_paths
+from meshc.output_tree import OutputTree
+from meshc.paths import input_names
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
@@ -67,8 +68,7 @@ class TorchGraph:
     tensors: dict[str, torch.Tensor]
     trainable: set[str]
     aliases: dict[str, str]
-    out_spec: pytree.TreeSpec
-    output_paths: list[str]
+    output_tree: OutputTree
     random_calls: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -165,23 +165,27 @@ def torch_graph(
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
-    _detach_outputs(graph, cache_paths(_out_spec(graph)))
+    tree = _output_tree(graph, leaves)
+    _detach_outputs(graph, tree.paths(), tree.caches())
+    _own_outputs(graph)
     if double:
         _widen(graph)
-    out_spec = _out_spec(graph)
-    return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, out_spec, spec_paths(out_spec))
+    return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree)
 
 
-def _out_spec(module: torch.fx.GraphModule) -> pytree.TreeSpec:
+def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> OutputTree:
     codegen: Any = module.graph._codegen  # a captured graph's, which flattens and unflattens
-    return codegen.pytree_info.out_spec
+    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    (output,) = module.graph.find_nodes(op="output")
+    leaves = [given.get(leaf, leaf) for leaf in output.args[0]]
+    plain = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
+    return OutputTree(codegen.pytree_info.out_spec, plain)
 
 
-def _detach_outputs(module: torch.fx.GraphModule, paths: list[str]) -> None:
+def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[str]) -> None:
     """Caches take no gradient."""
     if not paths:
         return
-    names = spec_paths(_out_spec(module))
     (output,) = module.graph.find_nodes(op="output")
     with module.graph.inserting_before(output):
         leaves = [
@@ -195,6 +199,29 @@ def _detach_outputs(module: torch.fx.GraphModule, paths: list[str]) -> None:
     module.recompile()
 
 
+def _own_outputs(module: torch.fx.GraphModule) -> None:
+    """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives the others no tangent,
+    since it would make them anew from what they are views of."""
+    (output,) = module.graph.find_nodes(op="output")
+    taken = {_storage(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
+    leaves = list(output.args[0])
+    for index, node in enumerate(leaves):
+        if not isinstance(node, torch.fx.Node) or not getattr(node.meta.get("example_value"), "requires_grad", False):
+            continue
+        if _storage(node) in taken:
+            with module.graph.inserting_before(output):
+                leaves[index] = module.graph.call_method("clone", (node,))
+            leaves[index].meta.update(node.meta)
+        taken.add(_storage(node))
+    output.args = (tuple(leaves),)
+    module.recompile()
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
 def _wide(dtype: torch.dtype, double: bool) -> torch.dtype:
     return torch.float64 if double and dtype == torch.float32 else dtype
 
@@ -205,12 +232,13 @@ def _widen(module: torch.fx.GraphModule) -> None:
     def wide(argument: Any) -> Any:
         return torch.float64 if argument is torch.float32 else argument
 
-    for node in module.graph.nodes:
-        node.args = torch.fx.node.map_aggregate(node.args, wide)
-        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wide)
-        if node.op == "call_method" and node.target == "float":
-            node.target = "double"
-    module.recompile()
+    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
+        for node in body.graph.nodes:
+            node.args = torch.fx.node.map_aggregate(node.args, wide)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wide)
+            if node.op == "call_method" and node.target == "float":
+                node.target = "double"
+        body.recompile()
 
 
 @contextlib.contextmanager
@@ -245,6 +273,10 @@ def _explain(error: Exception) -> str:
     users = [frame for frame in frames if not _is_torch(frame[0])]
     where = f"\n  in your model: {users[-1][0]}:{users[-1][1]} in {users[-1][2]}" if users else ""
     raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
+    unknown = re.search(r"unrecognized type UserDefinedObjectVariable\((\w+)\) at output", text)
+    if unknown:
+        advice = f"torch.utils._pytree.register_dataclass({unknown[1]}) if it is a dataclass; or return a tuple, a dict or a ModelOutput"
+        return f"the model returns a {unknown[1]}, a class whose fields torch does not know\n  what to do: {advice}"
     reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
     hint = "\n  what to do: replace the branch by torch.where or torch.cond, or compute the condition outside the model"
     data_dependent = re.search(r"[Dd]ata.dependent|\.item\(\)|GuardOnDataDependent", text)
@@ -275,12 +307,21 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
             stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
         )
     module = joint.graph_module
+    _drop_plain_inputs(module.graph)
     placeholders: list[tuple[str, str]] = []
     for node in module.graph.find_nodes(op="placeholder"):
         placeholders.append(_input_name(node.meta["desc"], qualified, traced))
     (output,) = module.graph.find_nodes(op="output")
     outputs = [_output_name(description, qualified, traced) for description in output.meta["desc"]]
     return JointGraph(module, placeholders, outputs)
+
+
+def _drop_plain_inputs(graph: torch.fx.Graph) -> None:
+    """Numbers, truths and strings among the inputs are constants of the trace."""
+    for node in graph.find_nodes(op="placeholder"):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            node.replace_all_uses_with(node.meta.get("val"))
+            graph.erase_node(node)
 
 
 def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
@@ -294,7 +335,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
     if type(description).__name__ == "TangentAOTInput":
         inner = description.output
         if isinstance(inner, PlainAOTOutput):
-            return "tangent", traced.output_paths[inner.idx]
+            return "tangent", traced.output_tree.paths()[inner.idx]
         return "tangent", str(inner)
     raise CaptureError(f"torch's tracer gave an input of a kind that meshc does not know: {description}")
 
@@ -306,7 +347,7 @@ def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
 
 def _output_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
     if isinstance(description, PlainAOTOutput):
-        return "output", traced.output_paths[description.idx]
+        return "output", traced.output_tree.paths()[description.idx]
     if isinstance(description, GradAOTOutput):
         kind, name = _input_name(description.grad_of, qualified, traced)
         return "gradient", name if kind == "parameter" else f"{kind}:{name}"
@@ -315,8 +356,23 @@ def _output_name(description: Any, qualified: Callable[[str], str], traced: Torc
     mutated = getattr(description, "mutated_input", None)
     if mutated is not None:
         kind, name = _input_name(mutated, qualified, traced)
+        _refuse_change(kind, name, traced)
         return kind, name
     raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
+
+
+def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
+    """What a program may not change in place: its inputs, and parameters while it differentiates. Raises CaptureError."""
+    if kind == "input":
+        raise CaptureError(
+            f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"
+            f"  what to do: work on a copy in the model ({name} = {name}.clone()), or return the new value"
+        )
+    if kind == "parameter" and name in traced.trainable and torch.is_grad_enabled():
+        raise CaptureError(
+            f"the model changes its parameter {name} in place while it is differentiated\n"
+            "  what to do: change it outside the model between calls, or keep it as a buffer"
+        )
 
 
 def source_of(node: torch.fx.Node) -> Source:

@@ -2,11 +2,14 @@
 
     with ReferenceRandom(seed, step) as reference:
         loss = model(x)
-    loss.backward()             # no draws there
+        loss.backward()         # inside, if the model uses torch.utils.checkpoint
     reference.calls             # how many random calls the model made
 
 The k-th random call (k = 0, 1, ... in order of execution) gets the draws of call k at the shape of its tensor, which is what a compiled
 program draws for it on any mesh. What meshc has no definition for raises, rather than drawing from torch's generator.
+
+Meanwhile the seed of torch's CPU generator is the number of the next call. A checkpointed region restores the generator's state when it
+runs again in backward, and so finds the numbers, and with them the draws, of its first run.
 
 A microbatch on its own draws its rows of what the whole batch draws, whose shapes a run of the whole batch tells:
 
@@ -56,13 +59,33 @@ class ReferenceRandom(TorchDispatchMode):
 
     `calls` is the number of the next call; `drawn` lists what was drawn so far, as (operator, shape), to compare with a capture.
     Raises MeshcError for random operators without a definition, for fused attention with dropout (enter
-    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` on CUDA), and for draws made during backward (activation checkpointing).
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` on CUDA), and for new draws made during backward (a checkpointed region that does not
+    restore the generator's state).
     """
 
     def __init__(self, seed: int, step: int = 0, microbatch: Microbatch | None = None) -> None:
         super().__init__()
-        self.seed, self.step, self.calls, self.microbatch = seed, step, 0, microbatch
+        self.seed, self.step, self.microbatch = seed, step, microbatch
         self.drawn: list[tuple[str, tuple[int, ...]]] = []
+        self._outside: list[Tensor | None] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self.drawn)
+
+    def __enter__(self) -> ReferenceRandom:
+        inside = bool(self._outside)
+        self._outside.append(None if inside else torch.get_rng_state())
+        if not inside:
+            torch.default_generator.manual_seed(self.calls)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        state = self._outside.pop()
+        if state is not None:
+            torch.set_rng_state(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -77,20 +100,21 @@ class ReferenceRandom(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if answer is None:
             raise _undefined(func, named)
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 and torch.default_generator.initial_seed() >= self.calls:
             raise MeshcError(
-                f"{func} draws random numbers during backward, where calls have no number.\n"
-                "  why: activation checkpointing runs forward again, in an order that the forward's numbering does not know\n"
-                "  what to do: switch checkpointing off in the reference (for instance model.gradient_checkpointing_disable())"
+                f"{func} draws random numbers anew during backward, where calls have no number.\n"
+                "  why: a checkpointed region runs forward again without the state that the generator had\n"
+                "  what to do: checkpoint(..., preserve_rng_state=True), or switch checkpointing off in the reference"
             )
         return answer(self, func, named)
 
     def next(self, func: Any, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
         """(seed_step, call, tile) of the next random call, which draws `shape`."""
-        call = self.calls
-        self.calls += 1
-        self.drawn.append((str(func), tuple(shape)))
+        call = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(call + 1)
         shape = tuple(shape)
+        if call == self.calls:  # not one that a checkpointed region repeats
+            self.drawn.append((str(func), shape))
         tile = self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
         return random.seed_step(self.seed, self.step, device or "cpu"), call, tile
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from meshc import calling
 from meshc.errors import InputError, VerifyError
+from meshc.ir import records
 from meshc.mesh import Mesh
 from meshc.optimizer import describe, numbers
 from meshc.passes.draft import Draft
@@ -104,8 +105,8 @@ def _verify_there(
     args, kwargs = verification.widen_inputs((args, kwargs), double)
     seed = program._store.seed if program._store else 0
     reference = verification.Reference(twin, program.traced.function, args, kwargs, seed, double, program.draft.parts)
-    floats = [p.dtype for p in twin.parameters()] or [torch.float32]
-    low = [d for d in (torch.bfloat16, torch.float16) if d in floats or any(d == region[1] for region in ask.autocast)]
+    computed = {p.dtype for p in twin.parameters()} | _computed(program.draft)
+    low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32
     report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
@@ -125,6 +126,13 @@ def _verify_there(
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report
+
+
+def _computed(draft: Draft) -> set[torch.dtype]:
+    """The dtypes that arithmetic is done in; what is only cast or laid out in another does not count."""
+    assert draft.factors is not None
+    instances = draft.factors.instances.values()
+    return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
 
 
 def _raise_if_wrong(report: verification.Report, compiled: Compiled, draft: Draft, reference: verification.Reference) -> None:

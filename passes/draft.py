@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from meshc.capture import TorchGraph
 from meshc.mesh import Mesh
 from meshc.optimizer import OptimizerSpec
+from meshc.output_tree import OutputTree
 from meshc.parts import Parts
 from meshc.passes.factorize import Factors
 from meshc.passes.names import Names
@@ -79,8 +80,7 @@ class Draft:
     backward: Stage | None = None  # as `cut` left it, for `specialise`; None where no output could do without its gradient
     schedule: tuple[Instruction, ...] = ()
     notes: list[str] = field(default_factory=list)
-    out_spec: Any = None
-    output_paths: list[str] = field(default_factory=list)
+    output_tree: OutputTree | None = None
     cache_outputs: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     random_calls: int = 0

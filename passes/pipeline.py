@@ -13,14 +13,13 @@ from meshc.capture import torch_graph
 from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
-from meshc.passes import autocast, collectives, cut, differentiate, emit, microbatch, parts, raise_ops, update, work
+from meshc.passes import autocast, collectives, cut, differentiate, emit, inline, microbatch, parts, raise_ops, update, work
 from meshc.passes.draft import Draft, Request
 from meshc.passes.factorize import Value, factorize
 from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
-from meshc.paths import cache_paths
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
 from meshc.sharding import Sharding
@@ -37,8 +36,8 @@ def _capture(draft: Draft) -> Draft:
     traced = torch_graph(
         ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double
     )
-    draft.traced, draft.out_spec, draft.output_paths = traced, traced.out_spec, traced.output_paths
-    draft.cache_outputs = cache_paths(traced.out_spec)
+    draft.traced, draft.output_tree = traced, traced.output_tree
+    draft.cache_outputs = traced.output_tree.caches()
     return draft
 
 
@@ -46,7 +45,7 @@ def _whole_forward(request: Request) -> Draft:
     """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
     draft = Draft(parts.whole_forward(request))
     with torch.no_grad():
-        for run in (_capture, _autocast, _raise, _differentiate, _factorize):
+        for run in (_capture, _autocast, _inline, _raise, _differentiate, _factorize):
             draft = run(draft)
     return draft
 
@@ -54,6 +53,12 @@ def _whole_forward(request: Request) -> Draft:
 def _autocast(draft: Draft) -> Draft:
     assert draft.traced is not None
     draft.traced = autocast.lower_autocast(draft.traced, draft.mesh.device_type)
+    return draft
+
+
+def _inline(draft: Draft) -> Draft:
+    assert draft.traced is not None
+    draft.traced = inline.inline_checkpoints(draft.traced)
     return draft
 
 
@@ -212,6 +217,7 @@ class Entry:
 PASSES: tuple[Entry, ...] = (
     Entry("capture", _capture),
     Entry("autocast", _autocast),  # before raise: custom operators ignore autocast
+    Entry("inline", _inline),  # before raise, which looks at every call
     Entry("raise", _raise),  # before AOTAutograd: one node forward and one backward for each composite
     Entry("differentiate", _differentiate),
     Entry("update", update.append_update),  # on the global view, so that norms and updates shard by the same rules as the model
@@ -270,7 +276,8 @@ def finish(draft: Draft) -> Program:
         mode="step" if request.train else ("autograd" if request.grad else "forward"),
         notes=draft.notes,
         info={
-            "output_paths": draft.output_paths, "random_calls": draft.random_calls, "inputs": request.inputs, "outputs": request.outputs,
+            "output_paths": draft.output_tree.paths() if draft.output_tree else [], "random_calls": draft.random_calls,
+            "inputs": request.inputs, "outputs": request.outputs,
             "work": [row.plain() for row in work.account(draft)],
             **({"batch_mix": request.batch_mix} if draft.parts is not None else {}),
         },

@@ -44,9 +44,10 @@ class ProgramFunction(torch.autograd.Function):
         session.finish(env)
         call.saved = {key: env[key] for key in session.program.stages["backward"].inputs if key in env}
         ctx.call = call
-        outputs = tuple(session.output(port, env[port.key]) for port in call.results)
+        whole = [session.output(port, env[port.key]) for port in call.results]
+        outputs = tuple(o if isinstance(o, DTensor) else o.view_as(o) for o in whole)  # an output may be an input, or another output
         ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
-        return tuple(o.view_as(o) if not isinstance(o, DTensor) else o for o in outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:

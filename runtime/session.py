@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshc.errors import InputError
 from meshc.ops.random import seed_step
-from meshc.paths import cache_paths
+from meshc.output_tree import OutputTree
 from meshc.program import Port, Program
 from meshc.runtime import collectives, layouts
 from meshc.runtime.backwards import Backwards, Make
@@ -40,22 +39,22 @@ class _EmptyIsNothing(TorchFunctionMode):
 
 
 class Session:
-    """A loaded program with its store. `out_spec` rebuilds the output; None gives outputs by path. `make_backward` is for a program with a
-    backward stage: the program for a set of outputs that received gradients."""
+    """A loaded program with its store. `output_tree` rebuilds the output; None gives outputs by path. `make_backward` is for a program
+    with a backward stage: the program for a set of outputs that received gradients."""
 
     def __init__(
         self,
         program: Program,
         store: Store,
         executor: Executor,
-        out_spec: Any = None,
+        output_tree: OutputTree | None = None,
         cuda_graph: str | bool = "auto",
         make_backward: Make | None = None,
     ) -> None:
         self.program = program
         self.store = store
         self.executor = executor
-        self.out_spec = out_spec
+        self.output_tree = output_tree
         self.device = executor.device
         self.inputs = [port for port in program.inputs if port.kind == "input"]
         self.kept = [port for port in program.inputs if port.kind in ("parameter", "buffer", "state")]
@@ -70,7 +69,7 @@ class Session:
         }
         self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self.caches = set() if out_spec is None else set(cache_paths(out_spec))
+        self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.calls = 0
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
@@ -160,14 +159,14 @@ class Session:
     def outputs(self, env: Mapping[str, Any]) -> Any:
         """The program's outputs, in the model's own structure."""
         leaves = [self.output(port, env[port.key]) for port in self.results]
-        if self.out_spec is None:
-            return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
         return self.structured(leaves)
 
     def structured(self, leaves: Sequence[Any]) -> Any:
-        """Output leaves in the model's own structure."""
+        """Output tensors in the model's own structure, or by path if that is not known."""
+        if self.output_tree is None:
+            return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
         with _EmptyIsNothing():
-            return pytree.tree_unflatten(list(leaves), self.out_spec)
+            return self.output_tree.build(leaves)
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """Plain where whole on every rank (or the rank's own part of the batch), a DTensor where it stays as it lies."""

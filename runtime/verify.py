@@ -7,8 +7,8 @@ zero in exact arithmetic, and two correct orders of summation differ there by pe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,23 +114,37 @@ class Reference:
     double: bool = False
     parts: Parts | None = None
 
-    def run(self, step: int) -> Any:
-        """The model's output for the whole batch."""
-        return self._call(ReferenceRandom(self.seed, step), (self.args, self.kwargs))
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """What the model and its backward run under: the draws of a step."""
+        with self._under(ReferenceRandom(self.seed, step)):
+            yield
+
+    def run(self) -> Any:
+        """The model's output for the whole batch; inside `at`, and so is a backward from it."""
+        return self.function(self.module, *self.args, **self.kwargs)
+
+    def inputs(self, program: Program) -> dict[str, torch.Tensor]:
+        """The tensors among the inputs, by what a program calls them."""
+        leaves = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
 
     def train(self, step: int) -> torch.Tensor:
         """The loss of a step; gradients are added to those of the module. Plain accumulation of loss / M where the step is a mean."""
         if self.parts is None:
-            loss = self.run(step)
-            loss.backward()
-            total: torch.Tensor = loss.detach()
-            return total
+            with self.at(step):
+                loss = self.run()
+                loss.backward()
+            whole: torch.Tensor = loss.detach()
+            return whole
         drawn = self._draws_of_the_whole(step)
         total = torch.zeros(())
         for index in range(self.parts.count):
             random = ReferenceRandom(self.seed, step, Microbatch(drawn, self.parts.count, index))
-            loss = self._call(random, self.parts.cut((self.args, self.kwargs), index)) / self.parts.count
-            loss.backward()
+            args, kwargs = self.parts.cut((self.args, self.kwargs), index)
+            with self._under(random):
+                loss = self.function(self.module, *args, **kwargs) / self.parts.count
+                loss.backward()
             total = total + loss.detach()
         return total
 
@@ -138,15 +152,16 @@ class Reference:
         """What the whole batch would draw. Leaves the buffers as they were."""
         saved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         random = ReferenceRandom(self.seed, step)
-        with torch.no_grad():
-            self._call(random, (self.args, self.kwargs))
+        with torch.no_grad(), self._under(random):
+            self.run()
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(saved[name])
         return random.drawn
 
-    def _call(self, random: ReferenceRandom, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    @contextmanager
+    def _under(self, random: ReferenceRandom) -> Iterator[None]:
         with Widened() if self.double else nullcontext(), random:
-            return self.function(self.module, *inputs[0], **inputs[1])
+            yield
 
 
 def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
@@ -169,10 +184,13 @@ def widen(module: nn.Module) -> nn.Module:
 
 
 def widen_inputs(tree: Any, double: bool) -> Any:
+    """A copy: the reference may change its inputs, and leaves gradients with them."""
+
     def wide(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and double:
-            return leaf.detach().double().requires_grad_(leaf.requires_grad)
-        return leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dtype = torch.float64 if leaf.dtype == torch.float32 and double else leaf.dtype
+        return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(wide, tree)
 
@@ -181,7 +199,7 @@ def input_values(program: Program, reference: Reference, step: int) -> dict[str,
     """Global values of parameters, buffers, inputs and the random seed, by key."""
     parameters = dict(reference.module.named_parameters())
     buffers = dict(reference.module.named_buffers())
-    tensors = iter([leaf for leaf in pytree.tree_leaves((reference.args, reference.kwargs)) if isinstance(leaf, torch.Tensor)])
+    inputs = reference.inputs(program)
     values: dict[str, torch.Tensor] = {}
     for port in program.inputs:
         if port.kind == "parameter":
@@ -189,7 +207,7 @@ def input_values(program: Program, reference: Reference, step: int) -> dict[str,
         elif port.kind == "buffer":
             values[port.key] = buffers[port.name].detach().clone()
         elif port.kind == "input":
-            values[port.key] = next(tensors).detach()
+            values[port.key] = inputs[port.name].detach()
         elif port.kind == "random":
             values[port.key] = seed_step(reference.seed, step)
     return values
@@ -269,15 +287,19 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
             values[port.key] = torch.randn(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
     found = simulate(program, values)
     reference.module.zero_grad(set_to_none=True)
-    leaves = [leaf for leaf in pytree.tree_leaves(reference.run(0)) if isinstance(leaf, torch.Tensor)]
-    names = [port.name for port in program.outputs if port.kind == "output"]
-    outputs = dict(zip(names, leaves, strict=True))
-    report.add("output", _kind(found, "output"), {name: leaf.detach() for name, leaf in outputs.items()})
     tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
+    names = [port.name for port in program.outputs if port.kind == "output"]
+    with reference.at(0):
+        leaves = [leaf for leaf in pytree.tree_leaves(reference.run()) if isinstance(leaf, torch.Tensor)]
+        outputs = dict(zip(names, leaves, strict=True))
+        wanted = {name: leaf.detach().clone() for name, leaf in outputs.items()}
+        if tangents:
+            torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
+    report.add("output", _kind(found, "output"), wanted)
     if tangents:
-        torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
-        given = {name: value for name, value in _kind(found, "gradient").items() if ":" not in name}
+        given = _kind(found, "gradient")
         mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+        mine |= {f"input:{name}": leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
         report.add("gradient", given, {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
     _compare_buffers(found, reference, report)
 

@@ -370,7 +370,7 @@ def test_what_has_no_definition_is_refused() -> None:
             with pytest.raises(MeshcError, match="does not define"):
                 undefined()
         with pytest.raises(MeshcError, match="checkpointing"):
-            checkpoint(lambda x: F.dropout(x, 0.5) * x, x, use_reentrant=False).sum().backward()
+            checkpoint(lambda x: F.dropout(x, 0.5) * x, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
 
 
 class Small(nn.Module):
@@ -452,9 +452,9 @@ def test_draws_counts_what_the_reference_sees() -> None:
 
     with ReferenceRandom(0) as reference, Count() as count:
         model = Several()
-        reference.calls, count.total = 0, 0
+        before, count.total = reference.calls, 0
         model(torch.randn(4, 3, 6))
-    assert count.total == reference.calls == 2 + 1 + 1 + 1 + 1 + 1 + 1
+    assert count.total == reference.calls - before == 2 + 1 + 1 + 1 + 1 + 1 + 1
 
 
 def test_is_random() -> None:
