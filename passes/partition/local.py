@@ -64,6 +64,9 @@ class Local:
         tokens = sorted(token for token in self.instance.size if token[0] == letter)
         return [Part(letter, self.instance.size[token], self.chosen.get(token, ())) for token in tokens]
 
+    def letters(self) -> set[str]:
+        return {letter for letter, _ in self.instance.size}
+
     def axes(self, letter: str) -> tuple[str, ...]:
         """Axes that split a letter."""
         return tuple(axis for part in self._parts(letter) for axis in part.axes)
@@ -136,15 +139,29 @@ class Local:
         reason = f"{moved(self.node, {})}, over a split dim{lines(axes, self.build.entries)}"
         return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=reason)
 
+    def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
+        """Every tile's x along `dim`, in the order of the tiles."""
+        reason = f"{moved(self.node, {})}, over a split dim{lines(axes, self.build.entries)}"
+        return self.emit(spmd.all_gather, x, list(axes), dim, reason=reason)
+
+    def index(self, axes: Sequence[str]) -> Node:
+        """This rank's place among the tiles of `axes`."""
+        return self.build.index(axes)
+
+    def call(self, *operands: Any) -> Node:
+        """The operator itself on these operands, its other arguments as they are."""
+        args, kwargs = _substitute(self.node, list(operands))
+        return self.emit(self.node.target, *args, **kwargs)
+
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
         """x on coordinate 0 of the axes, zeros elsewhere."""
         for axis in axes:
             x = self.emit(spmd.keep_first, x, self.build.coordinate(axis))
         return x
 
-    def neutralise(self, x: Node, letter: str, value: float) -> Node:
-        """Padding of operand 0 along a letter replaced by `value`."""
-        operand = self.instance.operands[0]
+    def neutralise(self, x: Node, letter: str, value: float, index: int = 0) -> Node:
+        """Padding of an operand (or of what has its shape) along a letter replaced by `value`."""
+        operand = self.instance.operands[index]
         shape = Sharding(
             tuple(
                 tuple(Part(token[0], self.instance.size[token], self.chosen.get(token, ())) for token in tokens)
@@ -156,6 +173,22 @@ class Local:
                 if token[0] == letter:
                     x = mask_part(self.build, x, shape, (dim, position), value)
         return x
+
+
+def _substitute(node: Node, operands: list[Node]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a global node with its tensors, in order, replaced by local ones."""
+    rest = list(operands)
+
+    def visit(argument: object) -> Any:
+        if isinstance(argument, Node):
+            return rest.pop(0)
+        if isinstance(argument, list | tuple):
+            return [visit(item) for item in argument]
+        return argument
+
+    args = [visit(argument) for argument in node.args]
+    kwargs = {key: visit(argument) for key, argument in node.kwargs.items()}
+    return args, kwargs
 
 
 def mask_part(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], value: float) -> Node:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -283,8 +282,7 @@ class Partitioner:
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
         else:
-            by_node = _substitute(node, masked)
-            made = self.build.emit(node.target, *by_node[0], **by_node[1])
+            made = local.call(*masked)
         if len(results) == 1 and not isinstance(records(node), tuple):
             made = [made]
         if len(results) > 1 or isinstance(node.meta["meshc"], tuple):
@@ -343,22 +341,6 @@ def _value_users(value: Value) -> list[Node]:
         else:
             found.append(user)
     return found
-
-
-def _substitute(node: Node, operands: list[Node]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a global node with its tensors, in order, replaced by local ones."""
-    rest = list(operands)
-
-    def visit(argument: object) -> Any:
-        if isinstance(argument, Node):
-            return rest.pop(0)
-        if isinstance(argument, list | tuple):
-            return [visit(item) for item in argument]
-        return argument
-
-    args = [visit(argument) for argument in node.args]
-    kwargs = {key: visit(argument) for key, argument in node.kwargs.items()}
-    return args, kwargs
 
 
 def partition(

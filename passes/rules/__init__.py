@@ -12,16 +12,49 @@ from meshc.passes.rules import (
     contraction,
     convolution,
     creation,
+    diagonal,
     elementwise,
+    fourier,
     index,
     layout,
+    linalg,
     normalisation,
     optimizer,
+    rearrange,
     reduction,
+    scan,
+    scatter,
+    segments,
+    selection,
+    softmax,
+    spatial,
+    statistics,
 )
 from meshc.passes.rules.rule import Rule
 
-FAMILIES = (elementwise, contraction, reduction, layout, index, normalisation, attention, convolution, creation, optimizer)
+FAMILIES = (
+    elementwise,
+    contraction,
+    reduction,
+    layout,
+    rearrange,
+    index,
+    normalisation,
+    attention,
+    convolution,
+    creation,
+    optimizer,
+    softmax,
+    statistics,
+    selection,
+    scan,
+    scatter,
+    diagonal,
+    segments,
+    spatial,
+    linalg,
+    fourier,
+)
 
 
 def rule_of(node: Node, tensors: list[Node]) -> Rule | None:

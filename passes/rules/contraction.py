@@ -1,4 +1,4 @@
-"""Matrix products: an einsum each."""
+"""Matrix products and distances: an einsum each."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ TEXTS = {
     aten.bmm.default: "b m k, b k n -> b m n +k",
     aten.mv.default: "m k, k -> m +k",
     aten.dot.default: "k, k -> +k",
+    aten.vdot.default: "k, k -> +k",
+    aten._cdist_forward.default: "... m d!, ... n d! -> ... m n",
+    aten._cdist_backward.default: "... m n, ... m d, ... n d, ... m n -> ... m d +n",
 }
 
 
@@ -34,10 +37,8 @@ def _addmm(node: Node, tensors: list[Node]) -> Rule:
 
 def _lower_addmm(local: Local) -> Node:
     bias, x, w = local.operands
-    axes = local.axes("k")
-    if axes:
-        bias = local.keep_first(bias, axes)
-    return local.emit(local.node.target, bias, x, w, **local.node.kwargs)
+    bias = local.keep_first(bias, [axis for letter in local.rule.sums[0] for axis in local.axes(letter)])
+    return local.call(bias, x, w)
 
 
 def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
@@ -46,6 +47,13 @@ def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm)
 
 
+def _addbmm(node: Node, tensors: list[Node]) -> Rule:
+    """bias + the sum of all x @ w of a batch."""
+    bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
+    return einsum(f"{bias}, b m k, b k n -> m n +b +k", node, tensors, lower=_lower_addmm)
+
+
 RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
 RULES[aten.addmm.default] = _addmm
 RULES[aten.baddbmm.default] = _baddbmm
+RULES[aten.addbmm.default] = _addbmm

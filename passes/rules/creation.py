@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,18 @@ def _lower_new(local: Local) -> Node:
     return local.emit(local.node.target, x, list(local.out_shape(0)), *local.node.args[2:], **local.node.kwargs)
 
 
+def _strided(node: Node, tensors: list[Node]) -> Rule:
+    """Memory of some layout with nothing in it: programs' values have no strides."""
+    return replace(_new(node, tensors) if tensors else _fill(node, tensors), lower=_lower_strided)
+
+
+def _lower_strided(local: Local) -> Node:
+    shape = list(local.out_shape(0))
+    if local.operands:
+        return local.emit(aten.new_empty.default, local.operands[0], shape, **local.node.kwargs)
+    return local.emit(aten.empty.memory_format, shape, **local.node.kwargs)
+
+
 def _arange(node: Node, tensors: list[Node]) -> Rule:
     return Rule((), (("d0",),), ({},), lower=_lower_arange)
 
@@ -69,6 +82,9 @@ RULES: dict[object, RuleFunction] = {
     aten.new_zeros.default: _new,
     aten.new_ones.default: _new,
     aten.new_full.default: _new,
+    aten.empty_strided.default: _strided,
+    aten.empty_permuted.default: _strided,
+    aten.new_empty_strided.default: _strided,
     aten.new_empty.default: _new,
     aten.arange.default: _arange,
     aten.arange.start: _arange,

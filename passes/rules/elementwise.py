@@ -25,6 +25,7 @@ LINEAR_EACH = {
     aten.neg.default,
     aten.mul.Scalar,
     aten.div.Scalar,
+    aten._conj.default,
 }
 LINEAR_ALL = {aten.add.Tensor, aten.sub.Tensor}
 UNTAGGED = {
@@ -56,6 +57,12 @@ UNTAGGED = {
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    aten.zero.default,
+    aten._conj.default,
+    aten.polar.default,
+    aten.floor_divide.default,
+    aten.log_sigmoid_backward.default,
+    aten.rrelu_with_noise_backward.default,
     torch.ops.meshc.dropout_backward.default,
 }
 

@@ -1,7 +1,4 @@
-"""Indexing by data. The indexed letter is split by global position where the operator reads: indices outside a rank's tile give zero.
-
-Where it writes, the dim written to is whole, and so is what is written, unless it adds up.
-"""
+"""Reading by an index: the indexed letter is split by global position, and indices outside a rank's tile give zero."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def _embedding(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, **READS)
 
 
-def _inside(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
+def inside_tile(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
     """(index inside the tile or 0, mask of those inside)."""
     shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
     low = local.emit(aten.ge.Scalar, shifted, 0)
@@ -46,7 +43,7 @@ def _lower_embedding(local: Local) -> Node:
     weight, index = local.operands
     if not local.axes("v"):
         return local.emit(aten.embedding.default, weight, index)
-    safe, inside = _inside(local, index, "v")
+    safe, inside = inside_tile(local, index, "v")
     rows = local.emit(aten.embedding.default, weight, safe)
     return local.emit(aten.where.ScalarOther, local.emit(aten.unsqueeze.default, inside, -1), rows, 0.0)
 
@@ -67,7 +64,7 @@ def _lower_embedding_backward(local: Local) -> Node:
     if padding >= 0:
         keep = local.emit(aten.ne.Scalar, index, padding)
         grad = local.emit(aten.where.ScalarOther, local.emit(aten.unsqueeze.default, keep, -1), grad, 0.0)
-    safe, inside = _inside(local, index, "v")
+    safe, inside = inside_tile(local, index, "v")
     grad = local.emit(aten.where.ScalarOther, local.emit(aten.unsqueeze.default, inside, -1), grad, 0.0)
     return local.emit(aten.embedding_dense_backward.default, grad, safe, local.local_size("v"), -1, scale)
 
@@ -96,7 +93,7 @@ def _lower_take_backward(local: Local) -> Node:
     return local.emit(meshc.take_backward.default, grad, index, local.node.args[2], local.local_size("v"), local.start("v"))
 
 
-def _along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
+def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
     """(dim, letters of x, letters of index): other dims pass where they have one size; where the index is shorter they must be whole."""
     shape, short = shape_of(x), shape_of(index)
     dim = integer(node.args[1]) % len(shape)
@@ -110,7 +107,7 @@ def _gather(node: Node, tensors: list[Node]) -> Rule | None:
     """Like `take`, with any number of entries a row."""
     if not shape_of(tensors[0]) or not shape_of(tensors[1]):
         return None
-    _, left, right = _along(node, *tensors)
+    _, left, right = along(node, *tensors)
     index = " ".join(right)
     text = f"{' '.join(left)}, {index} -> {index} +v"
     if dtype_of(tensors[0]) == torch.bool:  # no sum of truths
@@ -123,18 +120,8 @@ def _lower_gather(local: Local) -> Node:
     dim = local.node.args[1]
     if not local.axes("v"):
         return local.emit(aten.gather.default, x, dim, index)
-    safe, inside = _inside(local, index, "v")
+    safe, inside = inside_tile(local, index, "v")
     return local.emit(aten.where.ScalarOther, inside, local.emit(aten.gather.default, x, dim, safe), 0)
-
-
-def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
-    """scatter, scatter_add: rows pass; the dim written to, and what is written along it, whole."""
-    if not shape_of(tensors[0]) or not shape_of(tensors[1]) or any(shape_of(t) not in ((), shape_of(tensors[1])) for t in tensors[2:]):
-        return None
-    dim, left, right = _along(node, *tensors[:2])
-    left[dim], right[dim] = "v!", "j!"
-    written = ["" if shape_of(t) == () else " ".join(right) for t in tensors[2:]]
-    return einsum(f"{', '.join([' '.join(left), ' '.join(right), *written])} -> {' '.join(left)}", node, tensors, clean=(1,))
 
 
 def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
@@ -153,23 +140,14 @@ def _lower_index_select(local: Local) -> Node:
     dim = integer(local.node.args[1])
     if not local.axes("v"):
         return local.emit(aten.index_select.default, x, dim, index)
-    safe, inside = _inside(local, index, "v")
+    safe, inside = inside_tile(local, index, "v")
     rows = local.emit(aten.index_select.default, x, dim, safe)
     rank = len(local.shape(x))
     inside = local.emit(aten.reshape.default, inside, [-1 if d == dim % rank else 1 for d in range(rank)])
     return local.emit(aten.where.ScalarOther, inside, rows, 0)
 
 
-def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
-    shape = shape_of(tensors[0])
-    if not shape or shape_of(tensors[1]) == ():
-        return None
-    dim = integer(node.args[1]) % len(shape)
-    before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
-    return einsum(f"{before} v! {after}, j!, {before} j! {after} -> {before} v! {after}", node, tensors)
-
-
-def _indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
+def indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
     """Letters of x, of each index tensor, and of x[indices], which has the indices' dims in the place of those that they index."""
     indices: Any = node.args[1]
     if any(isinstance(index, Node) and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):
@@ -189,37 +167,12 @@ def _indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]
 
 
 def _index(node: Node, tensors: list[Node]) -> Rule | None:
-    found = _indexed(node, tensors)
+    found = indexed(node, tensors)
     if found is None:
         return None
     x, letters, out = found
     operands = [" ".join(row) for row in (x, *letters)]
     return einsum(f"{', '.join(operands)} -> {' '.join(out)}", node, tensors, clean=tuple(range(1, len(tensors))))
-
-
-def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
-    """Rows written one over the other must all be there; rows that add up may be split, and x then counts once."""
-    found = _indexed(node, tensors)
-    if found is None:
-        return None
-    x, letters, out = found
-    values = out[len(out) - len(shape_of(tensors[-1])) :]
-    text = f"{', '.join(' '.join(row) for row in (x, *letters, values))} -> {' '.join(x)}"
-    for letter in sorted({letter for row in letters for letter in row}):
-        # values that broadcast along a letter have no padding there that could be made zero
-        written = letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
-        adds = len(node.args) > 3 and bool(node.args[3])
-        text = f"{text} +{letter}" if adds and written else text.replace(letter, f"{letter}!")
-    return einsum(text, node, tensors, lower=_lower_index_put, clean=tuple(range(1, 1 + len(letters))))
-
-
-def _lower_index_put(local: Local) -> Node:
-    x, *indices, values = local.operands
-    x = local.keep_first(x, [axis for letter in dict.fromkeys(local.rule.sums[0]) for axis in local.axes(letter)])
-    rest = iter(indices)
-    given: Any = local.node.args[1]
-    places = [None if index is None else next(rest) for index in given]
-    return local.emit(local.node.target, x, places, values, *local.node.args[3:])
 
 
 RULES: dict[object, RuleFunction] = {
@@ -228,13 +181,7 @@ RULES: dict[object, RuleFunction] = {
     meshc.take.default: _take,
     meshc.take_backward.default: _take_backward,
     aten.gather.default: _gather,
-    aten.scatter.src: _scatter,
-    aten.scatter.value: _scatter,
-    aten.scatter_add.default: _scatter,
     aten.index_select.default: _index_select,
-    aten.index_add.default: _index_add,
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
-    aten.index_put.default: _index_put,
-    aten._unsafe_index_put.default: _index_put,
 }

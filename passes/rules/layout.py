@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _dims(prefix: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+def dims_of(prefix: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(f"{prefix}{i}" if size != 1 else ONE for i, size in enumerate(shape))
 
 
 def _view(node: Node, tensors: list[Node]) -> Rule:
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
-    inside, outside = _dims("i", source), list(_dims("o", target))
+    inside, outside = dims_of("i", source), list(dims_of("o", target))
     if 0 in source:
         return Rule((inside,), (tuple(outside),), ({},), frozenset(inside) | frozenset(outside), kind="layout", lower=_lower_shape)
     relations: list[Relation] = []
@@ -60,7 +60,7 @@ def _lower_shape(local: Local) -> Node:
 
 def _permute(node: Node, tensors: list[Node]) -> Rule:
     shape = shape_of(tensors[0])
-    letters = _dims("d", shape)
+    letters = dims_of("d", shape)
     rank = len(shape)
     if node.target is aten.t.default:
         order = list(reversed(range(rank)))
@@ -75,9 +75,9 @@ def _permute(node: Node, tensors: list[Node]) -> Rule:
 
 def _squeeze(node: Node, tensors: list[Node]) -> Rule:
     """unsqueeze and squeeze: sizes of 1 come and go."""
-    letters = iter([letter for letter in _dims("d", shape_of(tensors[0])) if letter != ONE])
+    letters = iter([letter for letter in dims_of("d", shape_of(tensors[0])) if letter != ONE])
     out = tuple(ONE if size == 1 else next(letters) for size in result_shapes(node)[0])
-    return Rule((_dims("d", shape_of(tensors[0])),), (out,), ({},), kind="layout", lower=_lower_shape)
+    return Rule((dims_of("d", shape_of(tensors[0])),), (out,), ({},), kind="layout", lower=_lower_shape)
 
 
 def _expand(node: Node, tensors: list[Node]) -> Rule:
@@ -87,7 +87,7 @@ def _expand(node: Node, tensors: list[Node]) -> Rule:
         f"d{i - shift}" if i >= shift and source[i - shift] == size and size != 1 else (f"e{i}" if size != 1 else ONE)
         for i, size in enumerate(target)
     )
-    return Rule((_dims("d", source),), (out,), ({},), kind="layout", lower=_lower_expand)
+    return Rule((dims_of("d", source),), (out,), ({},), kind="layout", lower=_lower_expand)
 
 
 def _lower_expand(local: Local) -> Node:
@@ -96,14 +96,14 @@ def _lower_expand(local: Local) -> Node:
 
 
 def _same(node: Node, tensors: list[Node]) -> Rule:
-    letters = _dims("d", shape_of(tensors[0]))
+    letters = dims_of("d", shape_of(tensors[0]))
     return Rule((letters,), (letters,), ({},), kind="layout")
 
 
 def _cast(node: Node, tensors: list[Node]) -> Rule:
     """A sum may ride through a cast that loses nothing; others round it, so they need it finished."""
     source, target = dtype_of(tensors[0]), dtype_of(node)
-    letters = _dims("d", shape_of(tensors[0]))
+    letters = dims_of("d", shape_of(tensors[0]))
     exact = source == target or (target != torch.bool and torch.promote_types(source, target) == target)
     return Rule((letters,), (letters,), ({},), kind="layout", settles=not exact)
 
@@ -148,7 +148,7 @@ def _tiled_by_siblings(node: Node) -> bool:
 def _slice(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
     dim, start, length, step = slice_bounds(node)
-    inside = _dims("d", source)
+    inside = dims_of("d", source)
     out = list(inside)
     if length == source[dim] and step == 1:
         return Rule((inside,), (tuple(out),), ({},), kind="layout", lower=_lower_slice)
@@ -175,7 +175,7 @@ def _lower_slice(local: Local) -> Node:
 def _select(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
     dim = integer(node.args[1]) % len(source)
-    inside = _dims("d", source)
+    inside = dims_of("d", source)
     out = tuple(letter for i, letter in enumerate(inside) if i != dim)
     whole = frozenset({inside[dim]} - {ONE})
     return Rule((inside,), (out,), ({},), whole, kind="layout", shrinks=True)
@@ -185,7 +185,7 @@ def _split(node: Node, tensors: list[Node]) -> Rule:
     """Equal parts refine the dim into parts and rest; unequal parts need it whole."""
     source = shape_of(tensors[0])
     dim = integer(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source)
-    inside = _dims("d", source)
+    inside = dims_of("d", source)
     shapes = result_shapes(node)
     lengths = {shape[dim] for shape in shapes}
     results = []
@@ -221,14 +221,14 @@ def _cat(node: Node, tensors: list[Node]) -> Rule:
     """Carries. Equal parts fill the tiles of the result's dim, softly: only where something else splits that dim so."""
     (shape,) = result_shapes(node)
     dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
-    out = list(_dims("d", shape))
+    out = list(dims_of("d", shape))
     inside = []
     lengths = {shape_of(t)[dim] for t in tensors if len(shape_of(t)) == len(shape)}
     equal = len(lengths) == 1 and len(tensors) > 1 and all(len(shape_of(t)) == len(shape) for t in tensors)
     relations = []
     whole: set[str] = set()
     for index, tensor in enumerate(tensors):
-        letters = list(_dims("d", shape_of(tensor)))
+        letters = list(dims_of("d", shape_of(tensor)))
         if len(letters) != len(shape):
             inside.append(tuple("_" for _ in letters))
             continue
@@ -248,7 +248,7 @@ def _stack(node: Node, tensors: list[Node]) -> Rule:
     """A cat along a dim of its own, which is whole."""
     (shape,) = result_shapes(node)
     dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
-    letters = _dims("d", shape_of(tensors[0]))
+    letters = dims_of("d", shape_of(tensors[0]))
     out = (*letters[:dim], "n" if shape[dim] != 1 else ONE, *letters[dim:])
     return Rule((letters,) * len(tensors), (out,), ({},), frozenset("n"), kind="carry", linear="all")
 
@@ -256,40 +256,10 @@ def _stack(node: Node, tensors: list[Node]) -> Rule:
 def _unbind(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
     dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(source)
-    inside = _dims("d", source)
+    inside = dims_of("d", source)
     out = tuple(letter for i, letter in enumerate(inside) if i != dim)
     count = len(result_shapes(node))
     return Rule((inside,), (out,) * count, ({},) * count, frozenset({inside[dim]} - {ONE}), kind="layout", shrinks=count > 1)
-
-
-def _repeat(node: Node, tensors: list[Node]) -> Rule:
-    """Dims repeated once pass; copies one after the other would be tiles of nothing that a split could name."""
-    source, repeats = shape_of(tensors[0]), integers(node.args[1])
-    shift = len(repeats) - len(source)
-    inside, out = list(_dims("d", source)), []
-    whole: set[str] = set()
-    for i, count in enumerate(repeats):
-        if i >= shift and count == 1:
-            out.append(inside[i - shift])
-            continue
-        out.append(f"o{i}" if result_shapes(node)[0][i] != 1 else ONE)
-        whole |= {out[-1]} | ({inside[i - shift]} if i >= shift else set())
-    return Rule((tuple(inside),), (tuple(out),), ({},), frozenset(whole - {ONE}), kind="layout")
-
-
-def _roll(node: Node, tensors: list[Node]) -> Rule:
-    letters = _dims("d", shape_of(tensors[0]))
-    dims = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", [])
-    moved = letters if not dims else tuple(letters[d] for d in integers(dims))
-    return Rule((letters,), (letters,), ({},), frozenset(moved) - {ONE}, kind="layout")
-
-
-def _pairs(node: Node, tensors: list[Node]) -> Rule:
-    """Complex numbers as pairs along a last dim, and back."""
-    letters = _dims("d", min(shape_of(tensors[0]), result_shapes(node)[0], key=len))
-    pair = (*letters, "pair")
-    inside, out = (pair, letters) if node.target is aten.view_as_complex.default else (letters, pair)
-    return Rule((inside,), (out,), ({},), frozenset({"pair"}))
 
 
 def _slice_backward(node: Node, tensors: list[Node]) -> Rule:
@@ -297,8 +267,8 @@ def _slice_backward(node: Node, tensors: list[Node]) -> Rule:
     dim, start, end, step = (integer(a) for a in node.args[2:6])
     dim %= len(shape)
     source = shape_of(tensors[0])
-    inside = list(_dims("d", source))
-    out = list(_dims("d", shape))
+    inside = list(dims_of("d", source))
+    out = list(dims_of("d", shape))
     length = source[dim]
     if length == shape[dim]:
         out[dim] = inside[dim]
@@ -330,7 +300,7 @@ def _lower_slice_backward(local: Local) -> Node:
 def _select_backward(node: Node, tensors: list[Node]) -> Rule:
     (shape,) = result_shapes(node)
     dim = integer(node.args[2]) % len(shape)
-    out = _dims("d", shape)
+    out = dims_of("d", shape)
     inside = tuple(letter for i, letter in enumerate(out) if i != dim)
     return Rule((inside,), (out,), ({},), frozenset({out[dim]} - {ONE}), kind="layout", lower=_lower_select_backward)
 
@@ -349,11 +319,6 @@ def _pad(node: Node, tensors: list[Node]) -> Rule:
     whole = frozenset(letter for a, b in zip(inside, out, strict=True) if a != b for letter in (a, b))
     value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
     return Rule((inside,), (out,), ({},), whole, kind="layout" if value == 0 else "compute")
-
-
-def _flip(node: Node, tensors: list[Node]) -> Rule:
-    letters = _dims("d", shape_of(tensors[0]))
-    return Rule((letters,), (letters,), ({},), frozenset(letters[d] for d in integers(node.args[1])) - {ONE}, kind="layout")
 
 
 def is_grown(node: Node) -> bool:
@@ -380,18 +345,15 @@ RULES: dict[object, RuleFunction] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.split.Tensor: _split,
+    aten.unsafe_split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.unsafe_split_with_sizes.default: _split,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.unbind.int: _unbind,
-    aten.repeat.default: _repeat,
-    aten.roll.default: _roll,
-    aten.view_as_complex.default: _pairs,
-    aten.view_as_real.default: _pairs,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.constant_pad_nd.default: _pad,
-    aten.flip.default: _flip,
     aten.clone.default: _same,
     aten.alias.default: _same,
     aten.detach.default: _same,

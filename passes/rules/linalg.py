@@ -1,0 +1,83 @@
+"""Factorisations and solvers over the last two dims: batches pass, the matrices are whole; of a right-hand side the columns pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, pointwise, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
+
+aten = torch.ops.aten
+MATRIX, OTHER, THIRD = "... m! n!", "... p! q!", "... r! s!"
+
+TEXTS = {
+    aten.linalg_cholesky_ex.default: f"{MATRIX} -> {OTHER} | ...",
+    aten.linalg_qr.default: f"{MATRIX} -> {OTHER} | {THIRD}",
+    aten._linalg_svd.default: f"{MATRIX} -> {OTHER} | ... v! | {THIRD}",
+    aten._linalg_eigh.default: f"{MATRIX} -> ... v! | {OTHER}",
+    aten.linalg_eig.default: f"{MATRIX} -> ... v! | {OTHER}",
+    aten._linalg_det.default: f"{MATRIX} -> ... | {OTHER} | ... v!",
+    aten._linalg_slogdet.default: f"{MATRIX} -> ... | ... | {OTHER} | ... v!",
+    aten.linalg_inv_ex.default: f"{MATRIX} -> {OTHER} | ...",
+    aten.linalg_lu_factor_ex.default: f"{MATRIX} -> {OTHER} | ... v! | ...",
+    aten.linalg_lu.default: f"{MATRIX} -> {OTHER} | {THIRD} | ... t! u!",
+    aten.linalg_matrix_exp.default: f"{MATRIX} -> {OTHER}",
+    aten.linalg_householder_product.default: f"{MATRIX}, ... v! -> {OTHER}",
+    aten.cholesky_solve.default: f"... n! k, {MATRIX} -> ... n! k",
+}
+"""In padding matrices are zero: the operators that would refuse those (a Cholesky factorisation without a report) have no rule."""
+
+
+def _text(text: str) -> RuleFunction:
+    return lambda node, tensors: einsum(text, node, tensors, clean=tuple(range(len(tensors))))
+
+
+def _solve_triangular(node: Node, tensors: list[Node]) -> Rule:
+    """A X = B, or X A = B with left=False."""
+    b = "... n! k" if node.kwargs.get("left", True) else "... k n!"
+    return einsum(f"{MATRIX}, {b} -> {b}", node, tensors, clean=(0,))
+
+
+def _lu_solve(node: Node, tensors: list[Node]) -> Rule:
+    b = "... n! k" if node.kwargs.get("left", True) else "... k n!"
+    return einsum(f"{MATRIX}, ... v!, {b} -> {b}", node, tensors, clean=(0, 1), lower=_lower_pivots)
+
+
+def _lu_unpack(node: Node, tensors: list[Node]) -> Rule:
+    return einsum(f"{MATRIX}, ... v! -> {OTHER} | {THIRD} | ... t! u!", node, tensors, clean=(0, 1), lower=_lower_pivots)
+
+
+def _lower_pivots(local: Local) -> Node:
+    """Pivots count from 1, also in padding: LAPACK trusts them."""
+    lu, pivots, *rest = local.operands
+    return local.call(lu, local.emit(aten.clamp.default, pivots, 1), *rest)
+
+
+def _solve_ex(node: Node, tensors: list[Node]) -> Rule | None:
+    """A X = B. A vector for B, or a batch of them, is told from a matrix by its rank."""
+    a, b = (shape_of(tensor) for tensor in tensors)
+    if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]):
+        return einsum(f"{MATRIX}, ... n! -> ... n! | {OTHER} | ... v! | ...", node, tensors, clean=(0, 1))
+    side = "... n! k" if node.kwargs.get("left", True) else "... k n!"
+    return einsum(f"{MATRIX}, {side} -> {side} | {OTHER} | ... v! | ...", node, tensors, clean=(0,))
+
+
+def _cross(node: Node, tensors: list[Node]) -> Rule:
+    rank = len(result_shapes(node)[0])
+    dim = node.kwargs.get("dim", -1)
+    assert isinstance(dim, int)
+    return replace(pointwise(node, tensors), whole=frozenset({f"*{dim % rank}"}))
+
+
+RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
+RULES[aten.linalg_solve_triangular.default] = _solve_triangular
+RULES[aten.linalg_lu_solve.default] = _lu_solve
+RULES[aten.lu_unpack.default] = _lu_unpack
+RULES[aten._linalg_solve_ex.default] = _solve_ex
+RULES[aten.linalg_cross.default] = _cross

@@ -1,0 +1,32 @@
+"""One or more calls of every operator that has a rule, small and uneven: dims of 5 and 7 leave padding on axes of 2 and 3."""
+
+from __future__ import annotations
+
+import meshc.ops.attention
+import meshc.ops.norm
+import meshc.ops.optim
+import meshc.ops.parts
+import meshc.ops.take  # noqa: F401
+from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
+    attention,
+    contraction,
+    convolution,
+    creation,
+    diagonal,
+    elementwise,
+    fourier,
+    index,
+    layout,
+    linalg,
+    normalisation,
+    optimizer,
+    random,
+    reduction,
+    segments,
+    selection,
+    spatial,
+)
+from tests.rules.samples.calls import SAMPLES, f, i
+from tests.rules.samples.pointwise import pointwise_operators, pointwise_sample
+
+__all__ = ["SAMPLES", "f", "i", "pointwise_operators", "pointwise_sample"]

@@ -1,0 +1,16 @@
+"""Attention."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.rules.samples.calls import f, sample
+
+ours = torch.ops.meshc
+
+for _causal, _bias in ((False, None), (True, None), (False, f(1, 1, 5, 7)), (False, f(2, 3, 5, 7)), (False, f(2, 1, 1, 7))):
+    _keys = 5 if _causal else 7
+    _q, _k, _v = f(2, 3, 5, 4), f(2, 3, _keys, 4), f(2, 3, _keys, 4)
+    _out, _lse = ours.attention(_q, _k, _v, _bias, _causal, 0.5)
+    sample(ours.attention.default, _q, _k, _v, _bias, _causal, 0.5)
+    sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5)

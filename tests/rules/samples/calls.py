@@ -1,0 +1,36 @@
+"""What samples are made of: tensors of random numbers, and the list that every family adds its calls to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.rules.brute_force import Sample
+
+_generator = torch.Generator().manual_seed(0)
+
+
+def f(*shape: Any) -> Tensor:
+    return torch.randn(shape if shape != ((),) else (), generator=_generator, dtype=torch.float64)
+
+
+def positive(*shape: int) -> Tensor:
+    return f(*shape).abs() + 0.1
+
+
+def i(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=_generator)
+
+
+def b(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=_generator) < 0.5
+
+
+SAMPLES: dict[Any, list[Sample]] = defaultdict(list)
+
+
+def sample(op: Any, *args: Any, refine: dict[int, tuple[int, ...]] | None = None, defined: bool = True, **kwargs: Any) -> None:
+    SAMPLES[op].append(Sample(op, args, kwargs, refine or {}, defined))

@@ -1,0 +1,22 @@
+"""Triangles and diagonals."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.rules.samples.calls import f, i, sample
+
+aten = torch.ops.aten
+
+for op in (aten.tril, aten.triu):
+    sample(op.default, f(2, 5, 7))
+    sample(op.default, f(5, 6), -1, refine={0: (5, 3, 2)})
+    sample(op.default, i(9, 5, 4), 2)
+for op in (aten.diagonal, aten.diagonal_copy):
+    sample(op.default, f(5, 4))
+    sample(op.default, f(5, 4, 7), 1, 0, -1)
+    sample(op.default, f(5, 1, 7), 0, 1, 2)
+sample(aten.diagonal_backward.default, f(4), [5, 4], 0, 0, 1)
+sample(aten.diagonal_backward.default, f(5, 4), [4, 5, 7], 2, 0, -1)
+sample(aten.diagonal_scatter.default, f(5, 4), f(4))
+sample(aten.diagonal_scatter.default, f(5, 4, 7), f(7, 4), 0, 0, 1)

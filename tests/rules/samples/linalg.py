@@ -1,0 +1,39 @@
+"""Factorisations and solvers, in batches of 5."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.rules.samples.calls import f, sample
+
+aten = torch.ops.aten
+
+_square = f(5, 3, 3)
+_positive = _square @ _square.mT + torch.eye(3, dtype=torch.float64)
+_lu, _pivots, _ = aten.linalg_lu_factor_ex(_square)
+_lower = _positive.tril()
+
+sample(aten.linalg_cholesky_ex.default, _positive)
+sample(aten.linalg_cholesky_ex.default, _positive[0])
+sample(aten.linalg_qr.default, f(5, 4, 3))
+sample(aten.linalg_qr.default, f(5, 3, 4), "complete")
+sample(aten._linalg_svd.default, f(5, 4, 3))
+sample(aten._linalg_eigh.default, _positive)
+sample(aten.linalg_eig.default, _positive)
+sample(aten._linalg_det.default, _square)
+sample(aten._linalg_slogdet.default, _square)
+sample(aten.linalg_inv_ex.default, _square)
+sample(aten.linalg_lu_factor_ex.default, _square)
+sample(aten.linalg_lu.default, f(5, 4, 3))
+sample(aten.linalg_matrix_exp.default, _square)
+sample(aten.linalg_householder_product.default, *aten.geqrf(f(5, 4, 3)))
+sample(aten.cholesky_solve.default, f(5, 3, 4), _lower)
+sample(aten.linalg_solve_triangular.default, _lower, f(5, 3, 4), upper=False)
+sample(aten.linalg_solve_triangular.default, _lower.mT, f(5, 4, 3), upper=True, left=False)
+sample(aten.linalg_lu_solve.default, _lu, _pivots, f(5, 3, 4))
+sample(aten.linalg_lu_solve.default, _lu, _pivots, f(5, 4, 3), left=False)
+sample(aten.lu_unpack.default, _lu, _pivots)
+sample(aten._linalg_solve_ex.default, _square, f(5, 3, 4))
+sample(aten._linalg_solve_ex.default, _square, f(5, 3))
+sample(aten.linalg_cross.default, f(5, 3), f(5, 3))
+sample(aten.linalg_cross.default, f(3, 1, 5), f(3, 4, 5), dim=0)

@@ -1,0 +1,21 @@
+"""Updates."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.rules.samples.calls import f, positive, sample
+
+ours = torch.ops.meshc
+
+_numbers = [torch.tensor(number, dtype=torch.float64) for number in (0.1, 0.9, 0.99, 1e-8, 0.01)]
+_step = torch.tensor(3.0)
+sample(ours.adam.default, f(5, 4), f(5, 4), f(5, 4), positive(5, 4), _step, *_numbers, True, False)
+sample(ours.adam.default, f(()), f(()), f(()), positive(), _step, *_numbers, False, True)
+sample(ours.adam_amsgrad.default, f(7), f(7), f(7), positive(7), positive(7), _step, *_numbers, True, False)
+sample(ours.sgd.default, f(6, 5), f(6, 5), f(6, 5), torch.tensor(0.0), *_numbers[:4], True, False, refine={0: (3, 2, 5)})
+sample(ours.sgd_plain.default, f(5, 4), f(5, 4), *_numbers[:2], False)
+sample(ours.square_sum.default, f(5, 4))
+sample(ours.sum_of_parts.default, f(5, 4))
+sample(ours.sum_of_parts.default, f(6, 5), refine={0: (3, 2, 5)})
+sample(ours.square_sum.default, f(6, 5), refine={0: (3, 2, 5)})
