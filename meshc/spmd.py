@@ -13,6 +13,12 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     all_gather(x, axes, dim)                        tiles concatenated along `dim`
     reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank
     all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
+    halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
+    halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
+
+A window is [size of the dim whose tiles it goes with, stride, offset, length]: a rank whose tile of that dim starts at t has the window
+[t * stride + offset, t * stride + offset + length) (see `meshc/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
+halo_sum is given there is dropped. Padding of the tile that goes into a halo is never read, that of a halo_sum's result is zero.
 """
 
 from __future__ import annotations
@@ -66,8 +72,10 @@ all_reduce = _collective("all_reduce")
 all_gather = _collective("all_gather")
 reduce_scatter = _collective("reduce_scatter")
 all_to_all = _collective("all_to_all")
+halo = _collective("halo")
+halo_sum = _collective("halo_sum")
 
-COLLECTIVES = {function.__name__: function for function in (all_reduce, all_gather, reduce_scatter, all_to_all)}
+COLLECTIVES = {function.__name__: function for function in (all_reduce, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
 INTEGERS: dict[str, Callable[..., Any]] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
 LOCAL: dict[str, Callable[..., Any]] = {"shard": shard, "mask": mask, "keep_first": keep_first}
 FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}

@@ -18,6 +18,7 @@ from meshc.flops import flops
 from meshc.ir import Source
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
+from meshc.window import received
 from meshc.work import collapsed
 
 PHASES = ("forward", "backward", "update")
@@ -28,7 +29,8 @@ MICROBATCH = "mb"
 class CollectiveUse:
     """One collective of a program.
 
-    bytes_per_rank  of its operand on each rank; of an all_gather its result, which is the larger side
+    bytes_per_rank  of its operand on each rank; of an all_gather its result, which is the larger side; of halo and halo_sum what moves
+                    (what the rank that needs most gets, or sends)
     times           how often a call of the program runs it (once a microbatch, for instance)
     """
 
@@ -54,6 +56,8 @@ def collectives(program: Program) -> list[CollectiveUse]:
             moved = node if node.target is spmd.all_gather else node.args[0]
             record = ir.record(node)
             size = sum(ir.local_bytes(one) for one in ir.records(moved))
+            if node.target in (spmd.halo, spmd.halo_sum):
+                size = _borrowed(node, program.axis_sizes)
             kind = node.target.__name__
             found.append(
                 CollectiveUse(
@@ -61,6 +65,14 @@ def collectives(program: Program) -> list[CollectiveUse]:
                 )
             )
     return found
+
+
+def _borrowed(node: Node, sizes: Mapping[str, int]) -> int:
+    """Bytes of a halo (or its transpose) that move."""
+    operand, axes, dim, size, window = node.args[:5]
+    found = ir.record(operand)  # type: ignore[arg-type]
+    along = received(size, [sizes[axis] for axis in axes], window)  # type: ignore[union-attr, arg-type, index]
+    return ir.local_bytes(found) // max(1, found.shape[dim]) * along  # type: ignore[index]
 
 
 def summary(program: Program) -> str:
@@ -163,7 +175,7 @@ def _collectives(program: Program) -> str:
         largest = max(use.bytes_per_rank for use in uses)
         rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), why.most_common(1)[0][0]))
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
-    return _table(rows, headers, "collectives of one call (bytes of the operand; of the result for all_gather)")
+    return _table(rows, headers, "collectives of one call (bytes of the operand; of the result for all_gather; what moves for halo)")
 
 
 def _why(use: CollectiveUse) -> str:

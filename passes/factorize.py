@@ -33,7 +33,8 @@ class Instance:
     """One operator with its letters solved into factors.
 
     A token is (letter, position): the position-th factor of that letter's dim. Tokens are local to the operator; `factor` maps them to the
-    classes of the whole graph. `dims` of an operand or result lists the tokens of each dim, major to minor.
+    classes of the whole graph. `dims` of an operand or result lists the tokens of each dim, major to minor. `tied` has, both ways, the
+    tokens that a window ties: axes split both or neither.
     """
 
     node: Node
@@ -46,6 +47,7 @@ class Instance:
     size: dict[Token, int]
     factor: dict[Token, int]
     known: bool = True
+    tied: dict[Token, Token] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -67,6 +69,16 @@ class Factors:
             for factor in dict.fromkeys(factor for dim in dims for factor in dim):
                 found[factor].append(value)
         return found
+
+    def tied(self) -> dict[int, set[int]]:
+        """Classes that windows tie, one way or through others: class -> all of its group. Classes tied to none are left out."""
+        groups: dict[int, set[int]] = {}
+        for instance in self.instances.values():
+            for token, other in instance.tied.items():
+                pair = {instance.factor[token], instance.factor[other]}
+                group = set().union(*(groups.get(factor, {factor}) for factor in pair))
+                groups.update(dict.fromkeys(group, group))
+        return groups
 
 
 class _Union:
@@ -239,10 +251,23 @@ def _instance(
     ins = tuple(tokens(names, dim_of[value]) for value, names in zip(values, rule.operands, strict=True))
     outs = tuple(tokens(names, dim_of[(node, index)]) for index, names in enumerate(rule.results))
     sums: list[dict[Token, str]] = []
+    tied = _tied(rule, size, whole)
     letter_sums: tuple[dict[str, str], ...] = rule.sums or tuple({} for _ in outs)
     for result in letter_sums:
         sums.append({t: how for letter, how in result.items() for t in size if t[0] == letter})
-    return Instance(node, rule, tuple(values), ins, outs, tuple(sums), frozenset(whole), size, factor, known=rule.kind != "unknown")
+    return Instance(node, rule, tuple(values), ins, outs, tuple(sums), frozenset(whole), size, factor, rule.kind != "unknown", tied)
+
+
+def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Token, Token]:
+    """The tokens that windows tie, both ways. A letter that is a product of factors, or whose partner is whole or of size 1, gets whole."""
+    tied: dict[Token, Token] = {}
+    for one, (other, _) in rule.windows.items():
+        tokens = [token for token in size if token[0] in (one, other)]
+        if tokens in ([(one, 0), (other, 0)], [(other, 0), (one, 0)]) and not whole & set(tokens):
+            tied.update({(one, 0): (other, 0), (other, 0): (one, 0)})
+        else:
+            whole.update(tokens)
+    return tied
 
 
 def _unknown(node: Node, tensors: list[Node]) -> Rule:

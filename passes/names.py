@@ -1,8 +1,9 @@
 """Names: what a plan may call the factor classes of a graph.
 
-batch and seq come from the dims of the inputs, vocab from embeddings of inputs and from `take`, heads (kv_heads, group) and head from
-attention, hidden from what is normalised or embedded, ffn from a pair of matrix products, anything else is `<module path>.<dim>` of the
-first parameter that has it. A name may cover several classes (each layer has its own heads); `names=` given by the user win.
+batch and seq come from the dims of the inputs, height, width, depth and length from what windows run over, vocab from embeddings of inputs
+and from `take`, heads (kv_heads, group) and head from attention, hidden from what is normalised or embedded, ffn from a pair of matrix
+products, anything else is `<module path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its own
+heads); `names=` given by the user win.
 """
 
 from __future__ import annotations
@@ -87,17 +88,21 @@ def _user_names(
 
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
     """The first dim of an input is batch; the second is seq for integers of two dims and floats of three."""
+    tied = factors.tied()
     for port in inputs:
         if port.kind != "input" or not port.shape:
             continue
         dims = factors.dims[(placeholders[port.key], 0)]
         labels = ["batch"]
-        if len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
+        if any(factor in tied for factor in dims[-1]):
+            pass  # channels before what a convolution runs over
+        elif len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
             labels.append("seq")
         for label, classes in zip(labels, dims, strict=False):
             if classes and not (len(classes) > 1 and label == "seq"):
                 for factor in classes:
                     found.set(factor, label)
+    _space(found, factors, tied)
     # a sequence that no input shows (image patches) is what attention's queries run over
     if "seq" not in found.of.values():
         for node in found.attention:
@@ -105,6 +110,23 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
             if instance is not None and node.target is meshc.attention.default:
                 for token in instance.operands[0][2]:
                     found.set(instance.factor[token], "seq")
+                    found.also[instance.factor[token]].add("seq")
+
+
+def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None:
+    """Dims that windows tie have one name: what one of them is called already, else what is usual for its place in an image."""
+    for instance in factors.instances.values():
+        for dims in (*instance.operands, *instance.results):
+            space = [dim - len(dims) for dim, row in enumerate(dims) if row and row[0] in instance.tied]
+            for dim in space:
+                members = sorted(tied[instance.factor[dims[dim][0]]])
+                known = [factor for factor in members if factor in found.of]
+                alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
+                usual = ("length", "seq") if alone else (("depth", "height", "width")[dim],)
+                names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else usual
+                for factor in members:
+                    if factor not in found.of:
+                        found.set(factor, *names)
 
 
 def _attention(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:

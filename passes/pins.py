@@ -70,9 +70,11 @@ def _apply(draft: Draft, pin: Pin, name: str, value: Value, placed: dict[tuple[V
     if fault:
         return [f"{pin.where}: {fault}"]
     if not pin.only:
+        tied = draft.factors.tied()
         for (dim, position), axes in slots.items():
-            if axes:
-                draft.spread_pins.setdefault(draft.factors.dims[value][dim][position], axes)
+            factor = draft.factors.dims[value][dim][position]
+            for member in tied.get(factor, {factor}) if axes else ():
+                draft.spread_pins.setdefault(member, axes)
     if ":" not in name:
         draft.storage_pins.setdefault(name, {}).update(slots)
     source, slots, fault = _where_computed(draft, name, value, slots)

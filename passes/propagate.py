@@ -208,7 +208,13 @@ class Propagator:
                 token = self._preferred(instance, axis, lying, chosen)
             if token is not None:
                 chosen.setdefault(token, []).append(axis)
-        return {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
+            if token is not None and token in instance.tied:
+                chosen.setdefault(instance.tied[token], []).append(axis)
+        ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
+        for one in instance.rule.windows:  # its partner is split in the same order
+            if (one, 0) in instance.tied and (one, 0) in ordered:
+                ordered[instance.tied[(one, 0)]] = ordered[(one, 0)]
+        return ordered
 
     def _pinned(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         found: dict[Token, tuple[str, ...]] = {}
@@ -217,16 +223,19 @@ class Propagator:
                 token = dims[dim][position]
                 if axes and token not in instance.whole:
                     found[token] = axes
+                    if token in instance.tied:
+                        found[instance.tied[token]] = axes
         return found
 
     def _kept_whole(self, instance: Instance) -> set[Token]:
         """Tokens that a pin of this operator's result keeps whole."""
-        return {
+        kept = {
             dims[dim][position]
             for index, dims in enumerate(instance.results)
             for (dim, position), axes in self.pins.get((instance.node, index), {}).items()
             if not axes
         }
+        return kept | {instance.tied[token] for token in kept if token in instance.tied}
 
     def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
         """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order."""
@@ -235,7 +244,8 @@ class Propagator:
 
     def _fits(self, instance: Instance, token: Token, chosen: Mapping[Token, Sequence[str]]) -> bool:
         counts = [self.sizes[axis] for axis in chosen.get(token, ())]
-        return token not in instance.whole and tile_sizes(instance.size[token], counts)[-1] > 1
+        tokens = {token, instance.tied.get(token, token)}
+        return not tokens & instance.whole and all(tile_sizes(instance.size[t], counts)[-1] > 1 for t in tokens)
 
     def _lying(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token]:
         """axis -> the token of this operand that it splits already."""

@@ -23,11 +23,13 @@ from meshc.errors import CompileError
 from meshc.ops.attention import sdpa
 from meshc.ops.random import RAISED, draws
 from meshc.ops.take import cross_entropy
+from meshc.ops.upsample import interpolate
 
 functional = torch.nn.functional
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: sdpa,
     functional.cross_entropy: cross_entropy,
+    functional.interpolate: interpolate,
 }
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.fx import Node
 
 from meshc import spmd
@@ -26,7 +27,7 @@ from meshc.ir import record
 from meshc.ops.implementations import direct
 from meshc.packing import escapes, in_place, pieces, stays
 from meshc.program import Stage
-from meshc.runtime import collectives
+from meshc.runtime import collectives, halo
 from meshc.runtime.groups import Groups
 
 
@@ -58,7 +59,17 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Ten
         return lambda x: collectives.gather_dim(x, rest[0], group)  # type: ignore[arg-type]
     if name == "reduce_scatter":
         return lambda x: collectives.scatter_dim(x, rest[0], group, rest[1])  # type: ignore[arg-type]
+    if name in ("halo", "halo_sum"):
+        return _halo(node, [groups.sizes[axis] for axis in node.args[1]], group)  # type: ignore[union-attr, index]
     return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
+
+
+def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable[[torch.Tensor], collectives.Pending]:
+    dim, size, window, *fill = node.args[2:]
+    exchange = halo.Exchange(size, window, counts, group)  # type: ignore[arg-type]
+    if node.target is spmd.halo:
+        return lambda x: exchange.windows(x, dim, fill[0])  # type: ignore[arg-type]
+    return lambda x: exchange.tiles(x, dim)  # type: ignore[arg-type]
 
 
 def function_of(node: Node, device: torch.device) -> Callable[..., Any]:

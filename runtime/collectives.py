@@ -193,6 +193,15 @@ def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGr
     return _swap(parts, stacked, group).then(lambda stacked: _merge(stacked, concat_dim))
 
 
+def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Pending:
+    """pieces[i] goes to rank i, whatever its shape; waiting gives what came, flat, shapes[i] of it from rank i."""
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    found = sent.new_empty(sum(math.prod(shape) for shape in shapes))
+    unit = 1 if sent.dtype in _PLAIN else sent.element_size()  # as bytes
+    sends, receives = [piece.numel() * unit for piece in pieces], [math.prod(shape) * unit for shape in shapes]
+    return Pending(found, (dist.all_to_all_single(_flat(found), _flat(sent), receives, sends, group, async_op=True),), held=sent)
+
+
 def waits_on_device(group: ProcessGroup | None) -> bool:
     """Whether a wait on the group (None: all ranks) holds up a CUDA stream and not the host."""
     return "nccl" in dist.get_backend_config(group)

@@ -20,6 +20,7 @@ from meshc.ir import Record, record
 from meshc.mesh import Mesh
 from meshc.program import Stage
 from meshc.sharding import Sharding, is_padded, local_size, tile_count
+from meshc.window import tile_bounds, tile_length, window_starts
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[list[Any]]:
                 raise DeadlockError(
                     f"collectives do not match: rank {ready[0]} is in {first}, rank {member} in {meeting}"
                 )
-        for member, value in zip(ready, perform(first, [m.tensor for m in meetings]), strict=True):
+        counts = [mesh.size(axis) for axis in first.axes]
+        for member, value in zip(ready, perform(first, [m.tensor for m in meetings], counts), strict=True):
             advance(member, value)
     return [results[rank] for rank in range(len(ranks))]
 
@@ -126,8 +128,8 @@ def _group(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
     return [mesh.rank(coordinates) for coordinates in groups[-1]]
 
 
-def perform(meeting: Meeting, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a collective gives each member, in member order."""
+def perform(meeting: Meeting, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """What a collective gives each member, in member order. `counts`: the sizes of its axes."""
     count = len(tensors)
     if meeting.kind == "all_reduce":
         return [_reduced(tensors, meeting.rest[0]).clone() for _ in tensors]
@@ -140,7 +142,41 @@ def perform(meeting: Meeting, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         split, concat = meeting.rest
         tiles = [tensor.chunk(count, split) for tensor in tensors]
         return [torch.cat([tiles[sender][receiver] for sender in range(count)], concat) for receiver in range(count)]
+    if meeting.kind == "halo":
+        return _halo(tensors, counts, *meeting.rest)
+    if meeting.kind == "halo_sum":
+        return _halo_sum(tensors, counts, *meeting.rest)
     raise DeadlockError(f"unknown collective {meeting.kind}")
+
+
+def _halo(
+    tiles: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int], fill: float
+) -> list[torch.Tensor]:
+    """The whole dim put together, with as much around it as windows reach, and each rank's window of it."""
+    real = [tile.narrow(dim, 0, count) for tile, (_, count) in zip(tiles, tile_bounds(size, counts), strict=True)]
+    starts = window_starts(window, counts)
+    before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
+    shape = list(tiles[0].shape)
+    ends = [tiles[0].new_full([*shape[:dim], length, *shape[dim + 1 :]], fill) for length in (before, after)]
+    whole = torch.cat([ends[0], *real, ends[1]], dim)
+    return [whole.narrow(dim, start + before, window[3]).clone() for start in starts]
+
+
+def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int]) -> list[torch.Tensor]:
+    """All windows added up in the whole dim, with as much around it as they reach; then each rank's tile, its padding zero."""
+    starts = window_starts(window, counts)
+    before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
+    shape = list(tensors[0].shape)
+    shape[dim] = before + size + after
+    whole = tensors[0].new_zeros(shape)
+    for tensor, start in zip(tensors, starts, strict=True):
+        whole.narrow(dim, start + before, window[3]).add_(tensor)
+    shape[dim] = tile_length(size, counts)
+    found = []
+    for first, count in tile_bounds(size, counts):
+        found.append(tensors[0].new_zeros(shape))
+        found[-1].narrow(dim, 0, count).copy_(whole.narrow(dim, before + min(first, size), count))
+    return found
 
 
 _ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

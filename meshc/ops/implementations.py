@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshc.ops import attention, norm, take
+from meshc.ops import attention, norm, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -15,7 +15,12 @@ _PLAIN: dict[Any, Callable[..., Any]] = {}
 
 
 def _collect() -> None:
-    for module, names in ((attention, ("attention", "attention_backward")), (take, ("take", "take_backward")), (norm, ("square_sum",))):
+    for module, names in (
+        (attention, ("attention", "attention_backward")),
+        (take, ("take", "take_backward")),
+        (norm, ("square_sum",)),
+        (upsample, ("upsample", "upsample_backward")),
+    ):
         for name in names:
             definition = getattr(module, name)
             _PLAIN[definition._opoverload] = definition._init_fn

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from meshc import spmd
 from meshc.ir import Record, Source, set_record
 from meshc.sharding import Part, Sharding
+from meshc.window import tile_length
 
 aten = torch.ops.aten
 
@@ -104,6 +105,10 @@ class Builder:
         elif name == "all_to_all":
             shape[rest[0]] //= count
             shape[rest[1]] *= count
+        elif name == "halo":
+            shape[rest[0]] = rest[2][3]
+        elif name == "halo_sum":
+            shape[rest[0]] = tile_length(rest[1], [self.sizes[axis] for axis in axes])
         return x.new_empty(shape)
 
     # ------------------------------------------------------------------------------------------------------------------ integers

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from meshc import spmd
 from meshc.passes.factorize import Instance, Token
+from meshc.passes.partition import halo
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reasons import lines, moved
 from meshc.passes.propagate import MICROBATCH
@@ -152,6 +153,18 @@ class Local:
         """The operator itself on these operands, its other arguments as they are."""
         args, kwargs = _substitute(self.node, list(operands))
         return self.emit(self.node.target, *args, **kwargs)
+
+    def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
+        """Of a dim that `letter` has windows in: what the rank's tile of `letter` reads, `fill` beyond the ends. x if nothing is split."""
+        return halo.window(self, x, dim, letter, fill)
+
+    def sum_of_windows(self, x: Node, dim: int, letter: str) -> Node:
+        """The transpose: a rank's window, in terms that add up with those of its neighbours -> its tile. x if nothing is split."""
+        return halo.sum_of_windows(self, x, dim, letter)
+
+    def window_start(self, letter: str) -> Node | int:
+        """Global index at which the rank's window begins, less its offset: where its tile begins, times the stride."""
+        return halo.window_start(self, letter)
 
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
         """x on coordinate 0 of the axes, zeros elsewhere."""

@@ -140,7 +140,7 @@ class Partitioner:
         fits = not want.pending
         for parts, tokens in zip(want.dims, instance.results[index], strict=True):
             for part, token in zip(parts, tokens, strict=True):
-                if part.axes and token in instance.whole:
+                if part.axes and (token in instance.whole or token in instance.tied):
                     fits = False
                 chosen[token] = part.axes
         if not fits or not instance.known:

@@ -1,14 +1,23 @@
-"""Convolutions and pooling: batch and channels like a matrix product, space whole (a split window would need its neighbours)."""
+"""Convolutions: batch and channels like a matrix product, space by windows.
+
+    y[t] reads x[t * stride - padding + dilation * (0 .. kernel - 1)]       a tile of y goes with a window of x
+    transposed, x[t] writes y[...] so: a tile of x goes with a window of y
+
+A rank extends its tile of x to its window by a halo, padding included, and convolves that without padding along split dims. Backward, the
+gradient of the window is summed back into tiles. A transposed convolution is the same with x and y exchanged. Channels of a convolution in
+groups are whole, unless it is depthwise: then they are one letter.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
+from meshc.ir import records
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integer, integers, result_shapes, shape_of
+from meshc.window import Window
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -16,97 +25,124 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _space(prefix: str, count: int) -> str:
-    return " ".join(f"{prefix}{i}!" for i in range(count))
+class _Shape:
+    """A convolution's letters and windows, from the shapes of x and weight and from (stride, padding, dilation, transposed, ...)."""
+
+    def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], settings: list[Any]) -> None:
+        count = len(x) - 2
+        stride, padding, dilation = (_each(setting, count) for setting in settings[:3])
+        self.transposed, groups = bool(settings[3]), integer(settings[5])
+        self.x, self.y, self.kernel = ([f"{prefix}{i}" for i in range(count)] for prefix in "xyk")
+        self.tile, other = (self.x, self.y) if self.transposed else (self.y, self.x)
+        self.windows = {
+            letter: (other[i], Window(stride[i], -padding[i], dilation[i] * (weight[i + 2] - 1) + 1)) for i, letter in enumerate(self.tile)
+        }
+        kernel = " ".join(f"{letter}!" for letter in self.kernel)
+        self.i, self.o, self.reduced = "i", "o", groups == 1
+        self.weight = f"i o {kernel}" if self.transposed else f"o i {kernel}"
+        if groups == x[1] == weight[0] > 1 and weight[1] == 1:
+            self.i = self.o = "c"
+            self.weight = f"c _ {kernel}"
+        elif groups != 1:
+            self.i, self.o = "i!", "o!"
+            self.weight = f"i! j! {kernel}" if self.transposed else f"o! j! {kernel}"
+
+    def dims(self, channels: str, space: list[str]) -> str:
+        return " ".join(["b", channels, *space])
+
+
+def _each(setting: object, count: int) -> list[int]:
+    """One number a dim; torch also takes one for all."""
+    found = integers(setting)
+    return found * count if len(found) == 1 else found
 
 
 def _convolution(node: Node, tensors: list[Node]) -> Rule:
-    spatial = len(shape_of(tensors[0])) - 2
-    transposed, groups = bool(node.args[6]), integer(node.args[8])
-    x, k, y = _space("x", spatial), _space("k", spatial), _space("y", spatial)
-    i, o = ("i", "o") if groups == 1 else ("i!", "o!")
-    weight = f"{i} {o} {k}" if transposed else f"{o} {i} {k}"
-    if groups != 1:
-        weight = weight.replace("i!", "j!")
-    operands = [f"b {i} {x}", weight] + [o] * (len(tensors) - 2)
-    reduced = "+i" if groups == 1 else ""
-    return einsum(f"{', '.join(operands)} -> b {o} {y} {reduced}", node, tensors, lower=_lower_convolution)
+    shape = _Shape(shape_of(tensors[0]), shape_of(tensors[1]), list(node.args[3:]))
+    bias = [shape.o] * (len(tensors) - 2)
+    operands = ", ".join([shape.dims(shape.i, shape.x), shape.weight, *bias])
+    # a transposed convolution's padding would be summed into its neighbours' results
+    clean = (0,) if shape.transposed else ()
+    text = f"{operands} -> {shape.dims(shape.o, shape.y)} {'+i' * shape.reduced}"
+    return einsum(text, node, tensors, lower=_lower_convolution, windows=shape.windows, clean=clean)
+
+
+def _settings(local: Local, settings: list[Any], letters: list[str]) -> list[Any]:
+    """Stride, padding, ... of a rank's convolution: along split dims, nothing is padded any more. Groups are those that it has."""
+    count = len(letters)
+    split = [bool(local.axes(letter)) for letter in letters]
+    stride, padding, dilation, transposed, output_padding, groups = settings
+    padding, output_padding = ([0 if s else p for p, s in zip(_each(row, count), split, strict=True)] for row in (padding, output_padding))
+    return [stride, padding, dilation, transposed, output_padding, local.local_size("c") if local.axes("c") else groups]
 
 
 def _lower_convolution(local: Local) -> Node:
     x, weight, *rest = local.operands
     bias = rest[0] if rest else None
-    axes = local.axes("i")
-    if axes and bias is not None:
-        bias = local.keep_first(bias, axes)
-    return local.emit(aten.convolution.default, x, weight, bias, *local.node.args[3:])
+    settings = list(local.node.args[3:])
+    transposed = bool(settings[3])
+    letters = list(local.rule.windows)
+    pending = local.axes("i")
+    if pending and bias is not None:
+        bias = local.keep_first(bias, pending)
+    settings = _settings(local, settings, letters)
+    if not transposed:
+        for i, letter in enumerate(letters):
+            x = local.window(x, i + 2, letter)
+        return local.emit(aten.convolution.default, x, weight, bias, *settings)
+    late = bias if any(local.axes(letter) for letter in letters) else None
+    y = local.emit(aten.convolution.default, x, weight, None if late is not None else bias, *settings)
+    for i, letter in enumerate(letters):
+        y = local.sum_of_windows(y, i + 2, letter)
+    if late is None:
+        return y
+    # a bias inside windows that overlap would be added twice
+    return local.emit(aten.add.Tensor, y, local.emit(aten.reshape.default, late, [1, -1, *[1] * len(letters)]))
 
 
 def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
-    """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient sums batch (and space, whole); it knows no input channel."""
-    spatial = len(shape_of(tensors[0])) - 2
-    transposed, groups = bool(node.args[7]), integer(node.args[9])
-    x, k, y = _space("x", spatial), _space("k", spatial), _space("y", spatial)
-    i, o = ("i", "o") if groups == 1 else ("i!", "o!")
-    weight = f"{i} {o} {k}" if transposed else f"{o} {i} {k}"
-    if groups != 1:
-        weight = weight.replace("i!", "j!")
-    results = [f"b {i} {x} " + ("+o" if groups == 1 else ""), f"{weight} +b", f"{o} +b"]
-    shown = " | ".join(text for text, shape in zip(results, result_shapes(node), strict=False))
-    return einsum(f"b {o} {y}, b {i} {x}, {weight} -> {shown}", node, tensors, lower=_lower_convolution_backward)
+    """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient sums batch and space; it knows no input channel."""
+    shape = _Shape(shape_of(tensors[1]), shape_of(tensors[2]), list(node.args[4:]))
+    x, y = shape.dims(shape.i, shape.x), shape.dims(shape.o, shape.y)
+    sums = " ".join(f"+{letter}" for letter in ["b", *shape.tile])
+    over = " ".join(f"+{letter}" for letter in ["b", *shape.y])
+    results = [f"{x} {'+o' * shape.reduced}", f"{shape.weight} {sums}", f"{shape.o} {over}"]
+    shown = " | ".join(text for text, _ in zip(results, result_shapes(node), strict=False))
+    # the gradient's padding must be zero even where nothing sums over it: windows of x take part in several ranks' sums
+    clean = (0,) if records(node)[1].dtype is None else ()
+    return einsum(
+        f"{y}, {x}, {shape.weight} -> {shown}", node, tensors, lower=_lower_convolution_backward, windows=shape.windows, clean=clean
+    )
 
 
-def _lower_convolution_backward(local: Local) -> Node:
+def _lower_convolution_backward(local: Local) -> Any:
     grad, x, weight = local.operands
-    args = list(local.node.args)
-    sizes = [local.local_size("o")] if args[3] is not None else None
-    return local.emit(aten.convolution_backward.default, grad, x, weight, sizes, *args[4:])
-
-
-def _window(node: Node, tensors: list[Node]) -> Rule:
-    """Pooling: batch and channels pass. Indices lie in space, which is whole; those in padding must not point outside it."""
-
-    def dims(shape: tuple[int, ...], prefix: str) -> str:
-        lead = ["b", "c"][4 - len(shape) :] if len(shape) < 4 else ["b", "c"]
-        return " ".join([*lead, _space(prefix, len(shape) - len(lead))])
-
-    operands: list[str] = []
-    for tensor in tensors:
-        operands.append(dims(shape_of(tensor), f"t{len(operands)}_"))
-    results = [dims(shape, f"r{index}_") for index, shape in enumerate(result_shapes(node))]
-    indices = tuple(position for position, tensor in enumerate(tensors) if not dtype_of(tensor).is_floating_point)
-    return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors, clean=indices)
-
-
-def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
-    return replace(_window(node, tensors), lower=_lower_upsample_backward)
-
-
-def _lower_upsample_backward(local: Local) -> Node:
-    """(grad, output_size, input_size, ...): input_size speaks of batch and channels too."""
-    args = local.node.args
-    return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)
+    sizes, *settings = local.node.args[3:10]
+    mask = [bool(wanted) for wanted in local.node.args[10]]  # type: ignore[union-attr]
+    letters = list(local.rule.windows)
+    split = any(local.axes(letter) for letter in letters)
+    transposed = bool(settings[3])
+    apart = split and transposed and mask[2]  # a bias's gradient over windows that overlap would count some twice
+    bias = local.emit(aten.sum.dim_IntList, grad, [0, *range(2, 2 + len(letters))]) if apart else None
+    for i, letter in enumerate(letters):
+        if transposed:
+            grad = local.window(grad, i + 2, letter)
+        else:
+            x = local.window(x, i + 2, letter)
+    if sizes is not None:
+        sizes = [local.shape(grad)[1]]
+    wanted = [*mask[:2], mask[2] and not apart]
+    made = local.emit(aten.convolution_backward.default, grad, x, weight, sizes, *_settings(local, settings, letters), wanted)
+    if not split:
+        return made
+    found: list[Node | None] = [local.build.item(made, index) if flag else None for index, flag in enumerate(wanted)]
+    if found[0] is not None and not transposed:
+        for i, letter in enumerate(letters):
+            found[0] = local.sum_of_windows(found[0], i + 2, letter)
+    return [found[0], found[1], bias if apart else found[2]]
 
 
 RULES: dict[object, RuleFunction] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
-    aten.max_pool2d_with_indices.default: _window,
-    aten.max_pool2d_with_indices_backward.default: _window,
-    aten.avg_pool2d.default: _window,
-    aten.avg_pool2d_backward.default: _window,
-    aten._adaptive_avg_pool2d.default: _window,
-    aten._adaptive_avg_pool2d_backward.default: _window,
-    aten.max_pool3d_with_indices.default: _window,
-    aten.avg_pool3d.default: _window,
-    aten._adaptive_avg_pool3d.default: _window,
-    aten.adaptive_max_pool2d.default: _window,
-    aten.reflection_pad2d.default: _window,
-    aten.replication_pad2d.default: _window,
-    aten.upsample_nearest2d.default: _window,
-    aten.upsample_nearest2d.vec: _window,
-    aten.upsample_bilinear2d.default: _window,
-    aten.upsample_bilinear2d.vec: _window,
-    aten.upsample_nearest2d_backward.default: _upsample_backward,
-    aten.upsample_bilinear2d_backward.default: _upsample_backward,
 }

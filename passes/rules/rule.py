@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import records, value_of
+from meshc.window import Window
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -56,6 +57,7 @@ class Rule:
     major    letters whose first factor only may be sharded (their positions must be a range)
     settles  a layout operator that a pending sum may not ride through
     accumulates  its result is pending over the microbatches
+    windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
     """
 
     operands: tuple[Dims, ...]
@@ -74,6 +76,7 @@ class Rule:
     major: frozenset[str] = frozenset()
     settles: bool = False
     accumulates: bool = False
+    windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
 
 
 RuleFunction = Callable[[Node, list[Node]], Rule | None]

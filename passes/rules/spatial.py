@@ -74,14 +74,7 @@ PADS_BACKWARD = {
 POOLS = {
     1: (aten.avg_pool1d, aten.adaptive_avg_pool1d, aten.max_pool1d),
     2: (aten.max_unpool2d, aten.adaptive_max_pool2d_backward, aten._upsample_bilinear2d_aa),
-    3: (
-        aten.max_unpool3d,
-        aten.max_pool3d_with_indices_backward,
-        aten.avg_pool3d_backward,
-        aten._adaptive_avg_pool3d_backward,
-        aten.adaptive_max_pool3d,
-        aten.adaptive_max_pool3d_backward,
-    ),
+    3: (aten.max_unpool3d, aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
 }
 
 RULES: dict[object, RuleFunction] = {

@@ -68,8 +68,13 @@ class OneOp:
         return self.factors.instances[self.node]
 
     def tokens(self) -> list[Token]:
-        """What may be split."""
-        return [token for token, size in self.instance.size.items() if token not in self.instance.whole and size > 1]
+        """What may be split; of two that a window ties, the one that the rule tiles."""
+        read = {(other, 0) for other, _ in self.instance.rule.windows.values()}
+        return [token for token, size in self.instance.size.items() if token not in self.instance.whole | read and size > 1]
+
+    def with_tied(self, chosen: Chosen) -> Chosen:
+        """Axes that split a token split the one that a window ties to it."""
+        return {**chosen, **{self.instance.tied[token]: axes for token, axes in chosen.items() if token in self.instance.tied}}
 
 
 def build(sample: Sample) -> OneOp:
@@ -134,7 +139,7 @@ def rides(rule: Rule, count: int) -> list[int]:
 def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Sequence[int] = (), zero: bool = False) -> list[Tensor | None]:
     """The results put together from all ranks. `pending`: operands that are sums over the axis p; `zero`: padding known to be zero."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    instance, node = one.instance, one.node
+    instance, node, chosen = one.instance, one.node, one.with_tied(chosen)
     assignment = Assignment(one.factors, one.names, sizes)
     waits = (("p", "sum"),)
     wanted = []
@@ -206,14 +211,14 @@ def prove(sample: Sample) -> int:
     ran = 0
     for mesh, chosen in choices(one):
         for zero in (False, True) if chosen and knows else (False,):
-            _compare(sample, one, run(one, mesh, chosen, zero=zero), f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}")
+            check(sample, one, run(one, mesh, chosen, zero=zero), f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}")
         ran += 1
     riding = rides(rule, len(one.tensors))
     floating = all(one.tensors[position].is_floating_point() for position in riding)
     if riding and one.tensors and floating:
         for token in [None, *one.tokens()]:
             chosen = {token: ("a",)} if token else {}
-            _compare(sample, one, run(one, Mesh("a=3,p=2"), chosen, pending=riding), f"{_said(one, chosen)}, operands pending")
+            check(sample, one, run(one, Mesh("a=3,p=2"), chosen, pending=riding), f"{_said(one, chosen)}, operands pending")
             ran += 1
     return ran
 
@@ -223,7 +228,7 @@ def _said(one: OneOp, chosen: Chosen) -> str:
     return f"{one.node.target} with {letters or 'nothing'} split"
 
 
-def _compare(sample: Sample, one: OneOp, found: list[Tensor | None], said: str) -> None:
+def check(sample: Sample, one: OneOp, found: list[Tensor | None], said: str) -> None:
     expected = [e for e in one.expected if isinstance(e, Tensor)]
     got = [g for g in found if g is not None]
     assert len(expected) == len(got)

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules import FAMILIES, elementwise, reduction
+from meshc.mesh import Mesh
+from meshc.passes.rules import FAMILIES, convolution, elementwise, pooling, reduction
 from meshc.passes.rules.rule import Rule, einsum, pointwise
-from tests.rules.brute_force import Sample, build, prove
+from tests.rules.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
 
 aten = torch.ops.aten
@@ -86,7 +89,7 @@ def test_what_may_be_split() -> None:
     q, k = f(2, 3, 5, 4), f(2, 3, 7, 4)
     assert splittable(ours.attention.default, q, k, k, None, False, 0.5) == "b h q"
     assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h"
-    assert splittable(aten.convolution.default, f(3, 4, 6), f(5, 4, 3), None, [1], [1], [1], False, [0], 1) == "+i b o"
+    assert splittable(aten.convolution.default, f(3, 4, 6), f(5, 4, 3), None, [1], [1], [1], False, [0], 1) == "+i b o y0"
 
 
 def test_only_the_major_factor_of_an_indexed_dim_may_be_split() -> None:
@@ -94,6 +97,35 @@ def test_only_the_major_factor_of_an_indexed_dim_may_be_split() -> None:
     one = build(Sample(aten.embedding.default, (f(10, 4), i(10, 3)), refine={0: (5, 2, 4)}))
     assert [token for token in one.instance.size if token[0] == "v"] == [("v", 0), ("v", 1)]
     assert [token for token in one.tokens() if token[0] == "v"] == [("v", 0)]
+
+
+def convolution_of_any_kind(draw: random.Random) -> tuple[Sample, Sample]:
+    """A convolution along one dim, forward and backward, transposed one time in three, its settings drawn."""
+    transposed = draw.random() < 0.34
+    kernel, stride, dilation = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 3)
+    padding = draw.randint(0, dilation * (kernel - 1)) if transposed else draw.randint(0, 4)
+    output_padding = draw.randrange(max(stride, dilation)) if transposed else 0
+    needs = 1 + padding if transposed else dilation * (kernel - 1) + 1
+    x = f(2, 2, draw.randint(max(2, needs), needs + 9))
+    settings = ([stride], [padding], [dilation], transposed, [output_padding], 1)
+    weight = f(2, 2, kernel)
+    y = aten.convolution(x, weight, None, *settings)
+    forward = Sample(aten.convolution.default, (x, weight, f(2), *settings))
+    return forward, Sample(aten.convolution_backward.default, (f(*y.shape), x, weight, [2], *settings, [True, True, True]))
+
+
+def test_convolutions_of_any_kind_split_along_space() -> None:
+    draw = random.Random(0)
+    kinds = [sample for _ in range(60) for sample in convolution_of_any_kind(draw)]
+    split = 0
+    for sample in kinds:
+        one = build(sample)
+        for token in [token for token in one.tokens() if token[0] in ("x0", "y0")]:
+            for mesh, axes in ((MESHES[0], ("a",)), (MESHES[1], ("a",)), (Mesh("a=5"), ("a",)), (BOTH, ("a", "b")), (BOTH, ("b", "a"))):
+                chosen = {token: axes}
+                check(sample, one, run(one, mesh, chosen), f"{sample.args} on {mesh}")
+                split += 1
+    assert split > 500
 
 
 # ------------------------------------------------------------------------------------------------------------- planted wrong rules
@@ -166,6 +198,48 @@ def embedding_that_reads_row_zero(node: Node, tensors: list[Node]) -> Rule:
     return einsum("v d, i0 i1 -> i0 i1 d +v", node, tensors, lower=lower, clean=(1,))
 
 
+def convolution_that_looks_one_element_too_far_left(node: Node, tensors: list[Node]) -> Rule:
+    found = convolution._convolution(node, tensors)
+    return replace(found, windows={y: (x, replace(window, offset=window.offset - 1)) for y, (x, window) in found.windows.items()})
+
+
+def convolution_of_the_tile_with_its_padding(node: Node, tensors: list[Node]) -> Rule:
+    return replace(convolution._convolution(node, tensors), lower=None)
+
+
+def convolution_backward_that_keeps_its_neighbours_part(node: Node, tensors: list[Node]) -> Rule:
+    """The gradient of the window is cut down to the tile instead of summed into it."""
+
+    def lower(local: Any) -> Any:
+        local.sum_of_windows = lambda x, dim, letter: (
+            local.emit(aten.slice.Tensor, x, dim, 1, 1 + local.local_size(f"x{letter[1:]}")) if local.axes(letter) else x
+        )
+        return convolution._lower_convolution_backward(local)
+
+    return replace(convolution._convolution_backward(node, tensors), lower=lower)
+
+
+def convolution_backward_with_padding_in_its_gradient(node: Node, tensors: list[Node]) -> Rule:
+    return replace(convolution._convolution_backward(node, tensors), clean=(), self_masked=True)
+
+
+def maximum_that_sees_zeros_beyond_the_ends(node: Node, tensors: list[Node]) -> Rule:
+    def lower(local: Any) -> Any:
+        window = local.window
+        local.window = lambda x, dim, letter, fill: window(x, dim, letter, 0.0)
+        return pooling._lower_max_pool(local)
+
+    return replace(pooling._max_pool(node, tensors), lower=lower)
+
+
+def maximum_that_remembers_local_positions(node: Node, tensors: list[Node]) -> Rule:
+    def lower(local: Any) -> Any:
+        made = pooling._lower_max_pool(local)
+        return made if not isinstance(made, list) else [made[0], local.build.item(made[0].args[0], 1)]
+
+    return replace(pooling._max_pool(node, tensors), lower=lower)
+
+
 PLANTED: list[tuple[Callable[[Node, list[Node]], Rule], Any, int]] = [
     (softmax_with_its_dim, aten._softmax.default, 0),
     (mm_without_its_sum, aten.mm.default, 0),
@@ -179,6 +253,12 @@ PLANTED: list[tuple[Callable[[Node, list[Node]], Rule], Any, int]] = [
     (arange_that_starts_at_zero, aten.arange.default, 0),
     (cat_of_tiles, aten.cat.default, 0),
     (embedding_that_reads_row_zero, aten.embedding.default, 0),
+    (convolution_that_looks_one_element_too_far_left, aten.convolution.default, 0),
+    (convolution_of_the_tile_with_its_padding, aten.convolution.default, 0),
+    (convolution_backward_that_keeps_its_neighbours_part, aten.convolution_backward.default, 0),
+    (convolution_backward_with_padding_in_its_gradient, aten.convolution_backward.default, 0),
+    (maximum_that_sees_zeros_beyond_the_ends, aten.max_pool2d_with_indices.default, 1),
+    (maximum_that_remembers_local_positions, aten.max_pool2d_with_indices.default, 1),
 ]
 
 

@@ -20,6 +20,7 @@ from meshc.errors import PeerError
 from meshc.runtime import collectives
 from meshc.runtime.failure import FailureBoard, world_board
 from meshc.runtime.groups import Groups
+from meshc.runtime.halo import Exchange
 
 MOVED = [
     torch.float32,
@@ -53,6 +54,46 @@ def reduce(terms: list[Tensor], op: str) -> Tensor:
     return {"sum": lambda: stacked.sum(0, dtype=stacked.dtype), "max": lambda: stacked.amax(0), "min": lambda: stacked.amin(0)}[op]()
 
 
+WINDOWS = [  # size of the dim, [size of the other, stride, offset, length] as one rank would have it
+    (16, (16, 1, -1, 3)),  # a convolution of kernel 3
+    (7, (4, 2, -1, 3)),
+    (5, (5, 1, -3, 4)),  # causal; over four ranks from several neighbours
+    (3, (5, 1, -2, 5)),  # more ranks than tiles
+    (9, (3, 3, 0, 1)),  # gaps
+    (8, (8, 1, 0, 1)),  # nothing moves
+]
+
+
+def halos(group: dist.ProcessGroup) -> None:
+    """Windows of a dim that lies in ceil-tiles, and sums over windows, against the whole dim."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for (size, (other, stride, offset, span)), dim in itertools.product(WINDOWS, range(3)):
+        tile, step = -(-size // ranks), -(-other // ranks)
+        window = [other, stride, offset, (step - 1) * stride + span]
+        starts = [place * step * stride + offset for place in range(ranks)]
+        exchange = Exchange(size, window, [ranks], group)
+        shape = [2, 3, 2]
+        shape[dim] = size
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            whole = sample(9, tuple(shape), dtype)
+            shape[dim] = tile
+            mine = torch.full(shape, 77, dtype=dtype)  # what is padding must not be read
+            real = whole.narrow(dim, min(rank * tile, size), max(0, min(tile, size - rank * tile)))
+            mine.narrow(dim, 0, real.shape[dim]).copy_(real)
+            indices = range(starts[rank], starts[rank] + window[3])
+            rows = [whole.select(dim, i) if 0 <= i < size else torch.full_like(whole.select(dim, 0), 5) for i in indices]
+            same(exchange.windows(mine, dim, 5).wait(), torch.stack(rows, dim), f"halo {size} {window} {dim} {dtype}")
+            shape[dim] = window[3]
+            terms = [sample(place, tuple(shape), dtype) for place in range(ranks)]
+            total = torch.zeros_like(mine)
+            for place, index in itertools.product(range(ranks), range(window[3])):
+                at = starts[place] + index
+                if at // tile == rank and at < size:
+                    total.select(dim, at % tile).add_(terms[place].select(dim, index))
+            same(exchange.tiles(terms[rank], dim).wait(), total, f"halo_sum {size} {window} {dim} {dtype}")
+            shape[dim] = size
+
+
 def every_collective() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -82,6 +123,7 @@ def every_collective() -> None:
             want = torch.cat([other.chunk(size, split)[rank] for other in xs], concat)
             same(collectives.all_to_all_dims(x, split, concat, world).wait(), want, f"all_to_all_dims {split} {concat} {dtype}")
 
+    halos(world)
     for dtype, op in itertools.product(REDUCED, ("sum", "max", "min")):
         for shape in ((4, 8, 12), (4, 128, 256), (0, 4, 4)):  # an exchange, a ring for 32-bit numbers and above, nothing
             xs = all_samples(shape, dtype)

@@ -20,6 +20,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     linalg,
     normalisation,
     optimizer,
+    pooling,
     random,
     reduction,
     segments,

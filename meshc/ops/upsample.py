@@ -1,0 +1,78 @@
+"""`meshc::upsample`: every element of the space of an image repeated a whole number of times; and `interpolate` written with it.
+
+    upsample(x [batch, channels, space...], factors) -> [batch, channels, space * factor...]
+    upsample_backward(grad, factors) -> the gradient of x: the sum over the copies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("meshc::upsample", mutates_args=())
+def upsample(x: Tensor, factors: Sequence[int]) -> Tensor:
+    for dim, factor in enumerate(factors, 2):
+        x = x.repeat_interleave(factor, dim)
+    return x.clone() if all(factor == 1 for factor in factors) else x
+
+
+@upsample.register_fake
+def _(x: Tensor, factors: Sequence[int]) -> Tensor:
+    return x.new_empty((*x.shape[:2], *(size * factor for size, factor in zip(x.shape[2:], factors, strict=True))))
+
+
+@torch.library.custom_op("meshc::upsample_backward", mutates_args=())
+def upsample_backward(grad: Tensor, factors: Sequence[int]) -> Tensor:
+    shape = list(grad.shape[:2])
+    for size, factor in zip(grad.shape[2:], factors, strict=True):
+        shape += [size // factor, factor]
+    return grad.reshape(shape).sum(list(range(3, len(shape), 2)))
+
+
+@upsample_backward.register_fake
+def _(grad: Tensor, factors: Sequence[int]) -> Tensor:
+    return grad.new_empty((*grad.shape[:2], *(size // factor for size, factor in zip(grad.shape[2:], factors, strict=True))))
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.factors = inputs[1]
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return upsample_backward(grad, ctx.factors), None
+
+
+upsample.register_autograd(_backward, setup_context=_setup)
+
+
+def interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """What `torch.nn.functional.interpolate` means. Only nearest by whole factors does not go torch's own way."""
+    factors = _whole_factors(input, size, scale_factor) if mode in ("nearest", "nearest-exact") and input.is_floating_point() else None
+    if factors is None or align_corners is not None or antialias:
+        return torch.nn.functional.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    return upsample(input, factors)
+
+
+def _whole_factors(input: Tensor, size: Any, scale_factor: Any) -> list[int] | None:
+    space = input.shape[2:]
+    if (size is None) == (scale_factor is None) or not space:
+        return None
+    wanted = size if scale_factor is None else scale_factor
+    each = list(wanted) if isinstance(wanted, Sequence) else [wanted] * len(space)
+    if len(each) != len(space):
+        return None
+    ratios = each if size is None else [extent / now for extent, now in zip(each, space, strict=True)]
+    factors = [int(ratio) for ratio in ratios]
+    return factors if all(factor >= 1 and factor == ratio for factor, ratio in zip(factors, ratios, strict=True)) else None

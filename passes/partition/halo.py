@@ -1,0 +1,106 @@
+"""What the tiles of one letter read of a dim that another letter splits, and the way back.
+
+    y = convolution(x, w), kernel 3, padding 1, rows over cp = 2      x_window = halo(x, ["cp"], 2, 16, [16, 1, -1, 10], 0.0)
+                                                                      y = convolution(x_window, w), its padding 0 along rows
+
+Where every rank holds all that it reads at one place of its tile (kernel 2, stride 2, sizes that divide), nothing is sent: a slice, and
+padding for the way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc import spmd
+from meshc.passes.partition.reasons import lines, moved
+from meshc.window import overlaps, tile_bounds, tile_length, window_starts
+
+if TYPE_CHECKING:
+    from meshc.passes.partition.local import Local
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Place:
+    """A letter whose tiles have windows in a dim of `size`, and both of them split over axes of sizes `counts`."""
+
+    axes: tuple[str, ...]
+    counts: tuple[int, ...]
+    size: int
+    window: tuple[int, int, int, int]
+
+    @property
+    def tile(self) -> int:
+        return tile_length(self.size, self.counts)
+
+    def within(self) -> int | None:
+        """Where in its tile every rank's window begins, if ranks read nothing of each other and it is the same for all."""
+        starts = window_starts(self.window, self.counts)
+        places = {start - first for start, (first, _) in zip(starts, tile_bounds(self.size, self.counts), strict=True)}
+        here = places.pop()
+        fits = not places and here >= 0 and here + self.window[3] <= self.tile
+        return here if fits and all(part.owner == part.reader for part in overlaps(self.size, self.counts, self.window)) else None
+
+
+def window(local: Local, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
+    """A tile of the letter that goes with `letter` -> what the rank's tile of `letter` reads of it; `fill` beyond the ends.
+
+    x itself if the letter is not split. What lies in x's padding does not matter.
+    """
+    place = _place(local, letter)
+    if place is None:
+        return x
+    here = place.within()
+    if here is None:
+        where = [place.size, list(place.window), float(fill)]
+        return local.emit(spmd.halo, x, list(place.axes), dim, *where, reason=_reason(local, x, place.axes, "halo of"))
+    if place.size != place.tile * len(tile_bounds(place.size, place.counts)):
+        x = local.emit(spmd.mask, x, dim, local.count(local.rule.windows[letter][0]), float(fill))
+    length = place.window[3]
+    return x if length == place.tile else local.emit(aten.slice.Tensor, x, dim, here, here + length)
+
+
+def sum_of_windows(local: Local, x: Node, dim: int, letter: str) -> Node:
+    """The transpose: what the rank's tile of `letter` says of its window -> the tile of the other letter, summed over all that speak of it.
+
+    x itself if the letter is not split.
+    """
+    place = _place(local, letter)
+    if place is None:
+        return x
+    here = place.within()
+    if here is None:
+        where = [place.size, list(place.window)]
+        return local.emit(spmd.halo_sum, x, list(place.axes), dim, *where, reason=_reason(local, x, place.axes, "sums at the edges of"))
+    after = place.tile - here - place.window[3]
+    if not here and not after:
+        return x
+    rank = len(local.shape(x))
+    return local.emit(aten.constant_pad_nd.default, x, [0, 0] * (rank - 1 - dim) + [here, after], 0)
+
+
+def window_start(local: Local, letter: str) -> Node | int:
+    """Where the rank's tile of `letter` begins, times the stride."""
+    start = local.start(letter)
+    stride = local.rule.windows[letter][1].stride
+    return start if stride == 1 or start == 0 else local.emit(spmd.tile_start, stride * 2, [2], [start])
+
+
+def _place(local: Local, letter: str) -> Place | None:
+    axes = local.axes(letter)
+    if not axes:
+        return None
+    other, found = local.rule.windows[letter]
+    counts = tuple(local.build.sizes[axis] for axis in axes)
+    over = local.global_size(letter)
+    length = found.length(tile_length(over, counts))
+    return Place(axes, counts, local.global_size(other), (over, found.stride, found.offset, length))
+
+
+def _reason(local: Local, x: Node, axes: tuple[str, ...], what: str) -> str:
+    return f"{what} {moved(local.node, {})}{lines(axes, local.build.entries)}"
