@@ -2,8 +2,8 @@
 
 batch and seq come from the dims of the inputs, height, width, depth and length from what windows run over, vocab from embeddings of inputs
 and from `take`, heads (kv_heads, group) and head from attention, hidden from what is normalised or embedded, ffn from a pair of matrix
-products, anything else is `<module path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its own
-heads); `names=` given by the user win.
+products, anything else is `<module path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its
+own heads); `names=` given by the user win.
 """
 
 from __future__ import annotations
