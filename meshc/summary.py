@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
+from torch.fx import Node
 
 from meshc import ir, memory, packing, spmd, work
 from meshc.flops import flops
