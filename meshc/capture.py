@@ -23,6 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from meshc import stock
 from meshc.errors import CaptureError
 from meshc.ir import Source
 from meshc.output_tree import OutputTree
@@ -152,7 +153,7 @@ def torch_graph(
     fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
     leaves = pytree.tree_leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    _register_caches(module)
+    stock.prepare(module)
     root = Root(module, function, autocast)
     root.train(module.training)
     for owner, original in zip(root.module.modules(), module.modules(), strict=True):
@@ -243,27 +244,16 @@ def _widen(module: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def _dynamo_settings() -> Iterator[None]:
-    """Recurrent layers are traced; oneDNN's own variants of operators (they carry no rule) are switched off meanwhile."""
-    enabled = torch._C._get_mkldnn_enabled()
+    """Recurrent layers are traced; oneDNN's own variants of operators and whole layers in one (no rule knows them) are off meanwhile."""
+    enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     with torch._dynamo.config.patch(allow_rnn=True):
         torch._C._set_mkldnn_enabled(False)
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             torch._C._set_mkldnn_enabled(enabled)
-
-
-def _register_caches(module: nn.Module) -> None:
-    """transformers' caches become pytrees, by its own public function, so that a model may return one."""
-    if not type(module).__module__.startswith("transformers.") and not any(
-        type(child).__module__.startswith("transformers.") for child in module.modules()
-    ):
-        return
-    from transformers import DynamicCache
-    from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-    if DynamicCache not in pytree.SUPPORTED_NODES:
-        register_dynamic_cache_export_support()
+            torch.backends.mha.set_fastpath_enabled(whole_layers)
 
 
 def _explain(error: Exception) -> str:
@@ -310,7 +300,10 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
     _drop_plain_inputs(module.graph)
     placeholders: list[tuple[str, str]] = []
     for node in module.graph.find_nodes(op="placeholder"):
-        placeholders.append(_input_name(node.meta["desc"], qualified, traced))
+        if _is_python_value(node, traced):
+            module.graph.erase_node(node)  # a flag: tracing has read it, and nothing of the graph does
+        else:
+            placeholders.append(_input_name(node.meta["desc"], qualified, traced))
     (output,) = module.graph.find_nodes(op="output")
     outputs = [_output_name(description, qualified, traced) for description in output.meta["desc"]]
     return JointGraph(module, placeholders, outputs)
@@ -338,6 +331,12 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
             return "tangent", traced.output_tree.paths()[inner.idx]
         return "tangent", str(inner)
     raise CaptureError(f"torch's tracer gave an input of a kind that meshc does not know: {description}")
+
+
+def _is_python_value(node: torch.fx.Node, traced: TorchGraph) -> bool:
+    description = node.meta["desc"]
+    leaves = pytree.tree_leaves((traced.args, traced.kwargs))
+    return isinstance(description, PlainAOTInput) and not isinstance(leaves[description.idx], torch.Tensor)
 
 
 def _tensor_index(traced: TorchGraph, flat_index: int) -> int:

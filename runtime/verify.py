@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,6 +100,16 @@ class Widened(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class WidenedConstants(TorchFunctionMode):
+    """`torch.tensor(x, dtype=torch.float32)` likewise (DeBERTa's scale): such a constant is made before operators are dispatched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Reference:
     """The model on one device, as a plain copy, and how to call it.
@@ -160,7 +171,11 @@ class Reference:
 
     @contextmanager
     def _under(self, random: ReferenceRandom) -> Iterator[None]:
-        with Widened() if self.double else nullcontext(), random:
+        with ExitStack() as stack:
+            if self.double:
+                stack.enter_context(WidenedConstants())
+                stack.enter_context(Widened())
+            stack.enter_context(random)
             yield
 
 

@@ -23,9 +23,9 @@ class Seq2Seq(nn.Module):
         self.transformer = nn.Transformer(width, 4, 2, 2, 72, batch_first=True)
         self.head = nn.Linear(width, vocab)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.head(self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True)).flatten(0, 1)
+    def forward(self, source: Tensor, shifted: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(shifted.shape[1])
+        return self.head(self.transformer(self.source(source), self.target(shifted), tgt_mask=mask, tgt_is_causal=True)).flatten(0, 1)
 
 
 class Tagger(nn.Module):
@@ -133,8 +133,8 @@ class Recommender(nn.Module):
 
 
 def seq2seq() -> Case:
-    source, target = torch.randint(65, (BATCH, 12)), torch.randint(65, (BATCH, 10))
-    return _case("transformer", Seq2Seq(65, 32), {"source": source, "target": target}, F.cross_entropy, torch.randint(65, (BATCH * 10,)))
+    source, shifted = torch.randint(65, (BATCH, 12)), torch.randint(65, (BATCH, 10))
+    return _case("transformer", Seq2Seq(65, 32), {"source": source, "shifted": shifted}, F.cross_entropy, torch.randint(65, (BATCH * 10,)))
 
 
 def lstm() -> Case:

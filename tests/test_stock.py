@@ -1,0 +1,45 @@
+"""What stock `transformers` models need to be traced."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers import DynamicCache, EncoderDecoderCache
+
+from meshc import stock
+from tests.captured import Captured
+from tests.zoo.run import case
+
+
+def test_a_cache_of_states_comes_back_as_it_left() -> None:
+    """A state-space model's cache, layer by layer, and a decoder's beside its encoder's."""
+    model = case("mamba").model.eval()
+    stock.prepare(model)
+    with torch.no_grad():
+        made = model(torch.randint(3, 65, (2, 5))).cache_params
+    leaves, spec = pytree.tree_flatten(made)
+    again = pytree.tree_unflatten(leaves, spec)
+    assert isinstance(again, DynamicCache) and len(again.layers) == 2 and len(leaves) == 4
+    for before, after in zip(made.layers, again.layers, strict=True):
+        assert torch.equal(before.conv_states[0], after.conv_states[0])
+        assert torch.equal(before.recurrent_states[0], after.recurrent_states[0])
+        assert before.has_previous_state == after.has_previous_state
+    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    assert isinstance(pytree.tree_unflatten(*pytree.tree_flatten(pair)), EncoderDecoderCache)
+
+
+def test_a_restored_cache_of_states_goes_on_as_the_model_left_it() -> None:
+    model = case("mamba").model.eval()
+    stock.prepare(model)
+    with torch.no_grad():
+        ids = torch.randint(3, 65, (2, 6))
+        whole = model(ids).logits[:, -1]
+        made = model(ids[:, :5]).cache_params
+        again = pytree.tree_unflatten(*pytree.tree_flatten(made))
+        torch.testing.assert_close(model(ids[:, 5:], cache_params=again).logits[:, -1], whole)
+
+
+def test_flags_among_the_inputs_are_no_inputs_of_the_program() -> None:
+    """CLIP's `return_loss=True` stands between its tensors and after them."""
+    program = Captured(case("clip"), train=True, double=False).program("tp=2")
+    assert [port.name for port in program.inputs if port.kind == "input"] == ["input_ids", "pixel_values"]
