@@ -241,7 +241,7 @@ class Program:
                 calling.refuse_partial_storage(self.plan)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
-            if "has no rule" in note:
+            if "has no rule" in note or "nothing but padding" in note:
                 warnings.warn(note, stacklevel=4)
         self.timings = dict(draft.seconds)
         if not live:

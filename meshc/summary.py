@@ -17,6 +17,7 @@ from torch.fx import Node
 from meshc import ir, memory, packing, spmd, work
 from meshc.flops import flops
 from meshc.ir import Source
+from meshc.padding import padding
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
 from meshc.window import received
@@ -78,7 +79,7 @@ def _borrowed(node: Node, sizes: Mapping[str, int]) -> int:
 
 def summary(program: Program) -> str:
     """What a user wants to know of a compiled program before running it."""
-    blocks = [_head(program), _parameters(program), _collectives(program), _memory(program), _work(program), _notes(program)]
+    blocks = [_head(program), _parameters(program), _collectives(program), _memory(program), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -254,6 +255,21 @@ def _done(program: Program) -> float:
     runs = memory.runs(program)
     one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
     return one * program.mesh.world_size
+
+
+# -------------------------------------------------------------------------------------------------------------------------- padding
+
+
+def _padding(program: Program) -> str:
+    rows = [
+        (
+            _part(Part(row.factor, row.size, row.axes)), row.tile, f"{100 * row.share:.1f} %", bytes_text(row.kept_bytes),
+            f"{100 * row.compute_share:.1f} %",
+        )
+        for row in padding(program)
+    ]  # fmt: skip
+    headers = ["factor", "tile", "padding", "kept bytes/rank", "of the arithmetic"]
+    return _table(rows, headers, "what padding wastes (averages over the ranks)") if rows else ""
 
 
 # ------------------------------------------------------------------------------------------------------------------- notes, factors

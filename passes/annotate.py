@@ -3,7 +3,8 @@
     tp: heads, ffn, vocab                                  classes 7, 9 (heads), 11 (ffn), 3 (vocab)
     pin *.up_proj.weight: ffn/tp, _            becomes     value model.layers.0.mlp.up_proj.weight: dim 0 split by tp
 
-A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error.
+A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error. An axis
+that is larger than anything it may split leaves ranks without work, which a note says.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from meshc.passes.pins import apply_pins
 
 def annotate(draft: Draft) -> Draft:
     """Fills `pins` (value -> (dim, position) -> axes), `storage_pins` and `spread_pins`; raises PlanError with every fault found."""
-    faults = [*_unknown_factors(draft), *_useless_axes(draft)]
-    faults += apply_pins(draft)
+    faults = [*_unknown_factors(draft), *apply_pins(draft)]
     if faults:
         raise PlanError("the plan does not fit this model:\n  " + "\n  ".join(faults))
+    draft.notes += _large_axes(draft)
     return draft
 
 
@@ -52,10 +53,10 @@ def _unknown_factors(draft: Draft) -> list[str]:
     return faults
 
 
-def _useless_axes(draft: Draft) -> list[str]:
-    """An axis larger than anything that its entry could split would leave ranks without work."""
+def _large_axes(draft: Draft) -> list[str]:
+    """What to say of axes larger than anything that their entries could split."""
     assert draft.plan is not None and draft.names is not None and draft.factors is not None
-    faults = []
+    notes = []
     known = _known(draft)
     for axis in draft.mesh.axes:
         entry = draft.plan.entry(axis.name)
@@ -68,8 +69,9 @@ def _useless_axes(draft: Draft) -> list[str]:
         }
         if sizes and max(sizes.values()) < axis.size:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)
-            faults.append(
-                f"axis {axis.name} has {axis.size} ranks, more than anything it could split ({found}); "
-                f"make it at most {max(sizes.values())}, or give it a larger factor in the plan"
+            largest = max(sizes.values())
+            notes.append(
+                f"axis {axis.name} has {axis.size} ranks, more than anything it could split ({found}): {axis.size - largest} of them hold "
+                f"nothing but padding; make it at most {largest}, or give it a larger factor in the plan"
             )
-    return faults
+    return notes

@@ -41,7 +41,6 @@ def test_data_dependent_control_flow_names_the_line() -> None:
         ("dp=2,rows=2", "auto", "axis rows has neither a role nor a plan entry; names with a role are dp, batch,"),
         ("dp=2", "dp: bach", "the model has no factor 'bach'; did you mean batch"),
         ("dp=2", "zero9", "there is no recipe 'zero9'; recipes are ddp,"),
-        ("dp=16", "auto", "axis dp has 16 ranks, more than anything it could split (batch 6); make it at most 6"),
         ("dp=2", "dp: batch\npin down.bais: -/dp", "down.bais"),
         ("pp=2", "auto", "not yet: the model is not cut into pipeline stages"),
     ],
