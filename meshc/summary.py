@@ -79,7 +79,8 @@ def _borrowed(node: Node, sizes: Mapping[str, int]) -> int:
 
 def summary(program: Program) -> str:
     """What a user wants to know of a compiled program before running it."""
-    blocks = [_head(program), _parameters(program), _collectives(program), _memory(program), _work(program), _padding(program), _notes(program)]
+    tables = (_head, _parameters, _collectives, _memory, _work, _padding, _notes)
+    blocks = [table(program) for table in tables]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
