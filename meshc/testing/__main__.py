@@ -1,0 +1,121 @@
+"""`python -m meshc.testing`: random programs on random meshes under random plans, until a number of cases has run."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from meshc.mesh import Mesh
+from meshc.testing.check import Captured, Outcome, captured, check_once
+from meshc.testing.plans import draw_mesh, draw_plan
+from meshc.testing.programs import draw_program
+from meshc.testing.shrink import Case, shrink
+from meshc.testing.sketch import Sketch, script
+
+PLANS = 5
+"""Meshes and plans a program."""
+
+
+@dataclass
+class Tally:
+    """What has run so far: outcomes by kind, and one example of each sort that is not equal."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    sorts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, found: Outcome, count: int = 1) -> bool:
+        """Whether this is the first of its sort."""
+        self.kinds[found.kind] += count
+        if found.kind != "equal":
+            self.sorts[found.sort] += count
+        return self.sorts[found.sort] == count
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+
+
+def run_program(seed: int, plans: int = PLANS, only: int | None = None) -> list[tuple[Case | None, Outcome]]:
+    """All cases of one program, with their outcomes."""
+    sketch = draw_program(seed)
+    train = sketch.loss and bool(sketch.of_kind("parameter"))
+    ready = captured(sketch, train)
+    if not isinstance(ready, Captured):
+        return [(Case(sketch, train, "a=2", ("a: -",)), ready)] * plans
+    found: list[tuple[Case | None, Outcome]] = []
+    for index in range(plans):
+        if only is None or index == only:
+            found.append(run_case(ready, seed, index))
+    return found
+
+
+def run_case(ready: Captured, seed: int, index: int) -> tuple[Case, Outcome]:
+    chance = random.Random(f"{seed}:{index}")
+    mesh = draw_mesh(chance)
+    plan = draw_plan(chance, ready.draft, mesh)
+    return Case(ready.sketch, ready.train, str(mesh), tuple(plan.split("\n"))), ready.check(mesh, plan, reparse=index % 5 == 4)
+
+
+def smallest(case: Case, found: Outcome, seconds: float) -> Case:
+    def fails(smaller: Case) -> bool:
+        other = check_once(smaller.sketch, smaller.train, smaller.mesh, "\n".join(smaller.plan))
+        return other.failed and other.kind == found.kind
+
+    return shrink(case, fails, seconds)
+
+
+def show(case: Case, found: Outcome, name: str) -> str:
+    return script(case.sketch, case.mesh, "\n".join(case.plan), name) + "\n".join(f"# {line}" for line in found.why.splitlines()[:60]) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m meshc.testing", description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
+    parser.add_argument("--plans", type=int, default=PLANS, help="meshes and plans a program")
+    parser.add_argument("--plan", type=int, default=None, help="only this one of each program's plans")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making a failing case smaller; 0: not at all")
+    parser.add_argument("--out", type=Path, default=None, help="a folder for the scripts of failing cases")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    tally, begin = Tally(), time.monotonic()
+    for number in range(-(-options.cases // options.plans)):
+        seed = options.seed + number
+        for index, (case, found) in enumerate(run_program(seed, options.plans, options.plan)):
+            first = tally.add(found)
+            if options.verbose and found.kind == "refused" and first:
+                print(f"seed {seed}, plan {index}: {found.why}", flush=True)
+            if found.failed and case is not None and first:
+                report(case, found, f"seed {seed}, plan {index}", options.shrink, options.out)
+        if number % 20 == 19:
+            print(f"after program {seed}: {tally}, {time.monotonic() - begin:.0f} s", flush=True)
+    for sort, count in tally.sorts.most_common():
+        print(f"{count:6d}  {sort}")
+    print(f"{sum(tally.kinds.values())} cases from seed {options.seed}: {tally}, {time.monotonic() - begin:.0f} s")
+    return int(any(tally.kinds[kind] for kind in ("unlike", "broken")))
+
+
+def report(case: Case, found: Outcome, name: str, seconds: float, out: Path | None) -> None:
+    """Print the smallest program that fails like this one, and keep it in `out`."""
+    small = smallest(case, found, seconds) if seconds else case
+    again = check_once(small.sketch, small.train, small.mesh, "\n".join(small.plan)) if seconds else found
+    text = show(small, again, f"{name}: {found.kind}")
+    print(f"---- {name}: {found.sort}\n{text}", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name.replace(', ', '-').replace(' ', '')}.py").write_text(text)
+
+
+__all__ = ["Mesh", "Sketch", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

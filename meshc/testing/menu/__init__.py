@@ -1,0 +1,23 @@
+"""The operators that random programs are made of: name -> how it draws its operands and numbers.
+
+An entry takes a `Drawer` and gives `(text, operands)`: Python over `{0}`, `{1}`, ... and, for statements, `{out}`. One line of a table where
+operands are of one shape; a function where numbers depend on shapes. `WEIGHT` is how often a family is drawn.
+"""
+
+from __future__ import annotations
+
+from meshc.testing.menu import chance, index, layers, layout, pointwise, product, reduction
+from meshc.testing.menu.entry import Entry
+
+FAMILIES: tuple[tuple[int, dict[str, Entry]], ...] = (
+    (8, pointwise.MENU),
+    (5, product.MENU),
+    (5, reduction.MENU),
+    (10, layout.MENU),
+    (5, index.MENU),
+    (3, layers.MENU),
+    (2, chance.MENU),
+)
+MENU: dict[str, Entry] = {name: entry for _, family in FAMILIES for name, entry in family.items()}
+
+__all__ = ["FAMILIES", "MENU", "Entry"]

@@ -1,0 +1,11 @@
+"""What an entry of the menu is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshc.testing.draw import Drawer
+
+Entry = Callable[["Drawer"], tuple[str, Sequence[str]]]

@@ -1,0 +1,68 @@
+"""The mesh and the plan of a seed, for a program whose factors are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from math import prod
+
+from meshc.mesh import Mesh
+from meshc.passes.draft import Draft
+
+AXES = ("a", "b", "c")
+RANKS = 8
+
+
+def draw_mesh(chance: random.Random) -> Mesh:
+    """One to three axes of 2 to 4 ranks, 8 ranks at most."""
+    while True:
+        sizes = [chance.choice((2, 2, 3, 4)) for _ in range(chance.choice((1, 1, 2, 2, 2, 3)))]
+        if prod(sizes) <= RANKS:
+            return Mesh(",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=False)))
+
+
+def draw_plan(chance: random.Random, draft: Draft, mesh: Mesh) -> str:
+    """A line an axis, of the program's own factors, and now and then a pin. `draft` has its factors."""
+    assert draft.names is not None and draft.factors is not None
+    sizes = {name: draft.factors.size[factor] for factor, name in draft.names.of.items() if draft.factors.size[factor] > 1}
+    modules = sorted({node.meta["meshc"].source.module for node in draft.the_graph().nodes if hasattr(node.meta.get("meshc"), "source")} - {""})
+    lines = [_entry(chance, axis.name, axis.size, sizes, [*modules, "attention"]) for axis in mesh.axes]
+    if chance.random() < 0.25:
+        lines += _pin(chance, draft, mesh)
+    return "\n".join(lines)
+
+
+def _entry(chance: random.Random, axis: str, ranks: int, sizes: Mapping[str, int], regions: list[str]) -> str:
+    large = [name for name, size in sizes.items() if size >= ranks]
+    if not large or chance.random() < 0.04:
+        return f"{axis}: -"
+    others = list(sizes)
+    terms = [chance.choice(large)] + [chance.choice(others) for _ in range(chance.randint(0, 5))]
+    terms = list(dict.fromkeys(terms))
+    text = ""
+    for index, term in enumerate(terms):
+        region = f"@{chance.choice(regions)}" if index and chance.random() < 0.12 else ""
+        text += (chance.choice((", ", " > ")) if index else "") + term + region
+    stored = [what for what in ("params", "grads", "state") if chance.random() < 0.3]
+    return f"{axis}: {text}" + (f"; store {', '.join(stored)}" if stored else "")
+
+
+def _pin(chance: random.Random, draft: Draft, mesh: Mesh) -> list[str]:
+    """One factor of a parameter or an input, on one or two axes or kept whole."""
+    assert draft.names is not None and draft.factors is not None
+    places = []
+    for key, node in draft.placeholders().items():
+        kind, name = key.split(":", 1)
+        if kind in ("parameter", "input"):
+            rows = draft.factors.dims[(node, 0)]
+            places += [(name if kind == "parameter" else key, rows, dim) for dim, row in enumerate(rows) if row]
+    if not places:
+        return []
+    name, rows, dim = chance.choice(places)
+    chosen = chance.randrange(len(rows[dim]))
+    axes = chance.sample([axis.name for axis in mesh.axes], chance.randint(0, min(2, len(mesh.axes))))
+    parts = [draft.names.of[factor] for factor in rows[dim]]
+    parts[chosen] += "".join(f"/{axis}" for axis in axes) or "!"
+    dims = ["_"] * len(rows)
+    dims[dim] = " * ".join(parts)
+    return [f"pin {name}: {', '.join(dims)}" + "  only" * (chance.random() < 0.3)]
