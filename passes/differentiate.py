@@ -13,65 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
 from torch.fx import Graph, Node
 
 from meshc.capture import JointGraph, TorchGraph, joint_graph, source_of
 from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
+from meshc.passes.decompositions import decompositions
 from meshc.passes.module_outputs import mark_module_outputs
 from meshc.program import Port
 
 aten = torch.ops.aten
 
-DECOMPOSED = (
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._native_batch_norm_legit_no_training,
-    aten.native_batch_norm_backward,
-    aten.native_group_norm,
-    aten.native_group_norm_backward,
-    aten.nll_loss_forward,
-    aten.nll_loss_backward,
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.var_mean,
-    aten.addcmul,
-    aten.linear_backward,
-    aten.native_dropout_backward,
-    aten._fused_rms_norm,
-    aten._fused_rms_norm_backward,
-    aten.rsub,
-    aten.binary_cross_entropy_with_logits,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-)
-"""Taken apart by torch's own decompositions: each a list of operators whose rules are simpler than its own would be."""
-
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
-
-
-def var_mean(
-    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean as means: two passes, exact on a split dim once the means are."""
-    dims = list(range(x.dim())) if dim is None or list(dim) == [] else [d % x.dim() for d in dim]
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    mean = x.mean(dims, True)
-    centred = x - mean
-    scale = count / max(count - (1.0 if correction is None else correction), 0.0) if count > 1 else float("nan")
-    variance = (centred * centred).mean(dims, True) * scale
-    if not keepdim:
-        variance, mean = variance.squeeze(dims), mean.squeeze(dims)
-    return variance, mean
-
-
-def decompositions() -> dict[Any, Any]:
-    table = dict(get_decompositions(list(dict.fromkeys(DECOMPOSED))))
-    table[aten.var_mean.correction] = var_mean
-    return table
 
 
 def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], dict[str, torch.Tensor]]:

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     tally, begin = Tally(), time.monotonic()
     for number in range(-(-options.cases // options.plans)):
         seed = options.seed + number
-        for index, (case, found) in enumerate(run_program(seed, options.plans, options.plan)):
+        for index, (case, found) in enumerate(run_program(seed, options.plans, options.plan), options.plan or 0):
             first = tally.add(found)
             if options.verbose and found.kind == "refused" and first:
                 print(f"seed {seed}, plan {index}: {found.why}", flush=True)

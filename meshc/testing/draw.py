@@ -156,7 +156,7 @@ class Drawer:
 
     def attempt(self, op: str, draw: Callable[[Drawer], tuple[str, Sequence[str]]]) -> bool:
         """Try an operator of the menu once; whether a step was added."""
-        leaves, calls, drawn = len(self.leaves), self.random.calls, len(self.random.drawn)
+        leaves, drawn = len(self.leaves), len(self.random.drawn)
         known = dict(self.env)
         try:
             text, operands = draw(self)
@@ -166,7 +166,6 @@ class Drawer:
             self._judge(step)
         except (Unfit, RuntimeError, IndexError, ValueError, TypeError, MeshcError):
             del self.leaves[leaves:], self.random.drawn[drawn:]
-            self.random.calls = calls
             self.env = known
             return False
         self.steps.append(step)

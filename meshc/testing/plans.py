@@ -55,14 +55,15 @@ def _pin(chance: random.Random, draft: Draft, mesh: Mesh) -> list[str]:
         kind, name = key.split(":", 1)
         if kind in ("parameter", "input"):
             rows = draft.factors.dims[(node, 0)]
-            places += [(name if kind == "parameter" else key, rows, dim) for dim, row in enumerate(rows) if row]
+            words = [[draft.names.of[factor] for factor in row] for row in rows]
+            places += [(name if kind == "parameter" else key, words, dim) for dim, row in enumerate(words) if row and len(set(row)) == len(row)]
     if not places:
         return []
-    name, rows, dim = chance.choice(places)
-    chosen = chance.randrange(len(rows[dim]))
+    name, words, dim = chance.choice(places)
+    parts = list(words[dim])
+    chosen = chance.randrange(len(parts))
     axes = chance.sample([axis.name for axis in mesh.axes], chance.randint(0, min(2, len(mesh.axes))))
-    parts = [draft.names.of[factor] for factor in rows[dim]]
     parts[chosen] += "".join(f"/{axis}" for axis in axes) or "!"
-    dims = ["_"] * len(rows)
+    dims = ["_"] * len(words)
     dims[dim] = " * ".join(parts)
     return [f"pin {name}: {', '.join(dims)}" + "  only" * (chance.random() < 0.3)]

@@ -111,7 +111,8 @@ class Local:
             if unit != 1:
                 row = self.emit(aten.mul.Tensor, row, unit)
             found = row if found is None else self.emit(aten.add.Tensor, self.emit(aten.unsqueeze.default, found, -1), row)
-        assert found is not None
+        if found is None:  # a dim of size 1
+            return self.emit(aten.zeros.default, [1], dtype=dtype, device=device)
         return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
 
     def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:

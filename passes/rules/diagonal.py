@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, result_shapes, shape_of
+from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -34,7 +34,7 @@ def _lower_triangle(local: Local) -> Node:
     rows = local.emit(aten.unsqueeze.default, local.positions(row, torch.int64, device), -1)
     distance = local.emit(aten.sub.Tensor, local.positions(column, torch.int64, device), rows)
     kept = local.emit((aten.le if node.target is aten.tril.default else aten.ge).Scalar, distance, diagonal)
-    return local.emit(aten.where.ScalarOther, kept, x, 0)
+    return local.emit(aten.where.ScalarOther, kept, x, False if dtype_of(node) == torch.bool else 0)
 
 
 def _letters(node: Node, shape: tuple[int, ...], first: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:

@@ -156,6 +156,8 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
         for position, (letter, size) in enumerate(zip(letters, shape, strict=True)):
             if size == 1 and sizes.get(letter, 1) != 1 or letter == ONE:
                 letters[position] = ONE
+            elif sizes.get(letter, 1) not in (1, size):
+                raise ValueError(f"rule {text!r} gives {letter} two sizes, {sizes[letter]} and {size}, in {node.name}")
             else:
                 sizes[letter] = size
         return tuple(letters)

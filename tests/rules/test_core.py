@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshc.allowed import refusal
-from meshc.passes.differentiate import decompositions
+from meshc.passes.decompositions import decompositions
 from meshc.passes.rules import FAMILIES, elementwise
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, i, sample
+from tests.rules.samples.calls import b, f, i, sample
 
 aten = torch.ops.aten
 
@@ -12,6 +12,8 @@ for op in (aten.tril, aten.triu):
     sample(op.default, f(2, 5, 7))
     sample(op.default, f(5, 6), -1, refine={0: (5, 3, 2)})
     sample(op.default, i(9, 5, 4), 2)
+    sample(op.default, b(5, 7), 1)
+    sample(op.default, f(5, 1, 7), 1)
 for op in (aten.diagonal, aten.diagonal_copy):
     sample(op.default, f(5, 4))
     sample(op.default, f(5, 4, 7), 1, 0, -1)
