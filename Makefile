@@ -9,7 +9,11 @@ STAMP := $(VENV)/.installed
 # One thread a process: ranks and test workers share the machine's cores, and sums are then added in the same order on every run.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-gpu lint bench matrix zoo clean
+# How many random cases `make fuzz` runs, and the seed of the first program.
+CASES ?= 1000
+SEED ?= 0
+
+.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz clean
 
 venv: $(STAMP)
 
@@ -35,6 +39,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) bench/run.py
+
+fuzz: $(STAMP)
+	$(RUN) -m meshc.testing --cases $(CASES) --seed $(SEED)
 
 matrix: $(STAMP)
 	$(RUN) -m tests.matrix

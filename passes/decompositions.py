@@ -51,7 +51,8 @@ def var_mean(
         count *= x.shape[d]
     mean = x.mean(dims, True)
     centred = x - mean
-    scale = count / max(count - (1.0 if correction is None else correction), 0.0) if count > 1 else float("nan")
+    free = max(count - (1.0 if correction is None else correction), 0.0)
+    scale = count / free if free else float("inf")  # which zero makes NaN, as in torch
     variance = (centred * centred).mean(dims, True) * scale
     if not keepdim:
         variance, mean = variance.squeeze(dims), mean.squeeze(dims)

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SEES_BOTH = ("meshc.api", "meshc.verification", "meshc.__main__")
-"""The only modules that may know the passes and the runtime."""
+SEES_BOTH = ("meshc.api", "meshc.verification", "meshc.__main__", "meshc.testing.check", "meshc.testing.plans")
+"""The only modules that may know the passes and the runtime. Nothing but tests and its own command line imports `meshc.testing`."""
 
 SEES_THE_FACE = ("meshc", "meshc.__main__", "meshc.verification")
 """The only modules that may import `meshc.api`: the package that offers it, and the command line."""

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from meshc.mesh import Mesh
 from meshc.testing.check import Captured, Outcome, captured, check_once
 from meshc.testing.plans import draw_mesh, draw_plan
 from meshc.testing.programs import draw_program
 from meshc.testing.shrink import Case, shrink
-from meshc.testing.sketch import Sketch, script
+from meshc.testing.sketch import script
 
 PLANS = 5
 """Meshes and plans a program."""
@@ -72,7 +71,8 @@ def smallest(case: Case, found: Outcome, seconds: float) -> Case:
 
 
 def show(case: Case, found: Outcome, name: str) -> str:
-    return script(case.sketch, case.mesh, "\n".join(case.plan), name) + "\n".join(f"# {line}" for line in found.why.splitlines()[:60]) + "\n"
+    why = "".join(f"# {line}\n" for line in found.why.splitlines()[:60])
+    return script(case.sketch, case.mesh, "\n".join(case.plan), name) + why
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,8 +114,6 @@ def report(case: Case, found: Outcome, name: str, seconds: float, out: Path | No
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{name.replace(', ', '-').replace(' ', '')}.py").write_text(text)
 
-
-__all__ = ["Mesh", "Sketch", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -63,8 +63,8 @@ class Captured:
         if self.optimizer is not None:
             traced = calling.traced_step(calling.TrainStep(model, optimizer=self.optimizer))
         self.request = Request(
-            module=model, function=traced.function, signature=traced.signature, args=(), kwargs=inputs, mesh=Mesh("a=1"), plan="a: -", grad=grad,
-            train=train, double=True, optimizer=describe(self.optimizer) if self.optimizer else None,
+            module=model, function=traced.function, signature=traced.signature, args=(), kwargs=inputs, mesh=Mesh("a=1"), plan="a: -",
+            grad=grad, train=train, double=True, optimizer=describe(self.optimizer) if self.optimizer else None,
         )  # fmt: skip
         with torch.set_grad_enabled(grad):
             self.draft = run_passes(start(self.request), PASSES[:PLANLESS])
@@ -102,6 +102,8 @@ class Captured:
     def _compare(self, program: Program, report: verification.Report) -> None:
         parameters: nn.Module = self.reference.module
         parameters.load_state_dict(self.initial)
+        for value in self.reference.kwargs.values():
+            value.grad = None
         if not self.train:
             verification.compare_module(program, self.reference, report)
             return

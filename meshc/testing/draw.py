@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshc.errors import MeshcError
 from meshc.reference import ReferenceRandom
-from meshc.testing.sketch import Leaf, Sketch, Step, execute, run_step
+from meshc.testing.sketch import Leaf, Sketch, Step, run_step
 
 LARGEST = 4096
 """Elements of a value, at most."""
@@ -261,6 +261,3 @@ def steady(sketch: Sketch) -> bool:
             elif one.numel() and float((one - other).abs().max()) > UNSTEADY * max(float(one.abs().max()), 1e-3):
                 return False
     return True
-
-
-__all__ = ["Drawer", "Unfit", "execute", "outcome", "pruned", "steady"]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from math import prod
 
+from meshc.ir import records
 from meshc.mesh import Mesh
 from meshc.passes.draft import Draft
 
@@ -25,7 +26,8 @@ def draw_plan(chance: random.Random, draft: Draft, mesh: Mesh) -> str:
     """A line an axis, of the program's own factors, and now and then a pin. `draft` has its factors."""
     assert draft.names is not None and draft.factors is not None
     sizes = {name: draft.factors.size[factor] for factor, name in draft.names.of.items() if draft.factors.size[factor] > 1}
-    modules = sorted({node.meta["meshc"].source.module for node in draft.the_graph().nodes if hasattr(node.meta.get("meshc"), "source")} - {""})
+    found = {records(node)[0].source.module for node in draft.the_graph().nodes if node.op == "call_function"}
+    modules = sorted(found - {""})
     lines = [_entry(chance, axis.name, axis.size, sizes, [*modules, "attention"]) for axis in mesh.axes]
     if chance.random() < 0.25:
         lines += _pin(chance, draft, mesh)
@@ -56,7 +58,8 @@ def _pin(chance: random.Random, draft: Draft, mesh: Mesh) -> list[str]:
         if kind in ("parameter", "input"):
             rows = draft.factors.dims[(node, 0)]
             words = [[draft.names.of[factor] for factor in row] for row in rows]
-            places += [(name if kind == "parameter" else key, words, dim) for dim, row in enumerate(words) if row and len(set(row)) == len(row)]
+            called = name if kind == "parameter" else key
+            places += [(called, words, dim) for dim, row in enumerate(words) if row and len(set(row)) == len(row)]
     if not places:
         return []
     name, words, dim = chance.choice(places)

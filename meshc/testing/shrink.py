@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshc.testing.draw import outcome, pruned
+from meshc.testing.draw import pruned
 from meshc.testing.sketch import Leaf, Sketch, execute
 
 Fails = Callable[["Case"], bool]
@@ -51,6 +51,13 @@ def candidates(case: Case) -> Iterator[Case]:
                 one = sketch.outputs[start : start + count]
                 yield from _as_case(case, replace(sketch, outputs=one))
                 yield from _as_case(case, replace(sketch, outputs=rest))
+    for step in sketch.steps:  # what an output is made of, in its place
+        if set(step.outs) & set(sketch.outputs):
+            made = {leaf.name for leaf in sketch.leaves}
+            earlier = [name for name in step.operands if name not in made]
+            rest = [name for name in sketch.outputs if name not in step.outs]
+            if earlier or rest:
+                yield from _as_case(case, replace(sketch, outputs=tuple(dict.fromkeys([*rest, *earlier]))))
     yield from _as_case(case, replace(sketch, parts=())) if sketch.parts else ()
     if case.train:
         yield replace(case, train=False)
@@ -66,7 +73,8 @@ def candidates(case: Case) -> Iterator[Case]:
         if leaf.kind == "parameter" or leaf.grad:
             name = leaf.name if leaf.kind == "input" else f"y{leaf.name}"
             plain = replace(leaf, kind="input", grad=False, name=name)
-            yield from _as_case(case, renamed(replace(sketch, leaves=tuple(plain if x is leaf else x for x in sketch.leaves)), leaf.name, name))
+            leaves = tuple(plain if x is leaf else x for x in sketch.leaves)
+            yield from _as_case(case, renamed(replace(sketch, leaves=leaves), leaf.name, name))
 
 
 def _as_case(case: Case, sketch: Sketch) -> Iterator[Case]:
@@ -130,6 +138,3 @@ def without(sketch: Sketch, span: range) -> Sketch | None:
     if not outputs:
         return None
     return replace(sketch, leaves=tuple(leaves), steps=steps, outputs=outputs, parts=tuple(parts) if sum(parts) else ())
-
-
-__all__ = ["Case", "candidates", "outcome", "shrink", "without"]

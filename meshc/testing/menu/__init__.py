@@ -1,7 +1,7 @@
 """The operators that random programs are made of: name -> how it draws its operands and numbers.
 
-An entry takes a `Drawer` and gives `(text, operands)`: Python over `{0}`, `{1}`, ... and, for statements, `{out}`. One line of a table where
-operands are of one shape; a function where numbers depend on shapes. `WEIGHT` is how often a family is drawn.
+An entry takes a `Drawer` and gives `(text, operands)`: Python over `{0}`, `{1}`, ... and, for statements, `{out}`. With operands of one
+shape it picks a line of a table; where numbers depend on shapes it makes the text. The number beside a family is how often it is drawn.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def _scatter(d: Drawer) -> tuple[str, list[str]]:
     index = d.indices(short, shape[dim])
     if d.coin(0.2):
         return f"{{0}}.scatter({dim}, {{1}}, 0.5)", [x, index]
-    text = d.one((f"{{0}}.scatter_add({dim}, {{1}}, {{2}})", f"{{0}}.scatter_reduce({dim}, {{1}}, {{2}}, '{d.one(('amax', 'amin', 'sum'))}')"))
+    text = d.one((f"{{0}}.scatter_add({dim}, {{1}}, {{2}})",
+                  f"{{0}}.scatter_reduce({dim}, {{1}}, {{2}}, '{d.one(('amax', 'amin', 'sum'))}')"))
     return text, [x, index, d.like(short)]
 
 
@@ -70,13 +71,16 @@ def _index_put(d: Drawer) -> tuple[str, list[str]]:
     dim = d.number(0, len(shape) - 1)
     count = max(d.extent(), 1)
     places = ":, " * dim + "{1}"
-    values = d.broadcasting([count if i == dim else extent for i, extent in enumerate(shape)])
     index = d.indices([count], shape[dim])
     if d.coin(0.3):
         return f"{{out}} = {{0}}.clone()\n{{out}}[{places}] = 0.75", [x, index]
-    none = "None, " * dim
-    return f"torch.index_put({{0}}, ({'torch.arange(' + str(shape[0]) + ')[:, None], ' if dim == 1 else ''}{{1}},), {{2}}, accumulate=True)", [
-        x if dim < 2 and not (none and dim > 1) else d.floating(1, 1, filled=True), index, values]  # fmt: skip
+    adds = dim < 2 and d.coin(0.7)
+    # of rows written twice any may stay, so they must be equal
+    values = d.broadcasting([(count if adds else 1) if i == dim else extent for i, extent in enumerate(shape)])
+    if not adds:
+        return f"{{out}} = {{0}}.clone()\n{{out}}[{places}] = {{2}}", [x, index, values]
+    before = f"torch.arange({shape[0]})[:, None], " * dim
+    return f"torch.index_put({{0}}, ({before}{{1}},), {{2}}, accumulate=True)", [x, index, values]
 
 
 def _by_truths(d: Drawer) -> tuple[str, list[str]]:
@@ -93,9 +97,11 @@ def _one_hot(d: Drawer) -> tuple[str, list[str]]:
 def _positions(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating(1, 4, filled=True)
     extent = d.shape(x)[-1]
-    text = d.one((f"{{0}} + torch.arange({extent}, dtype=torch.float64)", f"{{0}} * torch.linspace(0.0, 1.0, {extent}, dtype=torch.float64)",
+    text = d.one((f"{{0}} + torch.arange({extent}, dtype=torch.float64)",
+                  f"{{0}} * torch.linspace(0.0, 1.0, {extent}, dtype=torch.float64)",
                   f"{{0}}.masked_fill(torch.arange({extent}) > {extent // 2}, -1.0)", f"{{0}} + torch.arange(1, {2 * extent + 1}, 2) * 0.1",
-                  f"{{0}} * (torch.arange({extent}).unsqueeze(1) >= torch.arange({extent})).double().sum(1)", f"{{0}} + torch.eye({extent})[0]",
+                  f"{{0}} * (torch.arange({extent}).unsqueeze(1) >= torch.arange({extent})).double().sum(1)",
+                  f"{{0}} + torch.eye({extent})[0]",
                   f"{{0}} - torch.ones({extent}).cumsum(0)", f"{{0}} * torch.full(({extent},), 0.5)",
                   f"{{0}} + torch.tensor({[0.5 * i for i in range(extent)]})"))  # fmt: skip
     return text, [x]
@@ -105,13 +111,16 @@ def _causal(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating(2, 4, filled=True)
     rows, columns = d.shape(x)[-2:]
     mask = f"torch.ones({rows}, {columns}, dtype=torch.bool)"
-    return d.one((f"{{0}}.masked_fill({mask}.triu(1), -3.0).softmax(-1)", f"{{0}} * {mask}.tril()", f"torch.where({mask}.triu(1), {{0}}, 0.0)")), [x]
+    return d.one((f"{{0}}.masked_fill({mask}.triu(1), -3.0).softmax(-1)", f"{{0}} * {mask}.tril()",
+                  f"torch.where({mask}.triu(1), {{0}}, 0.0)")), [x]
 
 
 def _searched(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating(1, 3, filled=True)
-    return d.one(("torch.bucketize({0}, torch.tensor([-1.0, 0.0, 0.5], dtype=torch.float64))", "torch.take_along_dim({0}, {0}.argsort(-1), -1)",
-                  "{0}.gather(-1, {0}.argmax(-1, keepdim=True))", "{0}.index_select(-1, torch.arange({0}.shape[-1] - 1, -1, -1))")), [x]  # fmt: skip
+    return d.one(("torch.bucketize({0}, torch.tensor([-1.0, 0.0, 0.5], dtype=torch.float64))",
+                  "torch.take_along_dim({0}, {0}.argsort(-1), -1)",
+                  "{0}.gather(-1, {0}.argmax(-1, keepdim=True))",
+                  "{0}.index_select(-1, torch.arange({0}.shape[-1] - 1, -1, -1))")), [x]  # fmt: skip
 
 
 MENU: dict[str, Entry] = {

@@ -41,15 +41,18 @@ def _pool(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating(3, 4, filled=True)
     space = len(d.shape(x)) - 2
     size = d.number(1, 3)
-    text = d.one((f"F.max_pool{space}d({{0}}, {size})", f"F.avg_pool{space}d({{0}}, {size}, {d.number(1, 2)})", f"F.adaptive_avg_pool{space}d({{0}}, {size})",
-                  f"F.max_pool{space}d({{0}}, {size}, {d.number(1, 2)}, {size // 2})", f"F.avg_pool{space}d({{0}}, {size}, padding={size // 2})",
+    text = d.one((f"F.max_pool{space}d({{0}}, {size})", f"F.avg_pool{space}d({{0}}, {size}, {d.number(1, 2)})",
+                  f"F.adaptive_avg_pool{space}d({{0}}, {size})",
+                  f"F.max_pool{space}d({{0}}, {size}, {d.number(1, 2)}, {size // 2})",
+                  f"F.avg_pool{space}d({{0}}, {size}, padding={size // 2})",
                   f"F.adaptive_max_pool{space}d({{0}}, {size})", f"F.lp_pool{space}d({{0}}.abs() + 0.1, 2, {size})"))  # fmt: skip
     return text, [x]
 
 
 def _resize(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating(4, 4, filled=True)
-    return d.one(("F.interpolate({0}, scale_factor=2)", "F.interpolate({0}, size=(3, 5), mode='bilinear')", "F.pixel_unshuffle(F.interpolate({0}, scale_factor=2), 2)",
+    return d.one(("F.interpolate({0}, scale_factor=2)", "F.interpolate({0}, size=(3, 5), mode='bilinear')",
+                  "F.pixel_unshuffle(F.interpolate({0}, scale_factor=2), 2)",
                   "F.interpolate({0}, size=(4, 2), mode='nearest')")), [x]  # fmt: skip
 
 

@@ -19,7 +19,8 @@ ONE_OPERAND = (
     "torch.zeros_like({0})", "torch.ones_like({0}) * {0}", "torch.full_like({0}, 0.25)", "{0}.nan_to_num()", "{0}.detach()",
     "{0}.contiguous()", "{0}.clone()", "torch.nan_to_num(torch.log({0}), 0.0, 0.0, 0.0)", "{0}.masked_fill({0} > 0.5, -1.0)",
     "torch.where({0} > 0, {0}, 0.1)", "F.threshold({0}, 0.1, 0.3)", "F.tanhshrink({0})", "F.softshrink({0}, 0.3)", "{0}.trunc()",
-    "{0}.frac()", "{0}.positive()", "torch.sinc({0})", "{0}.float().double()", "{0}.clamp(min=0.1).pow(0.5)", "torch.special.xlogy({0}, 2.0)",
+    "{0}.frac()", "{0}.positive()", "torch.sinc({0})", "{0}.float().double()", "{0}.clamp(min=0.1).pow(0.5)",
+    "torch.special.xlogy({0}, 2.0)",
 )  # fmt: skip
 TWO_OPERANDS = (
     "{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / ({1}.abs() + 0.7)", "torch.maximum({0}, {1})", "torch.minimum({0}, {1})",
@@ -27,7 +28,8 @@ TWO_OPERANDS = (
     "torch.add({0}, {1}, alpha=0.5)", "torch.lerp({0}, {1}, 0.3)", "F.mse_loss({0}, {1}.expand_as({0}), reduction='none')",
     "F.smooth_l1_loss({0}, {1}.expand_as({0}), reduction='none')", "torch.logaddexp({0}, {1})", "torch.copysign({0}, {1})",
     "{0}.clamp(min={1})", "torch.remainder({0}, {1}.abs() + 1.0)", "torch.rsub({0}, {1})", "torch.xlogy({0}, {1}.abs() + 0.5)",
-    "torch.pow({0}.abs() + 0.5, {1}.clamp(-2.0, 2.0))", "torch.floor_divide({0}, {1}.abs() + 1.0)", "torch.heaviside({0}.detach(), {1}.detach())",
+    "torch.pow({0}.abs() + 0.5, {1}.clamp(-2.0, 2.0))", "torch.floor_divide({0}, {1}.abs() + 1.0)",
+    "torch.heaviside({0}.detach(), {1}.detach())",
 )  # fmt: skip
 COMPARISONS = (
     "{0} > {1}", "{0} <= {1}", "{0} == {1}", "({0} > 0) & ({1} < 0)", "torch.logical_or({0} > 1, {1} > 1)", "torch.logical_not({0})",
@@ -78,7 +80,8 @@ def _comparison(d: Drawer) -> tuple[str, list[str]]:
 
 def _chosen(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating()
-    return d.one(("torch.where({0}, {1}, {2})", "{1}.masked_fill({0}, 0.5) + {2}", "{1} * {0} + {2}", "{1}.masked_fill(~{0}, -2.0) + {2}")), [
+    return d.one(("torch.where({0}, {1}, {2})", "{1}.masked_fill({0}, 0.5) + {2}", "{1} * {0} + {2}",
+                  "{1}.masked_fill(~{0}, -2.0) + {2}")), [
         d.truths(d.shape(x)), x, d.broadcasting(d.shape(x)),
     ]  # fmt: skip
 
@@ -95,7 +98,8 @@ def _cast(d: Drawer) -> tuple[str, list[str]]:
 
 def _integers(d: Drawer) -> tuple[str, list[str]]:
     x = d.existing(lambda v: v.dtype.is_floating_point is False and str(v.dtype) == "torch.int64") or d.leaf(d.any_shape(1, 3), "int64", 7)
-    texts = ("{0} + 1", "{0} % 3", "{0} // 2", "{0}.double() * 0.25", "({0} > 2).double()", "{0} * {0}", "{0}.clamp(1, 4)", "{0} - 2", "{0} & 3",
+    texts = ("{0} + 1", "{0} % 3", "{0} // 2", "{0}.double() * 0.25", "({0} > 2).double()", "{0} * {0}", "{0}.clamp(1, 4)", "{0} - 2",
+             "{0} & 3",
              "{0} == 1", "-{0}", "{0}.abs()", "torch.bitwise_xor({0}, 5)")  # fmt: skip
     return d.one(texts), [x]
 

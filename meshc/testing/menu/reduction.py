@@ -9,9 +9,12 @@ from meshc.testing.menu.entry import Entry
 if TYPE_CHECKING:
     from meshc.testing.draw import Drawer
 
-ALL = ("{0}.sum()", "{0}.mean()", "{0}.amax()", "{0}.max()", "{0}.min()", "{0}.norm()", "{0}.var()", "{0}.std()", "torch.logsumexp({0}.flatten(), 0)",
-       "(0.2 * {0}.tanh() + 1.0).prod()", "({0} > 0).sum()", "({0} > 1).any()", "({0} > -3).all()", "torch.count_nonzero({0} > 0)", "{0}.argmax()",
-       "{0}.square().mean().sqrt()", "F.mse_loss({0}, {0}.detach() * 0.5)", "F.l1_loss({0}, {0}.detach() * 0.5)", "{0}.flatten().median()")  # fmt: skip
+ALL = ("{0}.sum()", "{0}.mean()", "{0}.amax()", "{0}.max()", "{0}.min()", "{0}.norm()", "{0}.var()", "{0}.std()",
+       "torch.logsumexp({0}.flatten(), 0)",
+       "(0.2 * {0}.tanh() + 1.0).prod()", "({0} > 0).sum()", "({0} > 1).any()", "({0} > -3).all()", "torch.count_nonzero({0} > 0)",
+       "{0}.argmax()",
+       "{0}.square().mean().sqrt()", "F.mse_loss({0}, {0}.detach() * 0.5)", "F.l1_loss({0}, {0}.detach() * 0.5)",
+       "{0}.flatten().median()")  # fmt: skip
 DIMS = ("{{0}}.sum({dims}, keepdim={keep})", "{{0}}.mean({dims}, keepdim={keep})", "{{0}}.amax({dims}, keepdim={keep})",
         "{{0}}.amin({dims}, keepdim={keep})", "{{0}}.var({dims}, keepdim={keep})", "{{0}}.std({dims}, unbiased=False, keepdim={keep})",
         "torch.logsumexp({{0}}, {dims}, keepdim={keep})", "torch.linalg.vector_norm({{0}}, dim={dims}, keepdim={keep})",
@@ -24,9 +27,11 @@ DIM = ("{{0}}.prod({dim}, keepdim={keep})", "{{0}}.argmax({dim}, keepdim={keep})
        "{{0}}.norm(dim={dim}, keepdim={keep})")  # fmt: skip
 ALONG = ("torch.softmax({{0}}, {dim})", "torch.log_softmax({{0}}, {dim})", "F.softmin({{0}}, {dim})", "F.normalize({{0}}, dim={dim})",
          "{{0}}.cumsum({dim})", "(0.1 * {{0}} + 1.0).cumprod({dim})", "torch.cummax({{0}}, {dim})[0]", "torch.cummin({{0}}, {dim}).values",
-         "torch.logcumsumexp({{0}}, {dim})", "torch.sort({{0}}, {dim})[0]", "{{0}}.argsort({dim})", "torch.sort({{0}}, {dim}, descending=True)[0]",
+         "torch.logcumsumexp({{0}}, {dim})", "torch.sort({{0}}, {dim})[0]", "{{0}}.argsort({dim})",
+         "torch.sort({{0}}, {dim}, descending=True)[0]",
          "torch.sort({{0}}, dim={dim}, stable=True).indices", "({{0}} > 0).cumsum({dim})", "{{0}} - {{0}}.mean({dim}, keepdim=True)",
-         "{{0}}.diff(dim={dim})", "{{0}} / ({{0}}.norm(dim={dim}, keepdim=True) + 0.1)", "torch.cumsum({{0}}, {dim}).flip({dim})")  # fmt: skip
+         "{{0}}.diff(dim={dim})", "{{0}} / ({{0}}.norm(dim={dim}, keepdim=True) + 0.1)",
+         "torch.cumsum({{0}}, {dim}).flip({dim})")  # fmt: skip
 
 
 def _all(d: Drawer) -> tuple[str, list[str]]:
@@ -71,7 +76,8 @@ def _cross_entropy(d: Drawer) -> tuple[str, list[str]]:
 
 def _losses(d: Drawer) -> tuple[str, list[str]]:
     x = d.floating(1, 4, filled=True)
-    text = d.one(("F.mse_loss({0}, {1})", "F.l1_loss({0}, {1}, reduction='sum') * 0.1", "F.huber_loss({0}, {1})", "F.smooth_l1_loss({0}, {1})",
+    text = d.one(("F.mse_loss({0}, {1})", "F.l1_loss({0}, {1}, reduction='sum') * 0.1", "F.huber_loss({0}, {1})",
+                  "F.smooth_l1_loss({0}, {1})",
                   "F.binary_cross_entropy_with_logits({0}, {1}.sigmoid())", "F.cosine_similarity({0}, {1}, dim=-1)",
                   "F.kl_div({0}.log_softmax(-1), {1}.softmax(-1), reduction='batchmean')", "F.pairwise_distance({0}, {1})",
                   "F.soft_margin_loss({0}, {1}.sign())", "F.poisson_nll_loss({0}.clamp(max=2.0), {1}.abs())"))  # fmt: skip
