@@ -55,9 +55,9 @@ def candidates(case: Case) -> Iterator[Case]:
         if set(step.outs) & set(sketch.outputs):
             made = {leaf.name for leaf in sketch.leaves}
             earlier = [name for name in step.operands if name not in made]
-            rest = [name for name in sketch.outputs if name not in step.outs]
-            if earlier or rest:
-                yield from _as_case(case, replace(sketch, outputs=tuple(dict.fromkeys([*rest, *earlier]))))
+            others = [name for name in sketch.outputs if name not in step.outs]
+            if earlier or others:
+                yield from _as_case(case, replace(sketch, outputs=tuple(dict.fromkeys([*others, *earlier]))))
     yield from _as_case(case, replace(sketch, parts=())) if sketch.parts else ()
     if case.train:
         yield replace(case, train=False)
