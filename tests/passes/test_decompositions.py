@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import meshc
 from meshc.passes.decompositions import native_group_norm, var_mean
 
-
 ROWS = [((5, 7), [1], 1.0), ((5, 1), [1], 0.0), ((5, 1), [1], 1.0), ((4, 3), [0, 1], 0.0), ((2,), [0], 2.0)]
 
 
