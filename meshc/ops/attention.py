@@ -17,8 +17,14 @@ from torch import Tensor
 from meshc.ops.random import dropout, settled
 
 
+def _rows(*heads: Tensor) -> list[Tensor]:
+    """The same values with the numbers of a head side by side: all kernels read them so, whatever the strides say."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
+
+
 @torch.library.custom_op("meshc::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = _rows(q, k, v)
     if q.is_cuda:
         if bias is not None:
             bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -35,13 +41,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale:
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         return out, q.new_empty(q.shape[:3], dtype=accumulate)
     # the CPU kernel lays its output out like the queries, and the sums by row, then head
-    return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
+    return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
 
 
 @torch.library.custom_op("meshc::attention_backward", mutates_args=())
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, out = _rows(grad, q, k, v, out)
     if q.is_cuda:
         if bias is not None:
             bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -65,3 +65,14 @@ def test_a_compiled_module_means_the_module(p: float, mesh: str) -> None:
     inputs = {"x": torch.randn(2, 3, 8), "mask": MASK}
     program = meshc.compile(Attention(p), meshc.Mesh(mesh), kwargs=inputs)
     assert meshc.verify(program, dtype=torch.float64).ok
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_operands_may_have_any_strides(causal: bool) -> None:
+    """torch's CPU kernel reads past the end of a head whose numbers do not lie side by side."""
+
+    def turned() -> list[Tensor]:
+        return [x.detach().mT.contiguous().mT.requires_grad_() for x in operands(9, 2, 12, 4)]
+
+    found = with_gradients(sdpa, turned(), is_causal=causal)
+    torch.testing.assert_close(found, with_gradients(F.scaled_dot_product_attention, operands(9, 2, 12, 4), is_causal=causal))
