@@ -19,6 +19,7 @@ from meshc.capture import JointGraph, TorchGraph, joint_graph, source_of
 from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
 from meshc.passes.decompositions import decompositions
 from meshc.passes.module_outputs import mark_module_outputs
+from meshc.passes.strides import forget_strides
 from meshc.program import Port
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     _record_all(graph)
     mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
     _forward_transparent(graph)
+    forget_strides(graph)
     _drop_empty(graph)
     _merge_equal(graph)
     graph.eliminate_dead_code()

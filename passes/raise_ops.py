@@ -21,6 +21,8 @@ from torch.fx import Node
 from meshc.capture import SEED_STEP, TorchGraph, source_of
 from meshc.errors import CompileError
 from meshc.ops.attention import sdpa
+from meshc.ops.bags import embedding_bag
+from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.random import RAISED, draws
 from meshc.ops.take import cross_entropy
 from meshc.ops.upsample import interpolate
@@ -29,8 +31,12 @@ functional = torch.nn.functional
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: sdpa,
     functional.cross_entropy: cross_entropy,
+    functional.embedding_bag: embedding_bag,
+    functional.multi_head_attention_forward: multi_head_attention,
     functional.interpolate: interpolate,
 }
+NUMBERED = (sdpa, multi_head_attention)
+"""Composites that draw if their dropout is on, and take the number of the call."""
 
 
 def raise_ops(traced: TorchGraph) -> TorchGraph:
@@ -45,7 +51,7 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
         node.target = COMPOSITES.get(node.target, node.target)
         if count == 0:
             continue
-        if node.target not in RAISED and node.target is not sdpa:
+        if node.target not in RAISED and node.target not in NUMBERED:
             known = ", ".join(sorted({getattr(function, "__name__", "") for function in RAISED}))
             raise CompileError(
                 f"{getattr(node.target, '__name__', node.target)}() at {source_of(node)} draws random numbers in a way that meshc has no "

@@ -1,0 +1,116 @@
+"""`torch.nn.functional.multi_head_attention_forward` in operators that meshc knows: projections, `sdpa`, projection.
+
+    query  [target, batch, width]     key, value  [source, batch, ...]     result  [target, batch, width], weights [batch, target, source]
+
+torch's own code is not traced: it would take the backend's attention, and draw its dropout from torch's generator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshc.errors import CompileError
+from meshc.ops.attention import sdpa
+from meshc.ops.random import dropout, settled
+
+functional = torch.nn.functional
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    *,
+    seed_step: Tensor | None = None,
+    call: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """What torch's means. Raises CompileError for keys and values that are given, or get a row more (bias_k, add_zero_attn)."""
+    if any(given is not None for given in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
+        raise CompileError(
+            "multi-head attention with bias_k, bias_v, add_zero_attn, static_k or static_v is not known to meshc.\n"
+            "  what to do: leave these out (nn.MultiheadAttention(add_bias_kv=False, add_zero_attn=False)), or write the attention out"
+        )
+    batched = query.dim() == 3
+    if not batched:
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    target, batch, width = query.shape
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
+    q, k, v = (
+        x.reshape(x.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for x in _projected(query, key, value, weights, in_proj_bias)
+    )
+    causal = is_causal and key_padding_mask is None and not need_weights
+    bias = None if causal else _merged(attn_mask, key_padding_mask, q, k)
+    p = dropout_p if training else 0.0
+    shares = None
+    if need_weights:
+        shares = torch.softmax(_scores(q, k, bias), -1)
+        shares = dropout(shares, seed_step, call, p) if seed_step is not None and 0.0 < p < 1.0 else settled(shares, p, True)
+        mixed = torch.matmul(shares, v)
+        shares = shares.mean(1) if average_attn_weights else shares
+    else:
+        mixed = sdpa(q, k, v, bias, p, causal, seed_step=seed_step, call=call)
+    out = functional.linear(mixed.permute(2, 0, 1, 3).reshape(target, batch, width), out_proj_weight, out_proj_bias)
+    if not batched:
+        return out.squeeze(1), None if shares is None else shares.squeeze(0)
+    return out, shares
+
+
+def _projected(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None) -> list[Tensor]:
+    """Query, key and value after their projections; one product where they are one tensor and have one weight."""
+    if isinstance(weights, Tensor) and query is key and key is value:
+        return list(functional.linear(query, weights, bias).chunk(3, -1))
+    three = weights.chunk(3) if isinstance(weights, Tensor) else weights
+    biases = bias.chunk(3) if bias is not None else (None, None, None)
+    return [functional.linear(x, w, b) for x, w, b in zip((query, key, value), three, biases, strict=True)]
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """What is added to the scores [batch, heads, target, source]: the mask and the padding of the keys, each of truths or numbers."""
+    batch, heads, target, source = *q.shape[:3], k.shape[2]
+    found: Tensor | None = None
+    if mask is not None:
+        added = _added(mask, q.dtype)
+        found = added.reshape(1, 1, target, source) if mask.dim() == 2 else added.reshape(batch, heads, target, source)
+    if padding is not None:
+        row = _added(padding, q.dtype).reshape(batch, 1, 1, source)
+        found = row if found is None else found + row
+    return found
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, torch.full((), -math.inf, dtype=dtype, device=mask.device), zero)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    scores = torch.matmul(q * math.sqrt(1.0 / q.shape[-1]), k.transpose(-2, -1))
+    return scores if bias is None else scores + bias
