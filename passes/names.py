@@ -121,6 +121,8 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
             for dim in space:
                 members = sorted(tied[instance.factor[dims[dim][0]]])
                 known = [factor for factor in members if factor in found.of]
+                if not known and instance.kind == "layout":
+                    continue  # a crop beside a convolution: that one says what it is
                 alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
                 usual = ("length", "seq") if alone else (("depth", "height", "width")[dim],)
                 names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else usual

@@ -131,6 +131,7 @@ def _where_computed(draft: Draft, name: str, value: Value, slots: Slots) -> tupl
         moved: Slots = {}
         for (dim, position), axes in slots.items():
             token = instance.results[value[1]][dim][position]
+            token = instance.tied.get(token, token)
             if axes and (token not in places or token in instance.whole):
                 return value, {}, f"dim {dim} of {name} is only laid out, by {op_name(value[0])}: leave it open"
             if token in places:

@@ -444,7 +444,7 @@ def forward_map(instance: Instance, index: int, source: Sharding, whole: Shardin
     for parts, tokens in zip(source.dims, instance.operands[0], strict=True):
         for part, token in zip(parts, tokens, strict=True):
             if token not in instance.whole:
-                axes[token] = part.axes
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
     return replace(spread(whole, instance.results[index], axes), pending=() if instance.rule.settles else source.pending)
 
 
@@ -457,7 +457,7 @@ def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding
             if token in instance.whole:
                 complete = complete and not part.axes
             else:
-                axes[token] = part.axes
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
     return replace(spread(whole, instance.operands[0], axes), pending=want.pending), complete
 
 

@@ -161,6 +161,7 @@ class Partitioner:
         value = (instance.node, index)
         source = instance.values[0]
         back, complete = backward_map(instance, index, want, self.assignment.whole(source))
+        complete = complete and self._by_halo(instance, index, want) is not False
         after = not complete
         if complete and instance.rule.shrinks and not self._together(instance, index, want):
             after = not self._has(source, back)
@@ -174,10 +175,29 @@ class Partitioner:
         lying = forward_map(instance, index, given, self.assignment.whole(value))
         if lying == want:
             lying = want
+        elif instance.tied:
+            lying = self._without_windows(instance, index, lying, want)
         back, _ = backward_map(instance, index, lying, self.assignment.whole(source))
         form = self.need(source, back, reason)
         self._apply(instance, form, {})
         return self._existing(value, want) or self._reshard(value, want, reason)
+
+    def _by_halo(self, instance: Instance, index: int, want: Sharding) -> bool | None:
+        """Whether a layout operator can give `want` by a halo: its operand lies split along the same axes. None if it needs none."""
+        axes = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
+                for part, token in zip(parts, row, strict=True) if token in instance.tied and part.axes}  # fmt: skip
+        if not axes:
+            return None
+        lying = {token: part.axes for parts, row in zip(self._natural(instance.values[0]).dims, instance.operands[0], strict=True)
+                 for part, token in zip(parts, row, strict=True)}  # fmt: skip
+        return all(lying.get(instance.tied[token]) == wanted for token, wanted in axes.items())
+
+    def _without_windows(self, instance: Instance, index: int, sharding: Sharding, want: Sharding) -> Sharding:
+        """A result made of an operand that is gathered first where a halo would not give what is wanted."""
+        for dim, position, part in list(sharding.parts()):
+            if instance.results[index][dim][position] in instance.tied and part.axes != want.dims[dim][position].axes:
+                sharding = sharding.with_axes(dim, position, ())
+        return sharding
 
     def _has(self, value: Value, sharding: Sharding) -> bool:
         """Whether the value can be had so without communication."""
@@ -189,7 +209,7 @@ class Partitioner:
         instance = self.factors.instances.get(node)
         if instance is not None and instance.kind == "layout":
             back, complete = backward_map(instance, index, sharding, self.assignment.whole(instance.values[0]))
-            return complete and self._has(instance.values[0], back)
+            return complete and self._by_halo(instance, index, sharding) is None and self._has(instance.values[0], back)
         return any(cost(form.sharding, sharding, self.build.sizes) == 0 for form in self._usable(value))
 
     def _natural(self, value: Value) -> Sharding:
@@ -248,7 +268,7 @@ class Partitioner:
         axes = dict(grown)
         for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
             for part, token in zip(parts, tokens, strict=True):
-                axes[token] = part.axes
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
         results = []
         for index, dims in enumerate(instance.results):
             whole = self.assignment.whole((instance.node, index))

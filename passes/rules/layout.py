@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, operands, value_of
+from meshc.passes.rules.crop import beside_windows, crop, pad_windows
 from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ def _slice(node: Node, tensors: list[Node]) -> Rule:
     out = list(inside)
     if length == source[dim] and step == 1:
         return Rule((inside,), (tuple(out),), ({},), kind="layout", lower=_lower_slice)
+    if (found := crop(node, tensors, {dim: (start, step)}, _lower_slice) if beside_windows(node, [dim]) else None) is not None:
+        return found
     out[dim] = "o" if length != 1 else ONE
     if step == 1 and length > 1 and _tile(source[dim], start, length):
         relation = Relation((inside[dim],), (f"#{source[dim] // length}", "o"), soft=not _tiled_by_siblings(node))
@@ -273,6 +276,10 @@ def _slice_backward(node: Node, tensors: list[Node]) -> Rule:
     if length == shape[dim]:
         out[dim] = inside[dim]
         return Rule((tuple(inside),), (tuple(out),), ({},), kind="layout", lower=_lower_slice_backward)
+    if step == 1 and beside_windows(node, [dim]):
+        found = crop(node, tensors, {dim: (-start, 1)}, _lower_slice_backward)
+        if found is not None:
+            return found
     inside[dim] = "p" if length != 1 else ONE
     if step == 1 and length > 1 and _tile(shape[dim], start, length):
         relation = Relation((out[dim],), (f"#{shape[dim] // length}", "p"), soft=True)
@@ -312,13 +319,21 @@ def _lower_select_backward(local: Local) -> Node:
 
 def _pad(node: Node, tensors: list[Node]) -> Rule:
     source = shape_of(tensors[0])
+    value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+    assert isinstance(value, int | float)
+    windows = pad_windows(integers(node.args[1]), len(source))
+    if (found := crop(node, tensors, windows, _lower_pad, value) if beside_windows(node, windows) else None) is not None:
+        return found
     inside = tuple(f"d{i}" for i in range(len(source)))
     amounts = [*integers(node.args[1]), *[0] * (2 * len(source))]
     padded = {len(source) - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0}
     out = tuple(f"o{i}" if i in padded else letter for i, letter in enumerate(inside))
     whole = frozenset(letter for a, b in zip(inside, out, strict=True) if a != b for letter in (a, b))
-    value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
     return Rule((inside,), (out,), ({},), whole, kind="layout" if value == 0 else "compute")
+
+
+def _lower_pad(local: Local) -> Node:
+    return local.call(*local.operands)
 
 
 def is_grown(node: Node) -> bool:

@@ -31,6 +31,7 @@ TWO = (
     Sample("nanogpt", "cp=2"),
     Sample("vit", "tp=2", "megatron_sp"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
+    Sample("resnet", "cp=2", "cp: height", "sgd"),
 )
 INDUCTOR = (
     Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),

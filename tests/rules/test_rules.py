@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from meshc.mesh import Mesh
-from meshc.passes.rules import FAMILIES, convolution, elementwise, pooling, reduction
+from meshc.passes.rules import FAMILIES, convolution, elementwise, layout, pooling, reduction
 from meshc.passes.rules.rule import Rule, einsum, pointwise
 from tests.rules.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
@@ -97,6 +97,28 @@ def test_only_the_major_factor_of_an_indexed_dim_may_be_split() -> None:
     one = build(Sample(aten.embedding.default, (f(10, 4), i(10, 3)), refine={0: (5, 2, 4)}))
     assert [token for token in one.instance.size if token[0] == "v"] == [("v", 0), ("v", 1)]
     assert [token for token in one.tokens() if token[0] == "v"] == [("v", 0)]
+
+
+CROPS = [
+    Sample(aten.slice.Tensor, (f(2, 3, 8), 2, 0, 5), {}),
+    Sample(aten.slice.Tensor, (f(2, 7, 4), 1, 2, -1), {}),
+    Sample(aten.slice.Tensor, (f(2, 3, 9), 2, 1, 9, 2), {}),
+    Sample(aten.slice.Tensor, (f(2, 3, 6), 2, 0, 3), {}),
+    Sample(aten.slice_backward.default, (f(2, 3, 5), [2, 3, 8], 2, 0, 5, 1), {}),
+    Sample(aten.slice_backward.default, (f(2, 4, 4), [2, 7, 4], 1, 2, 6, 1), {}),
+    Sample(aten.constant_pad_nd.default, (f(2, 3, 5), [3, 0]), {}),
+    Sample(aten.constant_pad_nd.default, (f(2, 3, 5, 4), [1, 2, -1, 0], 0.5), {}),
+    Sample(aten.constant_pad_nd.default, (f(2, 3, 7, 4), [0, -1, -2, -2]), {}),
+]
+
+
+@pytest.mark.parametrize("call", CROPS, ids=[f"{call.name}-{number}" for number, call in enumerate(CROPS)])
+def test_crops_beside_windows(monkeypatch: pytest.MonkeyPatch, call: Sample) -> None:
+    """Alone they keep their dim whole; here they are told that a convolution is next to them."""
+    alone = {token[0] for token in build(call).tokens()}
+    monkeypatch.setattr(layout, "beside_windows", lambda node, dims: True)
+    assert len({token[0] for token in build(call).tokens()} - alone) > 0
+    assert prove(call) > 10
 
 
 def convolution_of_any_kind(draw: random.Random) -> tuple[Sample, Sample]:

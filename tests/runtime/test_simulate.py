@@ -62,6 +62,27 @@ def test_all_to_all() -> None:
     assert lists(found) == [[[1, 2, 5, 6]], [[3, 4, 7, 8]]]
 
 
+def test_halo() -> None:
+    """Seven elements in tiles of four; windows of five, two on from each of two outputs: elements -1 to 3 and 3 to 7."""
+    inputs = rows([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 99.0])
+    window = [4, 2, -1, 5]
+    found = run(Mesh("a=2"), lambda graph, x: call(graph, spmd.halo, x, ["a"], 0, 7, window, 0.5), inputs)
+    assert lists(found) == [[0.5, 1.0, 2.0, 3.0, 4.0], [4.0, 5.0, 6.0, 7.0, 0.5]]
+
+
+def test_halo_of_tiles_of_tiles() -> None:
+    """Five elements over 2 x 2 are tiles of 2, 1, 2, 0: what is padding in one is what its neighbour holds."""
+    inputs = rows([1.0, 2.0], [3.0, 99.0], [4.0, 5.0], [99.0, 99.0])
+    found = run(Mesh("a=2,b=2"), lambda graph, x: call(graph, spmd.halo, x, ["a", "b"], 0, 5, [5, 1, 0, 2], 0.0), inputs)
+    assert lists(found) == [[1.0, 2.0], [3.0, 4.0], [4.0, 5.0], [0.0, 0.0]]
+
+
+def test_halo_sum() -> None:
+    inputs = rows([9.0, 1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0, 9.0])
+    found = run(Mesh("a=2"), lambda graph, x: call(graph, spmd.halo_sum, x, ["a"], 0, 7, [4, 2, -1, 5]), inputs)
+    assert lists(found) == [[1.0, 2.0, 3.0, 14.0], [20.0, 30.0, 40.0, 0.0]]
+
+
 def test_groups_are_the_ranks_that_differ_along_the_axes() -> None:
     inputs = rows([0.0], [1.0], [2.0], [3.0])
     mesh = Mesh("a=2,b=2")
