@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc import api, artifact, environment, summary, text, verification
+from meshc import api, artifact, environment, instance, summary, text, verification
 from meshc.calling import TrainStep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.mesh import Mesh
@@ -194,7 +194,7 @@ def _verify(options: argparse.Namespace) -> None:
     mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
         program = api.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"))
-        if same_program(saved, program.compiled):
+        if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")
         elif options.dtype == "float64":
@@ -224,10 +224,11 @@ def same_program(one: Program, other: Program) -> bool:
 def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> comparison.Report:
     """The saved program itself against the model on one device. Raises VerifyError if they differ."""
     ask = program.draft.request
-    mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.compiled))
+    mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.general))
     if mine != known:
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
+    saved = instance.fitting(saved, dict(program._shapes(ask.args, dict(ask.kwargs))))
     twin = comparison.plain_copy(ask.module, None, False)
     reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs), parts=program.draft.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
@@ -236,7 +237,7 @@ def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, .
     if program.step is None:
         comparison.compare_module(saved, reference, report)
     else:
-        verification.verify_update(program, {}, twin, reference, report, False, saved)
+        verification.verify_update(program, {}, {}, twin, reference, report, False, saved)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import calling, environment, saving, summary, text
+from meshc import calling, dynamic, environment, instance, saving, summary, text
 from meshc.calling import Traced, TrainStep
 from meshc.errors import InputError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
@@ -23,6 +23,7 @@ from meshc.optimizer import changes, describe, mark_stepped, numbers
 from meshc.options import Options
 from meshc.passes.draft import Draft, Request
 from meshc.passes.pipeline import compile_program, specialised
+from meshc.paths import input_names
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
@@ -37,6 +38,8 @@ from meshc.runtime.session import Session
 from meshc.runtime.store import Store
 
 DEFAULTS = Options()
+INSTANCES = 16
+"""How many sizes of a program with dynamic sizes are kept ready; of more, the one not used for longest is made anew when it comes again."""
 
 
 def compile(
@@ -96,6 +99,7 @@ class Program:
     ) -> None:
         self.what, self.mesh, self.inputs, self.outputs, self.backend = what, mesh, inputs, outputs, backend
         self.names, self.options = names, options
+        self._dynamic = dynamic.read(options.dynamic)
         self.plan = resolve(plan, mesh)
         self.step = what if isinstance(what, TrainStep) else None
         self.traced = self._traced()
@@ -104,6 +108,7 @@ class Program:
         self.timings: dict[str, float] = {}
         self._sessions: dict[Any, tuple[Session | None, Compiled, Draft]] = {}
         self._last: tuple[Session | None, Compiled, Draft] | None = None
+        self._general: dict[Any, tuple[Compiled, Draft]] = {}
         self._store: Store | None = None
         self._groups: Groups | None = None
         self._known: list[str] = []
@@ -167,6 +172,7 @@ class Program:
             args, kwargs = calling.canonical(self.traced.signature, args, kwargs)
             if self.inputs == "local" and self._known:
                 self._refuse_other_shapes(args, kwargs)
+            self._dynamic.sizes(self._shapes(*self._global_examples((args, kwargs))))
             return args, kwargs, self._key(args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> tuple[Session | None, Compiled, Draft]:
@@ -175,8 +181,24 @@ class Program:
                 self._agree_on_inputs(args, kwargs, key)
                 self._sessions[key] = self._compile(args, kwargs, key)
                 self._known.append(calling.describe_inputs(args, kwargs))
-        self._last = self._sessions[key]
+                if self._dynamic and len(self._sessions) > INSTANCES:
+                    del self._sessions[next(iter(self._sessions))]
+        self._last = self._sessions[key] = self._sessions.pop(key)  # the one that was used last is dropped last
         return self._last
+
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+        """Path and shape of each tensor that a call passes."""
+        names = input_names(self.traced.signature, args, kwargs)
+        leaves = zip(names, pytree.tree_leaves((args, kwargs)), strict=True)
+        return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def _general_key(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        """The key of what serves all sizes: dynamic dims go by name."""
+        if not self._dynamic:
+            return key
+        names = input_names(self.traced.signature, args, kwargs)
+        (spec, leaves), *rest = key
+        return (spec, tuple(self._dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True)), *rest)
 
     def _agree_on_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> None:
         """Before a compilation: that every rank is about to make it, for the same inputs and the same model."""
@@ -216,7 +238,7 @@ class Program:
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=self.spec,
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=(step.microbatches or 1) if step else 1,
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
-            autocast=calling.autocast_state(), fixed=fixed,
+            autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 
@@ -233,8 +255,18 @@ class Program:
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=4)
                 self.spec = describe(self.step.optimizer)
-        live = self.mesh.device_mesh is not None
-        request = self._request(*self._global_examples((args, kwargs)))
+        examples = self._global_examples((args, kwargs))
+        general = self._general_key(args, kwargs, key)
+        if general not in self._general:
+            self._general[general] = self._compile_general(*examples)
+        compiled, draft = self._general[general]
+        own = instance.fitting(compiled, dict(self._shapes(*examples)))
+        if self.mesh.device_mesh is None:
+            return None, own, draft
+        return self._load(own, compiled, draft), own, draft
+
+    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Draft]:
+        request = self._request(args, kwargs)
         hook = environment.hook(self, PassCheck())
         with refusable(self._board), calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
             if request.grad and self.step is None:
@@ -244,9 +276,7 @@ class Program:
             if "has no rule" in note or "nothing but padding" in note:
                 warnings.warn(note, stacklevel=4)
         self.timings = dict(draft.seconds)
-        if not live:
-            return None, compiled, draft
-        return self._load(compiled, draft), compiled, draft
+        return compiled, draft
 
     def _global_examples(self, inputs: Any) -> Any:
         """With inputs="local", examples are a rank's part; tracing sees the whole batch."""
@@ -264,7 +294,8 @@ class Program:
 
         return pytree.tree_map(whole, inputs)
 
-    def _load(self, compiled: Compiled, draft: Draft) -> Session:
+    def _load(self, compiled: Compiled, general: Compiled, draft: Draft) -> Session:
+        """`compiled` at work on this rank; `general` is what serves all sizes, if some are dynamic."""
         device_mesh = self.mesh.device_mesh
         assert device_mesh is not None
         on_cuda = self.mesh.device_type == "cuda"
@@ -282,7 +313,13 @@ class Program:
         if first:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
-        return Session(compiled, self._store, executor, draft.output_tree, self.options.cuda_graph, partial(specialised, compiled, draft))
+        make = partial(self._specialised, compiled, general, draft)
+        return Session(compiled, self._store, executor, draft.output_tree, self.options.cuda_graph, make)
+
+    def _specialised(self, compiled: Compiled, general: Compiled, draft: Draft, received: Collection[str]) -> Compiled:
+        """`compiled` with the backward for the outputs that received gradients."""
+        shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
+        return instance.fitting(specialised(general, draft, received), shapes)
 
     def _seed(self, device: torch.device) -> int:
         seed = torch.initial_seed() if self.options.seed is None else self.options.seed
@@ -371,13 +408,19 @@ class Program:
         return self._last[1]
 
     @property
+    def general(self) -> Compiled:
+        """The compiled program that serves all dynamic sizes; without any, that is `compiled`."""
+        compiled = self.compiled
+        return next((one for one, draft in self._general.values() if draft is self.draft), compiled)
+
+    @property
     def draft(self) -> Draft:
         if self._last is None:
             raise StateError("nothing is compiled yet: call the program, or give example inputs to meshc.compile")
         return self._last[2]
 
     def __str__(self) -> str:
-        return text.print_program(self.compiled)
+        return text.print_program(self.general)
 
     def summary(self) -> str:
         """Tables: parameters with placements and bytes per rank; collectives by kind, axis, count and bytes; memory."""

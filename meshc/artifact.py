@@ -30,11 +30,13 @@ from meshc import ir
 from meshc.allowed import name_of
 from meshc.errors import ArtifactError, MeshcError
 from meshc.folders import beside, may_replace, put, to_disk
+from meshc.instance import relation
 from meshc.mesh import Mesh
-from meshc.parse import parse_one_type, parse_stage
+from meshc.parse import parse_one_type, parse_sizes, parse_stage
 from meshc.plan import Plan
 from meshc.program import KINDS, Instruction, Port, Program
-from meshc.text import port_type, print_stage, side_table
+from meshc.sizes import parse as parse_size
+from meshc.text import port_type, print_sizes, print_stage, side_table
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 1
@@ -186,6 +188,7 @@ def _described(program: Program) -> dict[str, Any]:
         "stages": list(program.stages),
         "schedule": [_without_defaults(instruction) for instruction in program.schedule],
         "notes": list(program.notes),
+        **({"sizes": print_sizes(program.dynamic), "constraints": list(program.constraints)} if program.dynamic else {}),
         "info": {name: value for name, value in program.info.items() if _is_json(value)},
         "side_table": {name: side_table(stage) for name, stage in program.stages.items()},
     }
@@ -198,6 +201,8 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         stages[name] = parse_stage(_text(file), told["side_table"].get(name), str(file))
         if stages[name].name != name:
             raise ArtifactError(f"{file} holds the stage {stages[name].name}, not {name}")
+    dynamic = parse_sizes(told.get("sizes", ""))
+    hints = {size.symbol: size.hint for size in dynamic}
     schedule = tuple(Instruction(**row) for row in told["schedule"])
     for instruction in schedule:
         if instruction.stage and instruction.stage not in stages:
@@ -208,8 +213,8 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         stages,
         Mesh(told["mesh"]),
         Plan(told["plan"]),
-        tuple(map(_port, told["inputs"])),
-        tuple(map(_port, told["outputs"])),
+        tuple(_port(row, hints) for row in told["inputs"]),
+        tuple(_port(row, hints) for row in told["outputs"]),
         schedule,
         constants,
         {str(axis): int(size) for axis, size in told["axis_sizes"].items()},
@@ -217,6 +222,8 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         str(told["mode"]),
         list(map(str, told["notes"])),
         dict(told["info"]),
+        dynamic,
+        tuple(_constraint(text, hints) for text in told.get("constraints", [])),
     )
 
 
@@ -225,8 +232,14 @@ def _port_row(port: Port) -> dict[str, Any]:
     return row | ({"of": port.of} if port.of else {}) | ({"requires_grad": True} if port.requires_grad else {})
 
 
-def _port(row: Mapping[str, Any]) -> Port:
-    record = parse_one_type(row["type"])
+def _constraint(text: str, hints: Mapping[str, int]) -> str:
+    left, _, right = relation(text)
+    parse_size(left, hints), parse_size(right, hints)
+    return text
+
+
+def _port(row: Mapping[str, Any], hints: Mapping[str, int]) -> Port:
+    record = parse_one_type(row["type"], hints)
     if row["kind"] not in KINDS or record.dtype is None:
         raise ArtifactError(f"{row['kind']}:{row['name']} is no port: kinds are {', '.join(KINDS)}, and a port is a tensor")
     return Port(

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from meshc.errors import CaptureError
 from meshc.ir import Source
 from meshc.output_tree import OutputTree
 from meshc.paths import input_names
+from meshc.sizes import Dynamic
+from meshc.symbols import Symbols
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
@@ -72,6 +74,7 @@ class TorchGraph:
     output_tree: OutputTree
     random_calls: int = 0
     notes: list[str] = field(default_factory=list)
+    symbols: Symbols | None = None
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -139,18 +142,28 @@ def torch_graph(
     grad: bool,
     autocast: Sequence[tuple[str, torch.dtype]] = (),
     double: bool = False,
+    dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
 ) -> TorchGraph:
-    """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot."""
-    mode = FakeTensorMode()
+    """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
-    def fake(leaf: Any) -> Any:
+    `dynamic` has the dims of inputs, by path, whose size is left open.
+    """
+    mode = FakeTensorMode()
+    opened = dynamic or {}
+
+    def fake(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
         with mode:
-            return torch.empty(tuple(leaf.shape), dtype=_wide(leaf.dtype, double), device="cpu").requires_grad_(grad and leaf.requires_grad)
+            made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=_wide(leaf.dtype, double), device="cpu")
+        for dim in opened.get(name, {}):
+            torch._dynamo.maybe_mark_dynamic(made, dim)
+        return made.requires_grad_(grad and leaf.requires_grad)
 
     names = input_names(signature, args, kwargs)
-    fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
+    given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    fake_args, fake_kwargs = pytree.tree_unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = pytree.tree_leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     stock.prepare(module)
@@ -171,7 +184,31 @@ def torch_graph(
     _own_outputs(graph)
     if double:
         _widen(graph)
-    return TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree)
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree)
+    return _opened(traced, opened) if opened else traced
+
+
+def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
+    """The trace with torch's symbolic tensors for its inputs, and which symbol stands for which of the user's sizes."""
+    values = [node.meta["val"] for node in traced.module.graph.find_nodes(op="placeholder")]
+    symbolic = [value for value in values if isinstance(value, torch.Tensor)]
+    for (_, given), tensor in zip(traced.inputs, symbolic, strict=True):
+        tensor.requires_grad_(given.requires_grad)
+    extents: list[tuple[Any, Dynamic]] = []
+    for (name, _), tensor in zip(traced.inputs, symbolic, strict=True):
+        for dim, size in dynamic.get(name, {}).items():
+            extent: Any = tensor.shape[dim]
+            if not isinstance(extent, torch.SymInt) or not extent.node.expr.is_Symbol:
+                raise CaptureError(
+                    f"the model fixes dim {dim} of {name} at {extent}, which Options(dynamic=...) leaves open as {size.name}\n"
+                    "  what to do: leave it out there, or take the number out of the model"
+                )
+            extents.append((extent, size))
+    leaves, spec = pytree.tree_flatten((traced.args, traced.kwargs))
+    rest = iter(symbolic)
+    args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    inputs = [(name, tensor) for (name, _), tensor in zip(traced.inputs, symbolic, strict=True)]
+    return replace(traced, args=args, kwargs=kwargs, inputs=inputs, symbols=Symbols(extents))
 
 
 def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> OutputTree:

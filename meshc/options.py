@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from meshc import dynamic
 from meshc.errors import PlanError
 
 
@@ -12,7 +14,8 @@ class Options:
     """
     seed           of meshc's random numbers; default: rank 0's `torch.initial_seed()` at compile
     cuda_graph     "auto", True or False: capture a step in one CUDA graph
-    dynamic        not yet: sizes are static
+    dynamic        sizes that calls choose, in the form of torch.export's dynamic_shapes:
+                   {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
     pp_splits      not yet: pipelines
     memory_budget  not yet: the search's budget, in bytes
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
@@ -20,14 +23,15 @@ class Options:
 
     seed: int | None = None
     cuda_graph: str | bool = "auto"
-    dynamic: object = None
+    dynamic: Any = None
     pp_splits: tuple[str, ...] | None = None
     memory_budget: int | None = None
     local_loss: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dynamic", "pp_splits", "memory_budget"):
+        for name in ("pp_splits", "memory_budget"):
             if getattr(self, name) is not None:
                 raise PlanError(f"Options({name}=...) is not supported yet: leave it out")
+        dynamic.read(self.dynamic)
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")

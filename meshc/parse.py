@@ -21,6 +21,8 @@ from meshc.errors import ArtifactError
 from meshc.ir import Record, Source
 from meshc.program import Stage
 from meshc.sharding import Part, Sharding, local_shape
+from meshc.sizes import Dynamic, from_ast
+from meshc.sizes import parse as parse_size
 from meshc.text import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD
 
 REDUCTIONS: Final = ("sum", "max", "min")
@@ -29,11 +31,17 @@ ARGUMENT: Final = (
     "an argument is a value's name, a number, a string, True, False, None, inf, nan, a dtype, layout, device, or a list of these"
 )
 
-_ONE_TYPE: Final = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\[\]()]*)\](?P<rest>(?: (?:whole|\w+\([^()]*\)))*)|(?P<int>int)")
+_ONE_TYPE: Final = re.compile(
+    r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\](?P<rest>(?: (?:whole|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
+)
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
-_CLAUSE: Final = re.compile(r" (\w+)(?:\(([^()]*)\))?")
+_CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
 _WORD: Final = WORD.pattern
-_PART: Final = re.compile(rf"({_WORD}) (\d+)((?:/{_WORD})*)")
+_SIZE: Final = r"\d+|n_\w+|\{[^{}]*\}"
+_PIECE: Final = re.compile(r"(?:[^,*{}]|\{[^{}]*\})+")
+_ITEM: Final = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
+_PART: Final = re.compile(rf"({_WORD}) ({_SIZE})((?:/{_WORD})*)")
+_SIZES: Final = re.compile(r"([A-Za-z_]\w*) (\d+)\.\.(\d+) (\d+)")
 _PENDING: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
 _AXIS: Final = re.compile(rf"({_WORD}?)=([1-9]\d*)")
 
@@ -46,35 +54,52 @@ def parse_stage(text: str, side_table: Mapping[str, Any] | None = None, where: s
     return _Reader(text, side_table or {}, where).stage()
 
 
-def parse_type(text: str, axis_sizes: Mapping[str, int] | None = None) -> Record | tuple[Record, ...]:
-    """The record that a type describes; with `axis_sizes` its shape is a rank's. Raises ArtifactError."""
+def parse_type(
+    text: str, axis_sizes: Mapping[str, int] | None = None, hints: Mapping[str, int] | None = None
+) -> Record | tuple[Record, ...]:
+    """The record that a type describes; with `axis_sizes` its shape is a rank's; `hints` are symbols that may stand in it.
+
+    Raises ArtifactError.
+    """
+    hints = hints or {}
     text = text.strip()
     if text.startswith("("):
         if not _TYPES.fullmatch(text):
             raise ArtifactError(f"{text!r} is no list of types; (f32[8], i64[8]) is one")
-        return tuple(_record(match, axis_sizes) for match in _ONE_TYPE.finditer(text[1:-1]))
+        return tuple(_record(match, axis_sizes, hints) for match in _ONE_TYPE.finditer(text[1:-1]))
     match = _ONE_TYPE.fullmatch(text)
     if match is None:
         raise ArtifactError(f"{text!r} is no type; {TYPE_EXAMPLE}")
-    return _record(match, axis_sizes)
+    return _record(match, axis_sizes, hints)
 
 
-def parse_one_type(text: str) -> Record:
+def parse_sizes(text: str) -> tuple[Dynamic, ...]:
+    """What `print_sizes` printed. Raises ArtifactError."""
+    found = []
+    for item in text.split(", ") if text else []:
+        match = _SIZES.fullmatch(item)
+        if match is None:
+            raise ArtifactError(f"{item!r} is no dynamic size: NAME LEAST..GREATEST STANDS_FOR, for example seq 2..512 37")
+        found.append(Dynamic(match[1], int(match[2]), int(match[3]), int(match[4])))
+    return tuple(found)
+
+
+def parse_one_type(text: str, hints: Mapping[str, int] | None = None) -> Record:
     """The record of a type that is not a list of types, its shape global."""
-    found = parse_type(text)
+    found = parse_type(text, None, hints)
     if isinstance(found, tuple):
         raise ArtifactError(f"{text!r} is a list of types where one value is meant")
     return found
 
 
-def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None) -> Record:
+def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: Mapping[str, int]) -> Record:
     text = match[0]
     if match["int"]:
         return Record()
     dtype = DTYPES.get(match["dtype"])
     if dtype is None:
         raise ArtifactError(f"{text!r} is no type: {match['dtype']} is no dtype; these are: {', '.join(DTYPES)}")
-    dims = [_dim(dim.strip(), text) for dim in match["dims"].split(",")] if match["dims"].strip() else []
+    dims = [_dim(dim.strip(), text, hints) for dim in _ITEM.findall(match["dims"])] if match["dims"].strip() else []
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
         if clause[1] not in ("pending", "pad", "whole", "local") or clause[1] in clauses:
@@ -92,14 +117,17 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None) -> Recor
     )
     if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
         raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
-    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text), dtype, sharding)
+    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding)
 
 
-def _shape(sharding: Sharding, local: str | None, axis_sizes: Mapping[str, int] | None, text: str) -> tuple[int, ...]:
+def _shape(
+    sharding: Sharding, local: str | None, axis_sizes: Mapping[str, int] | None, text: str, hints: Mapping[str, int]
+) -> tuple[int, ...]:
     if local is not None:
-        if not re.fullmatch(r"(\d+(, \d+)*)?", local):
+        items = [item.strip() for item in _ITEM.findall(local)]
+        if not all(re.fullmatch(_SIZE, item, re.ASCII) for item in items):
             raise ArtifactError(f"{text!r} is no type: local() holds a shape")
-        return tuple(map(int, local.split(", "))) if local else ()
+        return tuple(_size(item, hints) for item in items)
     if axis_sizes is None:
         return sharding.shape
     unknown = sorted(sharding.split_axes() - axis_sizes.keys())
@@ -108,15 +136,20 @@ def _shape(sharding: Sharding, local: str | None, axis_sizes: Mapping[str, int] 
     return local_shape(sharding, axis_sizes)
 
 
-def _dim(dim: str, text: str) -> int | tuple[Part, ...]:
-    if re.fullmatch(r"\d+", dim, re.ASCII):
-        return int(dim)
+def _size(text: str, hints: Mapping[str, int]) -> int:
+    found: int = parse_size(text[1:-1] if text.startswith("{") else text, hints)
+    return found
+
+
+def _dim(dim: str, text: str, hints: Mapping[str, int]) -> int | tuple[Part, ...]:
+    if re.fullmatch(_SIZE, dim, re.ASCII):
+        return _size(dim, hints)
     parts = []
-    for piece in dim.split("*"):
+    for piece in _PIECE.findall(dim):
         match = _PART.fullmatch(piece.strip())
         if match is None:
             raise ArtifactError(f"{text!r} is no type: {piece.strip()!r} is not FACTOR SIZE/AXIS/...; {TYPE_EXAMPLE}")
-        parts.append(Part(match[1], int(match[2]), tuple(match[3].split("/")[1:])))
+        parts.append(Part(match[1], _size(match[2], hints), tuple(match[3].split("/")[1:])))
     return tuple(parts)
 
 
@@ -148,6 +181,7 @@ class _Reader:
         self.graph = Graph()
         self.values: dict[str, Node] = {}
         self.axis_sizes: dict[str, int] | None = None
+        self.hints: dict[str, int] = {}
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
@@ -177,8 +211,10 @@ class _Reader:
 
     def ranks(self, function: ast.FunctionDef) -> None:
         for decorator in function.decorator_list:
+            if self.open_sizes(decorator):
+                continue
             if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name) or decorator.func.id != "ranks":
-                self.fail(decorator, 'the only decorator is @ranks("dp=2,tp=4")')
+                self.fail(decorator, 'the only decorators are @ranks("dp=2,tp=4") and @sizes("seq 2..512 37")')
             if len(decorator.args) != 1 or decorator.keywords or self.axis_sizes is not None:
                 self.fail(decorator, 'there is one @ranks, with one text: @ranks("dp=2,tp=4")')
             text = self.string(decorator.args[0], "the axes")
@@ -186,6 +222,17 @@ class _Reader:
             self.axis_sizes = {match[1]: int(match[2]) for match in matches if match is not None}
             if len(self.axis_sizes) != len(matches):
                 self.fail(decorator, f"{text!r} lists no axes: AXIS=SIZE,AXIS=SIZE")
+
+    def open_sizes(self, decorator: ast.expr) -> bool:
+        """Whether this is @sizes, and then what it lists."""
+        match decorator:
+            case ast.Call(func=ast.Name(id="sizes"), args=[argument], keywords=[]) if not self.hints:
+                try:
+                    self.hints = {size.symbol: size.hint for size in parse_sizes(self.string(argument, "the dynamic sizes"))}
+                except ArtifactError as error:
+                    self.fail(decorator, str(error))
+                return True
+        return False
 
     def parameters(self, function: ast.FunctionDef) -> list[str]:
         arguments = function.args
@@ -238,7 +285,7 @@ class _Reader:
         if annotation is None:
             return
         try:
-            found = parse_type(self.string(annotation, "a type"), self.axis_sizes)
+            found = parse_type(self.string(annotation, "a type"), self.axis_sizes, self.hints)
         except ArtifactError as error:
             self.fail(annotation, str(error))
         row = self.side_table.get(name, {})
@@ -264,7 +311,7 @@ class _Reader:
                 return CONSTANTS[name]
             case ast.Name(id=name) if name in DEVICES:
                 return torch.device(name)
-            case ast.Name(id=name):
+            case ast.Name(id=name) if name not in self.hints:
                 self.fail(value, f"{name} is not defined above; {ARGUMENT}")
             case ast.Constant(value=None | bool() | int() | float() | str()):
                 return value.value
@@ -279,6 +326,8 @@ class _Reader:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as index)) if name in DEVICES:
                 return torch.device(name, index)
             case _:
+                if self.hints and (number := from_ast(value, self.hints)) is not None:
+                    return number
                 self.fail(value, f"{_shown(value)} may not stand here; {ARGUMENT}")
 
     def string(self, value: ast.AST, what: str) -> str:

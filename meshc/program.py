@@ -16,6 +16,7 @@ from torch.fx import Graph
 from meshc.mesh import Mesh
 from meshc.plan import Plan
 from meshc.sharding import Sharding
+from meshc.sizes import Dynamic
 
 KINDS = ("parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric")
 
@@ -72,7 +73,11 @@ class Instruction:
 
 @dataclass
 class Program:
-    """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model."""
+    """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model.
+
+    dynamic      sizes that calls choose, within their ranges; `meshc.instance.at` puts them in
+    constraints  what else must hold of them: `n_seq % 4 == 0`
+    """
 
     stages: dict[str, Stage]
     mesh: Mesh
@@ -86,6 +91,8 @@ class Program:
     mode: str = "forward"
     notes: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    dynamic: tuple[Dynamic, ...] = ()
+    constraints: tuple[str, ...] = ()
 
     def port(self, key: str) -> Port:
         for port in (*self.inputs, *self.outputs):

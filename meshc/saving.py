@@ -21,8 +21,8 @@ def save(program: Any, path: str | os.PathLike[str], weights: bool = True) -> No
     if store is None or dist.get_rank() == 0:
         if store is not None and tensors is not None:
             tensors = {**_buffers(program), **tensors}
-        program.compiled.info.update(beginnings(program))
-        artifact.save(program.compiled, path, tensors)
+        program.general.info.update(beginnings(program))
+        artifact.save(program.general, path, tensors)
     if store is not None and dist.get_world_size() > 1:
         dist.barrier()
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from meshc.sizes import braced
+
 
 @dataclass(frozen=True)
 class Part:
@@ -21,7 +23,7 @@ class Part:
     axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.factor} {self.size}" + "".join(f"/{axis}" for axis in self.axes)
+        return f"{self.factor} {braced(self.size)}" + "".join(f"/{axis}" for axis in self.axes)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@
         }
 
 A parameter's default is the key under which its value enters the stage; the returned keys are those under which values leave. `@ranks`
-marks a stage that runs on every rank, with the sizes of the axes: shapes in its records are local, those in its types stay global.
+marks a stage that runs on every rank, with the sizes of the axes: shapes in its records are local, those in its types stay global. `@sizes`
+lists dynamic sizes, with their ranges and the integers that stand for them while compiling; `n_NAME` may stand for a number then.
 
 A type is the dtype, a dim at a time the factors with the axes that split them, then what is not the default:
 
@@ -22,6 +23,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
     ... local(4, 128)                            a shape that does not follow from the sharding
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
+    f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
     int                                          no tensor
     (f32[8], f32[8])                             several results
 
@@ -34,7 +36,7 @@ import hashlib
 import keyword
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -45,6 +47,7 @@ from meshc.errors import ArtifactError
 from meshc.ir import Record, Source
 from meshc.program import Port, Program, Stage, sizes
 from meshc.sharding import local_shape
+from meshc.sizes import Dynamic, Ratio, Size, braced
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "b8": torch.bool,
@@ -86,6 +89,8 @@ def print_stage(stage: Stage, program: Program | None = None, *, comments: bool 
         axis_sizes = None
     names = value_names(stage.graph)
     marked = [] if axis_sizes is None else [f"@ranks({quote(','.join(f'{axis}={size}' for axis, size in axis_sizes.items()))})"]
+    if program is not None and program.dynamic:
+        marked.append(f"@sizes({quote(print_sizes(program.dynamic))})")
     placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(stage.inputs):
         raise ArtifactError(f"stage {stage.name} has {len(placeholders)} parameters and {len(stage.inputs)} keys for them")
@@ -130,11 +135,20 @@ def print_program(program: Program, *, comments: bool = True) -> str:
     blocks = ["\n".join([*(f"{name} = {_long(text)}" for name, text in head.items()), f"microbatches = {program.microbatches}"])]
     for title, ports in (("inputs", program.inputs), ("outputs", program.outputs)):
         blocks.append(_listing(title, [_port(port) for port in ports]))
+    if program.dynamic:
+        blocks[0] += f"\nsizes = {quote(print_sizes(program.dynamic))}"
+    if program.constraints:
+        blocks.append(_listing("constraints", [quote(text) for text in program.constraints]))
     if program.constants:
         blocks.append(_listing("constants", [_constant(name, value) for name, value in program.constants.items()]))
     blocks += [print_stage(stage, program, comments=comments).rstrip("\n") for stage in program.stages.values()]
     blocks.append(_listing("schedule", [_instruction(vars(instruction)) for instruction in program.schedule]))
     return "\n\n".join(blocks) + "\n"
+
+
+def print_sizes(dynamic: Iterable[Dynamic]) -> str:
+    """Dynamic sizes with their ranges and the integers that stand for them in passes: `batch 2..64 11, seq 2..512 37`."""
+    return ", ".join(f"{size.name} {size.low}..{size.high} {size.hint}" for size in dynamic)
 
 
 def hash_program(program: Program) -> str:
@@ -155,7 +169,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
         raise ArtifactError(f"values of {value.dtype} have no type in a program's text")
     sharding = value.sharding
     if sharding is None:
-        return f"{dtype}[{', '.join(map(str, value.shape))}]"
+        return f"{dtype}[{', '.join(map(braced, value.shape))}]"
     for word in (*(part.factor for _, _, part in sharding.parts()), *sharding.axes()):
         if not WORD.fullmatch(word):
             raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space")
@@ -167,7 +181,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
     if not any(sharding.dims) and not sharding.pending and not sharding.zero:
         text += " whole"
     if value.shape != _implied(value, axis_sizes):
-        text += f" local({', '.join(map(str, value.shape))})"
+        text += f" local({', '.join(map(braced, value.shape))})"
     return text
 
 
@@ -211,7 +225,7 @@ def print_argument(value: Any, names: Mapping[Node, str]) -> str:
         return names[value]
     if value is None or isinstance(value, bool):
         return str(value)
-    if type(value) is int:
+    if type(value) is int or isinstance(value, Size | Ratio):
         return str(value)
     if type(value) is float:
         return repr(value) if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"

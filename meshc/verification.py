@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-from meshc import calling
+from meshc import calling, instance
 from meshc.errors import InputError, VerifyError
 from meshc.ir import records
 from meshc.mesh import Mesh
@@ -110,19 +111,23 @@ def _verify_there(
     usual = torch.float64 if double else torch.float32
     report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
+    shapes = dict(program._shapes(args, kwargs))
+    examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)
     base: dict[str, Any] = dict(
-        module=twin, args=args, kwargs=kwargs, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain",
+        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain",
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         if program.step is not None:
-            plain, draft = compile_program(program._request(**{**base, "optimizer": None}))
+            general, draft = compile_program(program._request(**{**base, "optimizer": None}))
+            plain = instance.fitting(general, shapes)
             verification.compare_gradients(plain, reference, report)
-            _raise_if_wrong(report, plain, draft, reference)
-            verify_update(program, base, twin, reference, report, double)
+            _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
+            verify_update(program, base, shapes, twin, reference, report, double)
         else:
-            plain, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
+            general, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
+            plain = instance.fitting(general, shapes)
             verification.compare_module(plain, reference, report)
-            _raise_if_wrong(report, plain, draft, reference)
+            _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report
@@ -135,25 +140,28 @@ def _computed(draft: Draft) -> set[torch.dtype]:
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
 
 
-def _raise_if_wrong(report: verification.Report, compiled: Compiled, draft: Draft, reference: verification.Reference) -> None:
+def _raise_if_wrong(
+    report: verification.Report, compiled: Compiled, graph: Graph, draft: Draft, reference: verification.Reference
+) -> None:
     if report.ok:
         return
     values = verification.input_values(compiled, reference, 0)
     values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
-    first = verification.first_wrong(compiled, draft.the_graph(), values, report.tolerance * 10, draft.parts)
+    first = verification.first_wrong(compiled, graph, values, report.tolerance * 10, draft.parts)
     raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
 
 
 def verify_update(
     program: Program,
     base: dict[str, Any],
+    shapes: Mapping[str, Sequence[int]],
     twin: nn.Module,
     reference: verification.Reference,
     report: verification.Report,
     double: bool,
     compiled: Compiled | None = None,
 ) -> None:
-    """Some steps with a copy of the user's optimizer, of `compiled` or else of what the request compiles to."""
+    """Some steps with a copy of the user's optimizer, of `compiled` or else of what the request compiles to, for inputs of these shapes."""
     assert program.step is not None
     names = {id(p): name for name, p in program.traced.module.named_parameters()}
     mine = dict(twin.named_parameters())
@@ -162,7 +170,8 @@ def verify_update(
     optimizer = type(original)(groups)  # type: ignore[call-arg]
     spec = describe(optimizer)
     if compiled is None:
-        compiled, _ = compile_program(program._request(**{**base, "optimizer": spec}))
+        general, _ = compile_program(program._request(**{**base, "optimizer": spec}))
+        compiled = instance.fitting(general, shapes)
     updated = {id(p) for group in spec.groups for p in group.params}
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 

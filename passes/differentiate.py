@@ -19,6 +19,7 @@ from meshc.capture import JointGraph, TorchGraph, joint_graph, source_of
 from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
 from meshc.passes.decompositions import decompositions
 from meshc.passes.module_outputs import mark_module_outputs
+from meshc.passes.settle import settle_sizes, shape_of, shapes_of
 from meshc.passes.strides import forget_strides
 from meshc.program import Port
 
@@ -31,6 +32,8 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     """(graph, inputs, outputs, constants): placeholders and outputs of the graph in the order of the ports."""
     joint = joint_graph(traced, decompositions())
     graph = joint.module.graph
+    if traced.symbols is not None:
+        settle_sizes(graph, traced.symbols)
     constants = _lift_constants(joint)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
@@ -83,7 +86,7 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     for node, (kind, name) in zip(graph.find_nodes(op="placeholder"), joint.placeholders, strict=True):
         value = node.meta["val"]
         inputs.append(
-            Port(kind, name, tuple(value.shape), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
+            Port(kind, name, shape_of(node), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
         )
         node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
     (output,) = graph.find_nodes(op="output")
@@ -93,7 +96,7 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     for value, (kind, name) in zip(flat, joint.outputs, strict=True):
         if isinstance(value, Node):
             found = value.meta["val"]
-            outputs.append(Port(kind, name, tuple(found.shape), found.dtype, of=name if kind == "gradient" else ""))
+            outputs.append(Port(kind, name, shape_of(value), found.dtype, of=name if kind == "gradient" else ""))
             kept.append(value)
     output.args = (tuple(kept),)
     output.meta.pop("desc", None)
@@ -119,13 +122,13 @@ def _record_all(graph: Graph) -> None:
         phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
         source = source_of(node)
         if isinstance(value, torch.Tensor):
-            set_record(node, Record(tuple(value.shape), value.dtype, source=source, phase=phase))
+            set_record(node, Record(shape_of(node), value.dtype, source=source, phase=phase))
         elif isinstance(value, list | tuple):
             found = tuple(
-                Record(tuple(v.shape), v.dtype, source=source, phase=phase)
+                Record(shape, v.dtype, source=source, phase=phase)
                 if isinstance(v, torch.Tensor)
                 else Record(source=source, phase=phase)
-                for v in value
+                for v, shape in zip(value, shapes_of(node), strict=True)
             )
             set_record(node, found)
         else:
@@ -146,8 +149,8 @@ def _drop_empty(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.cat.default:
             continue
-        kept = [x for x in node.args[0] if 0 not in x.meta["val"].shape]
-        if len(kept) == 1 and kept[0].meta["val"].shape == node.meta["val"].shape:
+        kept = [x for x in node.args[0] if 0 not in shape_of(x)]
+        if len(kept) == 1 and shape_of(kept[0]) == shape_of(node):
             _replace(graph, node, kept[0])
         elif 0 < len(kept) < len(node.args[0]):
             node.args = (kept, *node.args[1:])

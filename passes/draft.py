@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from meshc.capture import TorchGraph
+from meshc.dynamic import DynamicDims
 from meshc.mesh import Mesh
 from meshc.optimizer import OptimizerSpec
 from meshc.output_tree import OutputTree
@@ -21,6 +22,7 @@ from meshc.passes.propagate import Assignment
 from meshc.plan import Plan
 from meshc.program import Instruction, Port, Stage
 from meshc.sharding import Sharding
+from meshc.sizes import Dynamic
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Request:
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
+    dynamic       which dims of the inputs are left open
     """
 
     module: nn.Module
@@ -52,6 +55,7 @@ class Request:
     double: bool = False
     batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
+    dynamic: DynamicDims = DynamicDims()
 
 
 @dataclass
@@ -84,6 +88,8 @@ class Draft:
     cache_outputs: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     random_calls: int = 0
+    dynamic: tuple[Dynamic, ...] = ()
+    constraints: tuple[str, ...] = ()
     parts: Parts | None = None
 
     @property

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from meshc.capture import torch_graph
+from meshc.errors import PlanError
 from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
@@ -20,9 +24,11 @@ from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
+from meshc.paths import input_names
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
 from meshc.sharding import Sharding
+from meshc.sizes import Dynamic
 
 Pass = Callable[[Draft], Draft]
 
@@ -33,12 +39,33 @@ def _capture(draft: Draft) -> Draft:
     if parts.means(ask):
         draft.parts = parts.find_parts(_whole_forward(ask), ask)
         args, kwargs = draft.parts.like_one((args, kwargs))
+    opened = _open(draft, args, kwargs)
     traced = torch_graph(
-        ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double
-    )
+        ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
+        dynamic=opened,
+    )  # fmt: skip
     draft.traced, draft.output_tree = traced, traced.output_tree
     draft.cache_outputs = traced.output_tree.caches()
     return draft
+
+
+def _open(draft: Draft, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[int, Dynamic]]:
+    """The dims of inputs that are left open, each with its size."""
+    ask = draft.request
+    if not ask.dynamic:
+        return {}
+    if draft.parts is not None:
+        raise PlanError('Options(dynamic=...) and batch_mix="mean_of_parts" do not go together yet: leave one of them out')
+    names = input_names(ask.signature, args, kwargs)
+    leaves = zip(names, pytree.tree_leaves((tuple(args), dict(kwargs))), strict=True)
+    inputs = [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    fixed = {size for tensor in (*ask.module.parameters(), *ask.module.buffers()) for size in tensor.shape}
+    for path, shape in inputs:
+        fixed |= {size for dim, size in enumerate(shape) if dim not in ask.dynamic.dims.get(path, {})}
+    pieces = prod(draft.sizes.values())
+    found = ask.dynamic.settled(inputs, fixed, pieces)
+    draft.dynamic = tuple(found.values())
+    return {path: {dim: found[name] for dim, name in row.items()} for path, row in ask.dynamic.dims.items()}
 
 
 def _whole_forward(request: Request) -> Draft:
@@ -72,6 +99,8 @@ def _raise(draft: Draft) -> Draft:
 def _differentiate(draft: Draft) -> Draft:
     assert draft.traced is not None
     draft.graph, draft.inputs, draft.outputs, draft.constants = differentiate.differentiate(draft.traced)
+    if draft.traced.symbols is not None:
+        draft.dynamic, draft.constraints = draft.traced.symbols.constraints(draft.traced.fake_mode.shape_env, draft.dynamic)
     if draft.request.train:
         draft = update.close_loss(draft)
     if draft.parts is not None:
@@ -202,7 +231,7 @@ def _partition(draft: Draft) -> Draft:
     assert draft.assignment is not None
     wants = [port.sharding for port in draft.outputs]
     cut = parts.cut_inputs(draft) if draft.parts is not None else {}
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, [want for want in wants if want is not None], cut)
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, [want for want in wants if want is not None], cut, draft.dynamic)
     stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
     draft.stages = {"main": stage}
     return draft
@@ -275,6 +304,8 @@ def finish(draft: Draft) -> Program:
         microbatches=request.microbatches,
         mode="step" if request.train else ("autograd" if request.grad else "forward"),
         notes=draft.notes,
+        dynamic=draft.dynamic,
+        constraints=draft.constraints,
         info={
             "output_paths": draft.output_tree.paths() if draft.output_tree else [], "random_calls": draft.random_calls,
             "inputs": request.inputs, "outputs": request.outputs,

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from meshc import instance
 from meshc.artifact import Weights
 from meshc.errors import InputError, StateError
 from meshc.ops.random import seed_step
@@ -45,11 +46,14 @@ class Loaded:
     ) -> None:
         mesh = program.mesh
         groups = Groups(layouts.axis_sizes(mesh), rank, mesh.world_size, rank_of=torch.tensor(mesh.ranks))
-        self.program = program
+        self.general = self.program = program
         self.device = device
         self.sizes = program.axis_sizes
-        self.coordinates = mesh.coordinates(rank)
-        self.executor = Executor(program, groups, self.coordinates, device, board, backend)
+        self.coordinates = coordinates = mesh.coordinates(rank)
+        self._load = lambda fitting: Executor(fitting, groups, coordinates, device, board, backend)
+        self._executors: dict[tuple[int, ...], tuple[Program, Executor]] = {}
+        if not program.dynamic:
+            self.executor = self._load(program)
         self.transfers = Transfers(mesh, groups, rank, device)
         self.seed, self.step = int(program.info.get("seed", 0)), 0
         if isinstance(begin, SavedState):
@@ -126,6 +130,8 @@ class Loaded:
 
     def inputs(self, file: Weights | None) -> dict[str, Tensor]:
         """The program's inputs by key, from a file that holds them whole under their paths. Raises InputError naming every fault."""
+        if self.general.dynamic:
+            self._fit(file)
         ports = {port.name: port for port in self.program.inputs if port.kind == "input"}
         names = () if file is None else file.names
         faults = [f"{name} is missing" for name in ports if name not in names]
@@ -144,6 +150,16 @@ class Loaded:
             told = ", ".join(f"{name}: {port.dtype} of shape {list(port.shape)}" for name, port in ports.items()) or "nothing"
             raise InputError("the inputs do not fit the program:\n    " + "\n    ".join(faults) + f"\n  it takes {told}")
         return values
+
+    def _fit(self, file: Weights | None) -> None:
+        """The program at the sizes that the inputs of the next call have."""
+        shapes = {} if file is None else {name: file.shape(name) for name in file.names}
+        sizes = instance.sizes_of(self.general, shapes)
+        key = tuple(sizes.values())
+        if key not in self._executors:
+            program = instance.at(self.general, sizes)
+            self._executors[key] = program, self._load(program)
+        self.program, self.executor = self._executors[key]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One call. Returns outputs and metrics by key, whole, on every rank; all ranks call it."""

@@ -22,7 +22,7 @@ from meshc.ops import philox
 from meshc.ops.tile import Tile, tile_of
 
 Shape = Sequence[int]
-_TILE = "int[] global_shape, int[] local_shape, SymInt[] offsets"
+_TILE = "SymInt[] global_shape, SymInt[] local_shape, SymInt[] offsets"
 _DEVICES = ("cpu", "cuda")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -57,7 +57,7 @@ def keep_scale(p: float) -> float:
 
 
 def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymInt]) -> Tile:
-    return tile_of(tuple(global_shape), tuple(local_shape), tuple(int(offset) for offset in offsets))
+    return tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
 
 
 @torch.library.impl("meshc::uniform", _DEVICES)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from meshc import spmd
-from meshc.ir import Record, Source, set_record
+from meshc.ir import Record, Source, is_getitem, operands, set_record
+from meshc.passes.partition.shapes import OpenShapes
 from meshc.sharding import Part, Sharding
+from meshc.sizes import Dynamic
 from meshc.window import tile_length
 
 aten = torch.ops.aten
@@ -21,13 +24,16 @@ aten = torch.ops.aten
 class Builder:
     """Emits into `graph`. `shape(node)` and `dtype(node)` are local; they come from running the operator on meta tensors.
 
-    `entries` are the plan's, by axis, for reasons.
+    `entries` are the plan's, by axis, for reasons. `open_sizes` are the dynamic sizes of the program.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], open_sizes: Sequence[Dynamic] = ()) -> None:
         self.graph = Graph()
         self.sizes = sizes
-        self.meta: dict[Node, Any] = {}
+        self.open = OpenShapes(open_sizes)
+        self.shapes: dict[Node, tuple[int, ...]] = {}
+        self.items: dict[Node, list[tuple[int, ...]]] = {}
+        self.meta: dict[Node, tuple[Any, ...]] = {}
         self.context = Record()
         self.entries: Mapping[str, str] = {}
         self._integers: dict[Any, Node] = {}
@@ -35,57 +41,64 @@ class Builder:
     def placeholder(self, name: str, record: Record) -> Node:
         node = self.graph.placeholder(name)
         set_record(node, record)
-        self.meta[node] = torch.empty(record.shape, dtype=record.dtype, device="meta") if record.dtype else 0
+        made = [torch.empty(at(record.shape), dtype=record.dtype, device="meta") if record.dtype else 0 for at in self.open.worlds]
+        self.meta[node] = tuple(made)
+        self.shapes[node] = record.shape
         return node
 
     def shape(self, node: Node) -> tuple[int, ...]:
-        return tuple(self.meta[node].shape)
+        return self.shapes[node]
 
     def dtype(self, node: Node) -> torch.dtype:
-        found: torch.dtype = self.meta[node].dtype
+        found: torch.dtype = self.meta[node][0].dtype
         return found
 
     def emit(self, target: Any, *args: Any, sharding: Sharding | None = None, reason: str | None = None, **kwargs: Any) -> Node:
         """A call; its record has the shape and dtype that the call gives on meta tensors."""
         node = self.graph.call_function(target, args, kwargs)
-        result = self._evaluate(target, args, kwargs)
-        self.meta[node] = result
+        results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
+        self.meta[node] = results
         changes = {"sharding": sharding} if reason is None else {"sharding": sharding, "reason": reason}
-        if isinstance(result, list | tuple):
-            set_record(node, tuple(self._record(item, {}) for item in result))
+        known = [argument for argument in operands(node) if argument in self.shapes]
+        near = [self.shapes[argument] for argument in known]
+        if isinstance(results[0], list | tuple):
+            self.items[node] = [self.open.shape(row, near, (args, kwargs), node) for row in zip(*results, strict=True)]
+            set_record(node, tuple(self._record(item, shape, {}) for item, shape in zip(results[0], self.items[node], strict=True)))
         else:
-            set_record(node, self._record(result, changes))
+            if is_getitem(node):
+                self.shapes[node] = self.items[args[0]][args[1]]
+            elif spmd.is_collective(target) or target is spmd.shard:
+                self.shapes[node] = tuple(self._moved(target, self.shapes[args[0]], *args[1:]))
+            else:
+                self.shapes[node] = self.open.shape(results, near, (args, kwargs), node)
+            set_record(node, self._record(results[0], self.shapes[node], changes))
         return node
 
-    def _record(self, result: Any, changes: dict[str, Any]) -> Record:
+    def _record(self, result: Any, shape: tuple[int, ...], changes: dict[str, Any]) -> Record:
         base = replace(self.context, sharding=None)
         if isinstance(result, torch.Tensor):
-            return replace(base, shape=tuple(result.shape), dtype=result.dtype, **changes)
+            return replace(base, shape=shape, dtype=result.dtype, **changes)
         return replace(base, shape=(), dtype=None, **changes)
 
     def item(self, node: Node, index: int) -> Node:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def _evaluate(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _evaluate(self, target: Any, args: Any, kwargs: Any, world: int) -> Any:
+        at = self.open.worlds[world]
+
         def value(argument: Any) -> Any:
             if isinstance(argument, Node):
-                return self.meta[argument]
+                return self.meta[argument][world]
             if isinstance(argument, list | tuple):
                 return type(argument)(value(item) for item in argument)
-            return argument
+            return at(argument)
 
         args, kwargs = value(args), {key: value(item) for key, item in kwargs.items()}
-        name = getattr(target, "__name__", "")
-        if spmd.is_collective(target):
-            return self._collective(name, *args)
+        if spmd.is_collective(target) or target is spmd.shard:
+            return args[0].new_empty(self._moved(target, args[0].shape, *args[1:]))
         if target in spmd.INTEGERS.values():
             return 0
-        if target is spmd.shard:
-            x, dim, tiles, _ = args
-            shape = list(x.shape)
-            shape[dim] = -(-shape[dim] // tiles)
-            return x.new_empty(shape)
         if target in (spmd.mask, spmd.keep_first):
             return args[0]
         if "device" in kwargs:
@@ -93,23 +106,26 @@ class Builder:
             kwargs.pop("pin_memory", None)
         return target(*args, **kwargs)
 
-    def _collective(self, name: str, x: torch.Tensor, axes: Sequence[str], *rest: Any) -> torch.Tensor:
-        count = 1
-        for axis in axes:
-            count *= self.sizes[axis]
-        shape = list(x.shape)
-        if name == "all_gather":
-            shape[rest[0]] *= count
-        elif name == "reduce_scatter":
-            shape[rest[0]] //= count
-        elif name == "all_to_all":
-            shape[rest[0]] //= count
-            shape[rest[1]] *= count
-        elif name == "halo":
-            shape[rest[0]] = rest[2][3]
-        elif name == "halo_sum":
-            shape[rest[0]] = tile_length(rest[1], [self.sizes[axis] for axis in axes])
-        return x.new_empty(shape)
+    def _moved(self, target: Any, shape: Sequence[int], *args: Any) -> list[int]:
+        """The shape of what a collective, or a cut into tiles, makes of a tensor."""
+        if target is spmd.shard:
+            dim, tiles, _ = args
+            return [-(-extent // tiles) if d == dim else extent for d, extent in enumerate(shape)]
+        axes, *dims = args
+        count = prod(self.sizes[axis] for axis in axes)
+        moved = list(shape)
+        if target is spmd.all_gather:
+            moved[dims[0]] *= count
+        elif target is spmd.reduce_scatter:
+            moved[dims[0]] //= count
+        elif target is spmd.all_to_all:
+            moved[dims[0]] //= count
+            moved[dims[1]] *= count
+        elif target is spmd.halo:
+            moved[dims[0]] = dims[2][3]
+        elif target is spmd.halo_sum:
+            moved[dims[0]] = tile_length(dims[1], [self.sizes[axis] for axis in axes])
+        return moved
 
     # ------------------------------------------------------------------------------------------------------------------ integers
 

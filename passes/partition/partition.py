@@ -26,6 +26,7 @@ from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.propagate import MICROBATCH, Assignment, backward_map, forward_map, spread
 from meshc.program import Port
 from meshc.sharding import Sharding, is_padded, local_shape
+from meshc.sizes import Dynamic
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,17 @@ class Form:
 
 class Partitioner:
     def __init__(
-        self, graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding], cut: Mapping[str, int]
+        self,
+        graph: Graph,
+        assignment: Assignment,
+        inputs: Sequence[Port],
+        outputs: Sequence[Sharding],
+        cut: Mapping[str, int],
+        open_sizes: Sequence[Dynamic],
     ) -> None:
         self.graph, self.assignment, self.inputs, self.output_wants, self.cut = graph, assignment, inputs, outputs, cut
         self.factors = assignment.factors
-        self.build = Builder(assignment.sizes)
+        self.build = Builder(assignment.sizes, open_sizes)
         self.forms: dict[Value, dict[Sharding, Form]] = {}
         self.phase = "forward"
         self.sequential = frozenset({MICROBATCH})
@@ -364,10 +371,16 @@ def _value_users(value: Value) -> list[Node]:
 
 
 def partition(
-    graph: Graph, assignment: Assignment, inputs: Sequence[Port], outputs: Sequence[Sharding], cut: Mapping[str, int] | None = None
+    graph: Graph,
+    assignment: Assignment,
+    inputs: Sequence[Port],
+    outputs: Sequence[Sharding],
+    cut: Mapping[str, int] | None = None,
+    open_sizes: Sequence[Dynamic] = (),
 ) -> Graph:
     """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave.
 
-    `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut.
+    `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut. `open_sizes`
+    are the sizes that calls choose.
     """
-    return Partitioner(graph, assignment, inputs, outputs, cut or {}).run()
+    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes).run()

@@ -71,7 +71,7 @@ def _lower_mean(local: Local) -> Node:
         dims = local.node.args[1] if len(local.node.args) > 1 else local.node.kwargs.get("dim")
         keep = local.node.args[2] if len(local.node.args) > 2 else local.node.kwargs.get("keepdim", False)
         total = local.emit(aten.sum.dim_IntList, x, dims, keep, **{k: v for k, v in local.node.kwargs.items() if k == "dtype"})
-    return local.emit(aten.mul.Tensor, total, 1.0 / size)
+    return local.emit(aten.mul.Tensor, total, 1 / size)
 
 
 def _extreme(how: str) -> RuleFunction:

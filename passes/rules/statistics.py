@@ -71,7 +71,7 @@ def _centred_squares(local: Local, x: Node, dims: list[int], axes: Sequence[str]
 
 def _var(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     free = max(_count(local, dims) - _correction(local.node), 0.0)
-    return local.emit(aten.mul.Tensor, _centred_squares(local, x, dims, axes), 1.0 / free if free else inf)
+    return local.emit(aten.mul.Tensor, _centred_squares(local, x, dims, axes), 1 / free if free else inf)
 
 
 def _correction(node: Node) -> float:

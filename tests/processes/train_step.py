@@ -195,6 +195,31 @@ def autocast(mesh: Any) -> None:
     assert "bf16" in str(program)
 
 
+def dynamic_sizes(mesh: Any) -> None:
+    """One compilation serves batches of several sizes, uneven ones too; one out of range is refused everywhere, and the run goes on."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    optimizer, theirs = adamw(case.model.parameters()), adamw(twin.parameters())
+    batch = torch.export.Dim("batch", max=12)
+    options = meshc.Options(seed=SEED, dynamic={name: {0: batch} for name in case.call_kwargs})
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss), mesh, options=options)
+    losses, wanted = [], []
+    for rows in (4, 7, 2, 4, 13, 5):
+        inputs = {name: torch.cat([value, value, value])[:rows].clone() for name, value in case.call_kwargs.items()}
+        if rows > 12:
+            with pytest.raises(meshc.InputError, match="batch is 13 .*the program serves batch from 2 to 12"):
+                program(**inputs)
+            continue
+        losses.append(program(**inputs).item())
+        loss = F.cross_entropy(twin(inputs["x"]), inputs["target"])
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(loss.item())
+    close(losses, wanted, 1e-9)
+    assert len(program._general) == 1 and len(program._sessions) == 4
+
+
 def partial_storage(mesh: Any) -> None:
     """zero1 is for a TrainStep; module mode says so. Last, since a refusal stops all ranks."""
     case = mlp()
@@ -203,7 +228,7 @@ def partial_storage(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    scheduled, recompiled, weight_decay_to_zero, loss_arguments, microbatches, mean_of_parts, autocast, partial_storage
+    scheduled, recompiled, weight_decay_to_zero, loss_arguments, microbatches, mean_of_parts, autocast, dynamic_sizes, partial_storage
 )  # fmt: skip
 
 

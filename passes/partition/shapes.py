@@ -1,0 +1,124 @@
+"""Shapes with open sizes: what an operator makes of them is found by running it on meta tensors of several sizes.
+
+    worlds           n_batch 11, n_seq 37        n_batch 12, n_seq 39        n_batch 13, n_seq 40
+    x of [n_batch, n_seq + 1, 64], reshaped to [.., 32, 2]
+    gives dim 1      38                          40                          41                           so it is n_seq + 1
+
+Sizes that come out are looked for among those that went in, their sums, products and quotients, and what windows make of them. That an
+operator takes its operands in all worlds is at the same time a check that the program fits other sizes than those it was made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc.errors import CompileError
+from meshc.ir import op_name
+from meshc.sizes import Dynamic, Size, at, worlds
+
+
+class OpenShapes:
+    """`worlds[k]` puts the sizes of one world into a number, or into all numbers of a shape; without open sizes there is one world."""
+
+    def __init__(self, sizes: Sequence[Dynamic]) -> None:
+        self.sizes = worlds(sizes)
+        self.worlds: list[Callable[[Any], Any]] = [_world(world) for world in self.sizes] if sizes else [lambda value: value]
+
+    def shape(self, results: Sequence[Any], near: Sequence[tuple[int, ...]], arguments: Any, node: Node) -> tuple[int, ...]:
+        """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of what went in."""
+        if not isinstance(results[0], torch.Tensor):
+            return ()
+        if len(results) == 1:
+            return tuple(results[0].shape)
+        found: list[int] = []
+        for dim, extents in enumerate(zip(*(result.shape for result in results), strict=True)):
+            found.append(extents[0] if len(set(extents)) == 1 else self._size(extents, near, arguments, dim, node))
+        return tuple(found)
+
+    def _size(self, extents: tuple[int, ...], near: Sequence[tuple[int, ...]], arguments: Any, dim: int, node: Node) -> int:
+        for candidate in _candidates(near, list(_numbers(arguments)), dim):
+            if not isinstance(candidate, Size):
+                continue
+            values = tuple(world(candidate) for world in self.worlds)
+            if values == extents:
+                return candidate
+            steps = {extent - value for extent, value in zip(extents, values, strict=True)}
+            if len(steps) == 1:
+                return candidate + steps.pop()
+            for whole, part in ((extents, values), (values, extents)):
+                factors = {divmod(a, b) for a, b in zip(whole, part, strict=True) if b}
+                if len(factors) == 1 and (factor := factors.pop())[1] == 0 and factor[0]:
+                    return candidate * factor[0] if whole is extents else candidate // factor[0]
+        for candidate in _candidates(near, [], dim):
+            for stride in sorted(set(_strides(arguments))):
+                for shift in range(stride):
+                    windows = (candidate + shift) // stride
+                    steps = {extent - world(windows) for extent, world in zip(extents, self.worlds, strict=True)}
+                    if isinstance(windows, Size) and len(steps) == 1:
+                        return windows + steps.pop()
+        raise CompileError(
+            f"{op_name(node)} makes dim {dim} of sizes {list(extents)} for {self.sizes}: meshc finds no expression for it\n"
+            "  what to do: leave the size out of Options(dynamic=...), or compute it outside the model"
+        )
+
+
+def _world(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
+    def put(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(at(item, sizes) for item in value)
+        return at(value, sizes)
+
+    return put
+
+
+def _numbers(arguments: Any) -> Iterator[int]:
+    if isinstance(arguments, Size):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for item in arguments:
+            yield from _numbers(item)
+    elif isinstance(arguments, dict):
+        for item in arguments.values():
+            yield from _numbers(item)
+
+
+def _strides(arguments: Any) -> Iterator[int]:
+    """Small integers among arguments."""
+    if isinstance(arguments, list | tuple):
+        for item in arguments:
+            yield from _strides(item)
+    elif type(arguments) is int and 1 < arguments <= 64:
+        yield arguments
+
+
+def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: int) -> Iterator[int]:
+    """Open sizes that a result's may be made of: the operands' own, those among the arguments, sums along one dim, products, quotients."""
+    own: Iterable[int] = (extent for shape in near for extent in shape if isinstance(extent, Size))
+    single = list(dict.fromkeys([*numbers, *own]))
+    yield from single
+    for position in {dim, dim - 1}:
+        along = [shape[position] for shape in near if 0 <= position < len(shape)]
+        if len(along) > 1:
+            yield sum(along)
+    for shape in near:
+        total = 1
+        for extent in shape:
+            total *= extent
+        if isinstance(total, Size):
+            yield total
+    for a, b in combinations(single, 2):
+        yield a * b
+        yield a + b
+        yield a - b
+        yield b - a
+    for a in single:
+        for b in single:
+            if a != b:
+                yield a // b
+
+
