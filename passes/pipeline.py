@@ -152,6 +152,7 @@ def _propagate(draft: Draft) -> Draft:
     if draft.request.inputs == "local":
         _tangents_as_outputs(draft)
     _warn_replicated(draft)
+    _note_idle_pins(draft)
     return draft
 
 
@@ -207,6 +208,17 @@ def _batch_only(propagator: Propagator, value: Value, whole: Sharding) -> Shardi
             if "batch" in propagator.names.also[factor]:
                 return whole.with_axes(dim, position, propagator.local_batch)
     return whole
+
+
+def _note_idle_pins(draft: Draft) -> None:
+    """A value that every rank makes where it is used, in whatever part is asked for, lies nowhere that a pin could change."""
+    assert draft.assignment is not None
+    for (node, index), slots in draft.pins.items():
+        if node.op == "call_function" and node in draft.assignment.free and any(slots.values()):
+            modules = ", ".join(records(node)[index].returned_by) or node.name
+            draft.notes.append(
+                f"the pin of value:{modules} has no effect: nothing but integers goes into it, so each rank makes the part it uses"
+            )
 
 
 def _warn_replicated(draft: Draft) -> None:

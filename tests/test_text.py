@@ -321,7 +321,7 @@ def body(*lines: str, last: str = 'return {"output:y": x}') -> str:
         ('def main(*x: "f32[2]"):\n    return {}\n', 1, "a parameter is NAME"),
         ("@ranks(dp=2)\ndef main():\n    return {}\n", 1, "there is one @ranks, with one text"),
         ('@ranks("dp")\ndef main():\n    return {}\n', 1, "lists no axes"),
-        ("@cache\ndef main():\n    return {}\n", 1, "the only decorator is @ranks"),
+        ("@cache\ndef main():\n    return {}\n", 1, "the only decorators are @ranks"),
         (body()[:-4], 4, "this is no Python"),
     ],
 )

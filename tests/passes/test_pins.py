@@ -161,3 +161,22 @@ def test_what_no_operator_computes_cannot_be_held() -> None:
 
     assert "value:flat is a layout of x, which enters the model so: pin that instead" in refused("pin value:flat: batch/tp, _")
     assert "dim 0 of value:wide is only laid out, by aten.expand: leave it open" in refused("pin value:wide: copies/tp, _, _")
+
+
+def test_a_pin_of_a_value_that_ranks_recompute_is_noted_as_idle() -> None:
+    class Table(nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.arange(ids.shape[1], device=ids.device).float().cos()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.embed = Table(), nn.Embedding(11, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(ids) * self.table(ids)[:, None]
+
+    plan = "tp: batch\npin value:table: seq/tp only"
+    with torch.no_grad():
+        program = meshc.compile(Model(), meshc.Mesh("tp=2"), kwargs={"ids": torch.zeros(4, 6, dtype=torch.int64)}, plan=plan)
+    assert any("the pin of value:table has no effect" in note for note in program.compiled.notes)
