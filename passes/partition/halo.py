@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from meshc import spmd
 from meshc.passes.partition.reasons import lines, moved
+from meshc.sizes import Size
 from meshc.window import overlaps, tile_bounds, tile_length, window_starts
 
 if TYPE_CHECKING:
@@ -39,7 +40,12 @@ class Place:
         return tile_length(self.size, self.counts)
 
     def within(self) -> int | None:
-        """Where in its tile every rank's window begins, if ranks read nothing of each other and it is the same for all."""
+        """Where in its tile every rank's window begins, if ranks read nothing of each other and it is the same for all.
+
+        With sizes that calls choose that is not known.
+        """
+        if any(isinstance(number, Size) for number in (self.size, *self.window)):
+            return None
         starts = window_starts(self.window, self.counts)
         places = {start - first for start, (first, _) in zip(starts, tile_bounds(self.size, self.counts), strict=True)}
         here = places.pop()
