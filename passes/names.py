@@ -16,23 +16,28 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import PlanError
-from meshc.ir import operands, records, value_of
+from meshc.flops import COUNTS
+from meshc.ir import op_name, operands, records, value_of
 from meshc.passes.factorize import Factors, Instance
 from meshc.program import Port
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 NORMS = (aten.native_layer_norm.default,)
 
 
 @dataclass
 class Names:
-    """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`)."""
+    """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`).
+
+    `attention` and `products` are the operators of the regions that have these names.
+    """
 
     of: dict[int, str] = field(default_factory=dict)
     also: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     attention: set[Node] = field(default_factory=set)
+    products: set[Node] = field(default_factory=set)
 
     def set(self, factor: int, name: str, *also: str) -> None:
         self.of.setdefault(factor, name)
@@ -51,6 +56,7 @@ def name_factors(
     _vocabulary(found, graph, factors)
     _hidden(found, graph, factors)
     _feed_forward(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
+    _widths(found, factors)
     for port in inputs:
         if port.kind == "parameter":
             for dim, classes in enumerate(factors.dims[(placeholders[port.key], 0)]):
@@ -231,23 +237,41 @@ def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
                 found.set(instance.factor[token], "hidden")
 
 
+@dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution of the forward phase: the classes that it sums over, and those that it makes of its weight."""
+
+    node: Node
+    into: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+def _products(factors: Factors) -> list[Product]:
+    found = []
+    for node, instance in factors.instances.items():
+        if record_phase(node) != "forward":
+            continue
+        if node.target in MATMULS:
+            into, out = instance.operands[-2][-1], instance.operands[-1][-1]
+        elif node.target is aten.convolution.default:
+            into, out = instance.operands[0][1], instance.results[0][1]
+        else:
+            continue
+        if into != out:  # a depthwise convolution makes no width of another
+            found.append(Product(node, tuple(instance.factor[t] for t in into), tuple(instance.factor[t] for t in out)))
+    return found
+
+
 def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
     """Classes that one product with a parameter makes and another one sums over, unless an input has them: layers add to those.
 
     The widest come first, and one whose products all have a named class already goes without. In 1024-4096-1024-4096-1024 the two of
-    4096 are ffn, so that each pair of products meets in one sum; splitting the 1024 between them as well would only move more.
+    4096 are ffn, so that each pair of products meets in one sum; splitting the 1024 between them as well would only move more. Between
+    convolutions they are called channels, and answer to ffn.
     """
-    products: list[tuple[int, ...]] = []
-    made: set[int] = set()
-    summed: set[int] = set()
-    for node, instance in factors.instances.items():
-        if node.target not in MATMULS or record_phase(node) != "forward":
-            continue
-        left, right = instance.operands[-2], instance.operands[-1]
-        into, out = [instance.factor[t] for t in left[-1]], [instance.factor[t] for t in right[-1]]
-        summed.update(into)
-        made.update(out)
-        products.append((*into, *out))
+    products = _products(factors)
+    made = {factor for product in products for factor in product.out}
+    summed = {factor for product in products for factor in product.into}
     vocabularies = {factors.size[factor] for factor, name in found.of.items() if name == "vocab"}
     for factor in sorted(made - summed):
         if factor not in found.of and factors.size[factor] in vocabularies:
@@ -257,7 +281,20 @@ def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> Non
     for factor in sorted((made & summed) - outside, key=lambda f: (-factors.size[f], f)):
         if factor in found.of:
             continue
-        if all(splittable & set(product) for product in products if factor in product):
+        own = [product for product in products if factor in (*product.into, *product.out)]
+        if all(splittable & {*product.into, *product.out} for product in own):
             continue
-        found.set(factor, "ffn")
+        if any(product.node.target is aten.convolution.default for product in own):
+            found.set(factor, "channels", "ffn")
+        else:
+            found.set(factor, "ffn")
         splittable.add(factor)
+
+
+def _widths(found: Names, factors: Factors) -> None:
+    """What products sum over and make answers to `width`, but for the batch and the sequence; the region `products` has them all."""
+    found.products = {node for node in factors.instances if op_name(node) in COUNTS}
+    for product in _products(factors):
+        for factor in (*product.into, *product.out):
+            if found.of.get(factor) not in ("batch", "seq"):
+                found.also[factor].add("width")

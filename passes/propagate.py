@@ -83,6 +83,8 @@ class Interest:
 def in_region(node: Node, region: str, names: Names) -> bool:
     if region == "attention":
         return node in names.attention
+    if region == "products":
+        return node in names.products
     return fnmatchcase(records(node)[0].source.module, region)
 
 
