@@ -191,9 +191,8 @@ class Propagator:
                 owed[(MICROBATCH, "sum")] = None
             order = list(self.sizes)
             self.result.given[(node, index)] = replace(given, pending=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
-        self.result.reasons[node] = ", ".join(
-            f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes
-        )
+        said = [f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes]
+        self.result.reasons[node] = ", ".join(dict.fromkeys(said))
 
     def given(self, value: Value) -> Sharding | None:
         return self.result.given.get(value)
