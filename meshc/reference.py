@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import MeshcError
-from meshc.ops import random
+from meshc.ops import distributions, random
 from meshc.parts import offsets
 
 aten = torch.ops.aten
@@ -118,6 +118,10 @@ class ReferenceRandom(TorchDispatchMode):
         tile = self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
         return random.seed_step(self.seed, self.step, device or "cpu"), call, tile
 
+    def draws(self, func: Any, shape: Sequence[int], device: torch.device | None) -> distributions.Draws:
+        """The next random call, for a distribution."""
+        return distributions.Draws(*self.next(func, shape, device))
+
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name; the dispatcher leaves out those that equal their default."""
@@ -140,17 +144,9 @@ def _undefined(func: Any, named: dict[str, Any]) -> MeshcError:
     return MeshcError(f"{func} draws random numbers in a way that meshc does not define.\n  what to do: {advice}")
 
 
-def _uniform(mode: ReferenceRandom, func: Any, out: Tensor, low: float, high: float) -> Tensor:
-    seed_step, call, tile = mode.next(func, out.shape, out.device)
-    values = torch.ops.meshc.uniform(seed_step, call, *tile, out.dtype)
-    return out.copy_(values if (low, high) == (0.0, 1.0) else values * (high - low) + low)
-
-
-def _normal(mode: ReferenceRandom, func: Any, out: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
-    seed_step, call, tile = mode.next(func, out.shape, out.device)
-    values = torch.ops.meshc.normal(seed_step, call, *tile, out.dtype)
-    standard = not isinstance(mean, Tensor) and not isinstance(std, Tensor) and (mean, std) == (0.0, 1.0)
-    return out.copy_(values if standard else values * std + mean)
+def _fill(mode: ReferenceRandom, func: Any, out: Tensor, values: Callable[..., Tensor], *numbers: Any) -> Tensor:
+    """`out` overwritten by a distribution's draws at its shape."""
+    return out.copy_(values(mode.draws(func, out.shape, out.device), *numbers, out.dtype))
 
 
 def _bernoulli(mode: ReferenceRandom, func: Any, out: Tensor, probability: Tensor | float) -> Tensor:
@@ -168,13 +164,57 @@ def _new(named: dict[str, Any]) -> Tensor:
     return aten.empty_like(named["self"], **options, memory_format=named.get("memory_format"))
 
 
+def _answer_uniform(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    return _fill(mode, func, _new(named), distributions.uniform, 0.0, 1.0)
+
+
+def _answer_standard(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    return _fill(mode, func, _new(named), distributions.normal, 0.0, 1.0)
+
+
 def _answer_normal(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
     mean, std = named["mean"], named["std"]
     if "size" in named:
-        return _normal(mode, func, _new(named), mean, std)
+        return _fill(mode, func, _new(named), distributions.normal, mean, std)
     like = torch.broadcast_tensors(*(value for value in (mean, std) if isinstance(value, Tensor)))[0]
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return _normal(mode, func, out, mean, std)
+    return _fill(mode, func, out, distributions.normal, mean, std)
+
+
+def _answer_integers(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    out = _new({**named, "dtype": _counting(named)} if "size" in named else named)
+    return _fill(mode, func, out, distributions.integers, named.get("low", 0), named["high"])
+
+
+def _counting(named: dict[str, Any]) -> torch.dtype:
+    """The dtype asked for; a schema's own default is a number."""
+    return named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
+
+
+def _answer_random(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    if "to" not in named or named["to"] is None:
+        raise _undefined(func, named)
+    return _fill(mode, func, named["self"], distributions.integers, named.get("from", 0), named["to"])
+
+
+def _answer_permutation(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    return distributions.permutation(mode.draws(func, (named["n"],), named["device"]), _counting(named))
+
+
+def _answer_multinomial(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    weights, samples, replacement = named["self"], named["num_samples"], named["replacement"]
+    shape = distributions.multinomial_shape(list(weights.shape), samples, replacement)
+    return distributions.multinomial(mode.draws(func, shape, weights.device), weights, samples, replacement)
+
+
+def _answer_rrelu(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    """`noise` is what backward multiplies with."""
+    x = named["self"]
+    slopes = distributions.rrelu_slopes(mode.draws(func, x.shape, x.device), x, named["lower"], named["upper"])
+    if "noise" in named:
+        named["noise"].copy_(slopes)
+    out = x * slopes
+    return x.copy_(out) if func.overloadpacket in (aten.rrelu_, aten.rrelu_with_noise_) else out
 
 
 def _answer_native_dropout(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -188,13 +228,40 @@ ANSWERS: dict[Any, Callable[[ReferenceRandom, Any, dict[str, Any]], Any]] = {
     aten.dropout: lambda mode, func, named: _answer_native_dropout(mode, func, named)[0],
     aten.bernoulli: lambda mode, func, named: _bernoulli(mode, func, torch.empty_like(named["self"]), named.get("p", named["self"])),
     aten.bernoulli_: lambda mode, func, named: _bernoulli(mode, func, named["self"], named["p"]),
-    aten.rand: lambda mode, func, named: _uniform(mode, func, _new(named), 0.0, 1.0),
-    aten.rand_like: lambda mode, func, named: _uniform(mode, func, _new(named), 0.0, 1.0),
-    aten.randn: lambda mode, func, named: _normal(mode, func, _new(named), 0.0, 1.0),
-    aten.randn_like: lambda mode, func, named: _normal(mode, func, _new(named), 0.0, 1.0),
-    aten.uniform: lambda mode, func, named: _uniform(mode, func, torch.empty_like(named["self"]), named["from"], named["to"]),
-    aten.uniform_: lambda mode, func, named: _uniform(mode, func, named["self"], named["from"], named["to"]),
+    **{op: _answer_uniform for op in (aten.rand, aten.rand_like)},
+    **{op: _answer_standard for op in (aten.randn, aten.randn_like)},
+    **{op: _answer_integers for op in (aten.randint, aten.randint_like)},
+    **{op: _answer_rrelu for op in (aten.rrelu, aten.rrelu_, aten.rrelu_with_noise, aten.rrelu_with_noise_)},
+    aten.random_: _answer_random,
+    aten.randperm: _answer_permutation,
+    aten.multinomial: _answer_multinomial,
     aten.normal: _answer_normal,
-    aten.normal_: lambda mode, func, named: _normal(mode, func, named["self"], named["mean"], named["std"]),
 }
 """ATen operator -> its answer, from the mode, the overload and all arguments by name."""
+
+FILLING: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "uniform": (distributions.uniform, ("from", "to")),
+    "normal": (distributions.normal, ("mean", "std")),
+    "exponential": (distributions.exponential, ("lambd",)),
+    "log_normal": (distributions.log_normal, ("mean", "std")),
+    "cauchy": (distributions.cauchy, ("median", "sigma")),
+    "geometric": (distributions.geometric, ("p",)),
+}
+"""Operators that overwrite a tensor with a distribution (or, without the underscore, an empty one like it): their numbers, in order."""
+
+
+Answer = Callable[[ReferenceRandom, Any, dict[str, Any]], Any]
+
+
+def _filling(values: Callable[..., Tensor], names: tuple[str, ...], fresh: bool) -> Answer:
+    def answer(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+        out = torch.empty_like(named["self"]) if fresh else named["self"]
+        return _fill(mode, func, out, values, *(named[name] for name in names))
+
+    return answer
+
+
+for _name, (_values, _names) in FILLING.items():
+    ANSWERS[getattr(aten, f"{_name}_")] = _filling(_values, _names, fresh=False)
+    if _name != "normal":
+        ANSWERS[getattr(aten, _name)] = _filling(_values, _names, fresh=True)

@@ -301,6 +301,8 @@ class Propagator:
         waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
         if linear in ("each", "first"):
             value = instance.values[0]
+            if instance.values.count(value) > 1:  # x * x is not linear in x
+                return {}
             rides = tuple((axis, "sum") for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum")
             small = prod(records(value[0])[value[1]].shape) <= 1
             return {value: rides} if rides and (small or self._only_user(value, instance.node)) else {}

@@ -23,7 +23,7 @@ from meshc.errors import CompileError
 from meshc.ops.attention import sdpa
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
-from meshc.ops.random import RAISED, draws
+from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
 from meshc.ops.take import cross_entropy
 from meshc.ops.upsample import interpolate
 
@@ -50,21 +50,28 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
         count = draws(node.target, node.args, node.kwargs)
         node.target = COMPOSITES.get(node.target, node.target)
         if count == 0:
+            node.target = QUIET.get(node.target, node.target)
             continue
         if node.target not in RAISED and node.target not in NUMBERED:
-            known = ", ".join(sorted({getattr(function, "__name__", "") for function in RAISED}))
-            raise CompileError(
-                f"{getattr(node.target, '__name__', node.target)}() at {source_of(node)} draws random numbers in a way that meshc has no "
-                f"operator for.\n  what to do: use one of {known}, or draw outside the model and pass the result in"
-            )
+            raise _undefined(node)
         seed = seed or _seed(traced)
         node.target = RAISED.get(node.target, node.target)
+        node.op = "call_function"  # a method's tensor is its first argument
         node.kwargs = {**node.kwargs, "seed_step": seed, "call": calls}
         calls += count
     traced.random_calls = calls
     module.graph.lint()
     module.recompile()
     return traced
+
+
+def _undefined(node: Node) -> CompileError:
+    why = f"\n  why: {REFUSED[node.target]}" if node.target in REFUSED else ""
+    known = ", ".join(sorted({function if isinstance(function, str) else function.__name__ for function in RAISED}))
+    return CompileError(
+        f"{getattr(node.target, '__name__', node.target)}() at {source_of(node)} draws random numbers in a way that meshc has no "
+        f"operator for.{why}\n  what to do: use one of {known}, or draw outside the model and pass the result in"
+    )
 
 
 def _seed(traced: TorchGraph) -> Node:

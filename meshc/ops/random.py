@@ -11,8 +11,7 @@ elements past its end are padding and hold some finite draw. docs/randomness.md 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -212,157 +211,8 @@ def bernoulli(seed_step: Tensor, call: int, probability: Tensor, tile: tuple[Sha
     return (bits >= 2.0**24 - (probability.double() * 2.0**24).round()).to(probability.dtype)
 
 
-# ------------------------------------------------------------------------------------- torch's functions: which ones draw, and what instead
-
-
-def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
-    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else settled(input, p, training)
-    return input.copy_(out) if inplace and out is not input else out
-
-
-def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
-    """One draw a channel: torch zeroes input[n, c]; an input without batch has `whole - 1` dims (None: any input has a batch)."""
-
-    def raised(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
-        if not training or not 0.0 < p < 1.0:
-            return settled(input, p, training)
-        shape = list(input.shape) if whole is None or input.dim() == whole else [1, *input.shape]
-        shape = shape[:2] + [1] * (len(shape) - 2)
-        mask = keep_mask(seed_step, call, p, shape)
-        mask = mask if len(shape) == input.dim() else mask.squeeze(0)
-        out = torch.where(mask, input * keep_scale(p), 0.0)
-        return input.copy_(out) if inplace else out
-
-    return raised
-
-
-def _raised_alpha_dropout(
-    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
-) -> Tensor:
-    if not training or not 0.0 < p < 1.0:
-        return settled(input, p, training)
-    alpha = 1.7580993408473766  # of SELU, as in torch's Dropout.cpp
-    a = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
-    mask = keep_mask(seed_step, call, p, input.shape)
-    out = torch.where(mask, input * a + alpha * a * p, alpha * a * p - alpha * a)
-    return input.copy_(out) if inplace else out
-
-
-def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_step: Tensor, call: int) -> tuple[Tensor, Tensor]:
-    if train is False:
-        return input, torch.ones(input.shape, dtype=torch.bool, device=input.device)
-    return torch.ops.meshc.dropout(input, seed_step, call, p, input.shape, input.shape, [0] * input.dim())
-
-
-def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.dropout and its like say `train` where torch.nn.functional says `training`."""
-    return lambda input, p, train, *, seed_step, call: raised(input, p, train, seed_step=seed_step, call=call)
-
-
 def settled(input: Tensor, p: float, training: bool) -> Tensor:
     """Dropout that draws nothing, as in torch: off, p = 0, or p = 1."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     return input * input.new_zeros(()) if training and p == 1.0 else input
-
-
-def _shape(size: tuple[Any, ...]) -> list[int]:
-    return list(size[0]) if len(size) == 1 and not isinstance(size[0], int) else list(size)
-
-
-def _raised_rand(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return uniform(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
-
-
-def _raised_randn(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return normal(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
-
-
-def _raised_rand_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return uniform(seed_step, call, input.shape, dtype or input.dtype)
-
-
-def _raised_randn_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return normal(seed_step, call, input.shape, dtype or input.dtype)
-
-
-def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tensor, call: int, **_: Any) -> Tensor:
-    if p is None:
-        return bernoulli(seed_step, call, input)
-    return keep_mask(seed_step, call, 1.0 - p, input.shape).to(input.dtype)
-
-
-_functional = torch.nn.functional
-
-RAISED: dict[Any, Callable[..., Any]] = {
-    _functional.dropout: _raised_dropout,
-    torch.dropout: _train(_raised_dropout),
-    torch.native_dropout: _raised_native_dropout,
-    _functional.dropout1d: _raised_feature_dropout(3),
-    _functional.dropout2d: _raised_feature_dropout(None),
-    _functional.dropout3d: _raised_feature_dropout(5),
-    torch.feature_dropout: _train(_raised_feature_dropout(None)),
-    _functional.alpha_dropout: _raised_alpha_dropout,
-    torch.alpha_dropout: _train(_raised_alpha_dropout),
-    torch.rand: _raised_rand,
-    torch.randn: _raised_randn,
-    torch.rand_like: _raised_rand_like,
-    torch.randn_like: _raised_randn_like,
-    torch.bernoulli: _raised_bernoulli,
-}
-"""Torch function -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
-
-RANDOM_CALLS: frozenset[Any] = frozenset(RAISED) | {
-    _functional.feature_alpha_dropout, torch.feature_alpha_dropout, torch.dropout_, torch.alpha_dropout_,
-    torch.feature_dropout_, torch.feature_alpha_dropout_, torch.normal, torch.randint, torch.randint_like, torch.randperm,
-    torch.multinomial, torch.poisson, torch.binomial, _functional.gumbel_softmax,
-    "bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "multinomial",
-}  # fmt: skip
-"""Torch-level targets that draw whenever they are not switched off; methods by name."""
-
-
-def is_random(target: Any) -> bool:
-    """Whether a target of the torch-level graph (a function, a method's name or a method itself) is made to draw random numbers.
-
-    Attention and recurrent layers, which draw only if their dropout is on, are not among them; `draws` counts those too.
-    """
-    if isinstance(target, str):
-        return target in RANDOM_CALLS
-    if getattr(target, "__objclass__", None) is not None and issubclass(target.__objclass__, torch._C.TensorBase):
-        return target.__name__ in RANDOM_CALLS
-    try:
-        return target in RANDOM_CALLS
-    except TypeError:  # unhashable
-        return False
-
-
-def draws(target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> int:
-    """How many numbered random calls torch makes for this call of `target`, so that capture and `ReferenceRandom` count alike.
-
-    Dropout that is off, has p = 0 or p = 1, or gets an empty tensor makes none; attention makes one if 0 < dropout_p < 1; a recurrent layer
-    one between each two layers. Arguments may be graph nodes, where only their number matters.
-    """
-    kwargs = kwargs or {}
-    name = getattr(target, "__name__", str(target))
-
-    def argument(position: int, key: str, default: Any) -> Any:
-        return kwargs.get(key, args[position] if position < len(args) else default)
-
-    if name == "scaled_dot_product_attention":
-        return int(0.0 < argument(4, "dropout_p", 0.0) < 1.0)
-    if target is _functional.multi_head_attention_forward:
-        return int(bool(argument(13, "training", True)) and 0.0 < argument(10, "dropout_p", 0.0) < 1.0)
-    if target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
-        first = 4 if isinstance(args[3], bool) else 5  # a packed sequence brings its batch sizes as one more argument
-        layers, p, training = args[first : first + 3]
-        return (layers - 1) if training and 0.0 < p < 1.0 else 0
-    if not is_random(target):
-        return 0
-    if name == "native_dropout":
-        return int(argument(2, "train", True) is not False)
-    if "dropout" in name:
-        off = (_functional.alpha_dropout, _functional.feature_alpha_dropout)  # off unless asked for
-        training = argument(2, "training", kwargs.get("train", target not in off))
-        values = argument(0, "input", None)
-        return int(bool(training) and 0.0 < argument(1, "p", 0.5) < 1.0 and not (isinstance(values, Tensor) and values.numel() == 0))
-    return 1

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshc.errors import MeshcError
 from meshc.ops import philox, random
-from meshc.ops.random import draws, is_random
+from meshc.ops.random_calls import RAISED, draws, is_random
 from meshc.reference import ReferenceRandom
 
 ops = torch.ops.meshc
@@ -366,7 +366,7 @@ def test_other_draws() -> None:
 def test_what_has_no_definition_is_refused() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     with ReferenceRandom(0):
-        for undefined in (lambda: torch.randperm(4), lambda: F.gumbel_softmax(x), lambda: torch.rand(2, out=torch.empty(2))):
+        for undefined in (lambda: torch.poisson(x.abs()), lambda: torch.empty(3).random_(), lambda: torch.rand(2, out=torch.empty(2))):
             with pytest.raises(MeshcError, match="does not define"):
                 undefined()
         with pytest.raises(MeshcError, match="checkpointing"):
@@ -392,10 +392,10 @@ def test_a_small_model_and_its_gradients() -> None:
         out = model(x)
     assert [shape for _, shape in reference.drawn] == [(3, 4, 6), (3, 4, 1), (3, 4, 6), (3, 1, 4, 4), (3, 4, 6)]
     h = random.dropout(torch.relu(model.first(x)), s, 0, 0.2)
-    h = random.RAISED[F.dropout1d](h, 0.3, seed_step=s, call=1)
-    h = random.RAISED[F.alpha_dropout](h, 0.4, True, seed_step=s, call=2)
+    h = RAISED[F.dropout1d](h, 0.3, seed_step=s, call=1)
+    h = RAISED[F.alpha_dropout](h, 0.4, True, seed_step=s, call=2)
     h = random.dropout((h @ h.mT / math.sqrt(6)).softmax(-1)[:, None], s, 3, 0.1)[:, 0] @ h
-    expected = model.second(h + random.RAISED[torch.rand_like](h, seed_step=s, call=4))
+    expected = model.second(h + RAISED[torch.rand_like](h, seed_step=s, call=4))
     torch.testing.assert_close(out, expected)
     parameters = list(model.parameters())
     for ours, theirs in zip(torch.autograd.grad(out.sum(), parameters), torch.autograd.grad(expected.sum(), parameters), strict=True):
@@ -488,7 +488,7 @@ def test_raised_functions_mean_what_the_reference_draws(target: Any, args: tuple
         warnings.simplefilter("ignore")  # dropout2d on three dims
         expected = target(x, *args, **kwargs)
     assert reference.calls == 1
-    ours = random.RAISED[target](x, *args, **kwargs, seed_step=random.seed_step(1, 2), call=0)
+    ours = RAISED[target](x, *args, **kwargs, seed_step=random.seed_step(1, 2), call=0)
     if target is torch.native_dropout:
         expected, ours = expected[0], ours[0]
     torch.testing.assert_close(ours, expected)
@@ -499,7 +499,7 @@ def test_raised_channel_dropout_without_batch(target: Any) -> None:
     x = torch.ones(3, 4) if target is F.dropout1d else torch.ones(3, 4, 2, 2)
     with ReferenceRandom(1):
         expected = target(x, 0.5)
-    torch.testing.assert_close(random.RAISED[target](x, 0.5, seed_step=random.seed_step(1), call=0), expected)
+    torch.testing.assert_close(RAISED[target](x, 0.5, seed_step=random.seed_step(1), call=0), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- the build

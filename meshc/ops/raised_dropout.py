@@ -1,0 +1,123 @@
+"""Dropout in all its forms, as torch calls them, in meshc's operators: each takes two more keywords, `seed_step` and `call`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshc.ops.random import dropout, keep_mask, keep_scale, settled
+
+functional = torch.nn.functional
+ALPHA = 1.7580993408473766
+"""Of SELU, as in torch's Dropout.cpp."""
+
+
+def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
+    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else settled(input, p, training)
+    return input.copy_(out) if inplace and out is not input else out
+
+
+def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
+    """One draw a channel: torch zeroes input[n, c]; an input without batch has `whole - 1` dims (None: any input has a batch)."""
+
+    def raised(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
+        if not training or not 0.0 < p < 1.0:
+            return settled(input, p, training)
+        shape = list(input.shape) if whole is None or input.dim() == whole else [1, *input.shape]
+        shape = shape[:2] + [1] * (len(shape) - 2)
+        mask = keep_mask(seed_step, call, p, shape)
+        mask = mask if len(shape) == input.dim() else mask.squeeze(0)
+        out = torch.where(mask, input * keep_scale(p), 0.0)
+        return input.copy_(out) if inplace else out
+
+    return raised
+
+
+def _raised_alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
+) -> Tensor:
+    if not training or not 0.0 < p < 1.0:
+        return settled(input, p, training)
+    out = _alpha(input, keep_mask(seed_step, call, p, input.shape), p)
+    return input.copy_(out) if inplace else out
+
+
+def _alpha(input: Tensor, mask: Tensor, p: float) -> Tensor:
+    """What keeps mean and variance of SELU's activations."""
+    a = 1.0 / math.sqrt((ALPHA * ALPHA * p + 1.0) * (1.0 - p))
+    return torch.where(mask, input * a + ALPHA * a * p, ALPHA * a * p - ALPHA * a)
+
+
+def _raised_feature_alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
+) -> Tensor:
+    if not training or not 0.0 < p < 1.0:
+        return settled(input, p, training)
+    out = _alpha(input, keep_mask(seed_step, call, p, [*input.shape[:2], *[1] * (input.dim() - 2)]), p)
+    return input.copy_(out) if inplace else out
+
+
+def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_step: Tensor, call: int) -> tuple[Tensor, Tensor]:
+    if train is False:
+        return input, torch.ones(input.shape, dtype=torch.bool, device=input.device)
+    return torch.ops.meshc.dropout(input, seed_step, call, p, input.shape, input.shape, [0] * input.dim())
+
+
+def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.dropout and its like say `train` where torch.nn.functional says `training`."""
+    return lambda input, p, train, *, seed_step, call: raised(input, p, train, seed_step=seed_step, call=call)
+
+
+def _in_place(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, p, train, *, seed_step, call: raised(input, p, train, True, seed_step=seed_step, call=call)
+
+
+def _raised_recurrent(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A stack of recurrent layers as one after the other, with dropout of what each gives the next: draws in the order of time."""
+
+    def raised(*args: Any, seed_step: Tensor, call: int) -> tuple[Tensor, ...]:
+        packed = not isinstance(args[3], bool)  # a packed sequence brings its batch sizes as one more argument
+        x, sizes, states, weights = (args[0], args[1:2], *args[2:4]) if packed else (args[0], (), *args[1:3])
+        biases, count, p, train, both = args[4:9] if packed else args[3:8]
+        turned = not packed and args[8]
+        x = x.transpose(0, 1) if turned else x
+        each, ways = len(weights) // count, 2 if both else 1
+        ends: list[Sequence[Tensor]] = []
+        for index in range(count):
+            rows = slice(index * ways, (index + 1) * ways)
+            mine = states[rows] if isinstance(states, Tensor) else [state[rows] for state in states]
+            own = list(weights[index * each : (index + 1) * each])
+            out = layer(x, *sizes, mine, own, biases, 1, 0.0, train, both, *([] if packed else [False]))
+            x, end = out[0], out[1:]
+            ends.append(end)
+            if index < count - 1:
+                x = dropout(x, seed_step, call + index, p)
+        x = x.transpose(0, 1) if turned else x
+        return (x, *(torch.cat(list(same), 0) for same in zip(*ends, strict=True)))
+
+    return raised
+
+
+RAISED: dict[Any, Callable[..., Any]] = {
+    functional.dropout: _raised_dropout,
+    torch.dropout: _train(_raised_dropout),
+    torch.dropout_: _in_place(_raised_dropout),
+    torch.native_dropout: _raised_native_dropout,
+    functional.dropout1d: _raised_feature_dropout(3),
+    functional.dropout2d: _raised_feature_dropout(None),
+    functional.dropout3d: _raised_feature_dropout(5),
+    torch.feature_dropout: _train(_raised_feature_dropout(None)),
+    torch.feature_dropout_: _in_place(_raised_feature_dropout(None)),
+    functional.alpha_dropout: _raised_alpha_dropout,
+    torch.alpha_dropout: _train(_raised_alpha_dropout),
+    torch.alpha_dropout_: _in_place(_raised_alpha_dropout),
+    functional.feature_alpha_dropout: _raised_feature_alpha_dropout,
+    torch.feature_alpha_dropout: _train(_raised_feature_alpha_dropout),
+    torch.feature_alpha_dropout_: _in_place(_raised_feature_alpha_dropout),
+    **{layer: _raised_recurrent(layer) for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}
+"""Torch function -> the same function with `seed_step` and `call`."""

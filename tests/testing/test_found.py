@@ -1,0 +1,55 @@
+"""Programs that random ones have been made small to, each with the mesh and plan under which it once gave the wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshc
+
+
+def product_of_a_pending_mean_with_itself(x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(x, y)
+    return loss * loss + loss
+
+
+def triangle_of_one_row(x: Tensor, y: Tensor) -> Tensor:
+    return x[:1].masked_fill(torch.ones(1, 5, dtype=torch.bool).triu(1), -3.0).softmax(-1)
+
+
+def group_norm_of_one_element(x: Tensor, y: Tensor) -> Tensor:
+    return F.group_norm(x, 5) + x
+
+
+def bernoulli_in_float64(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.bernoulli(torch.full_like(x, 0.4))
+
+
+FOUND: list[tuple[Callable[[Tensor, Tensor], Tensor], str, str]] = [
+    (product_of_a_pending_mean_with_itself, "a=2", "a: batch"),
+    (triangle_of_one_row, "a=2", "a: weight.0"),
+    (group_norm_of_one_element, "a=2", "a: batch"),
+    (bernoulli_in_float64, "a=3", "a: batch"),
+]
+
+
+class Found(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(x * self.weight, y)
+
+
+@pytest.mark.parametrize("function, mesh, plan", FOUND, ids=[function.__name__ for function, _, _ in FOUND])
+def test_found(function: Callable[[Tensor, Tensor], Tensor], mesh: str, plan: str) -> None:
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    inputs = {"x": x, "y": torch.tensor([0, 4, 1, 2, 2, 3, 0])}
+    program = meshc.compile(Found(function), meshc.Mesh(mesh), kwargs=inputs, plan=plan)
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
