@@ -14,8 +14,15 @@ from torch import Tensor
 from meshc.mesh import Mesh
 from meshc.sharding import Part, Sharding
 
-GARBAGE = {True: float("nan"), False: 1_000_003}
-"""What lies in padding: NaN for floats, an index beyond any dim for integers."""
+BEYOND = 1_000_003
+"""An index beyond any dim."""
+
+
+def garbage(dtype: torch.dtype) -> float:
+    """What lies in padding: NaN for floats, truth, an index beyond any dim (or the largest there is) for integers."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else min(BEYOND, torch.iinfo(dtype).max)
 
 
 def owned(part: Part, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> tuple[list[int], int]:
@@ -40,7 +47,7 @@ def tile(whole: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinate
         x = x.index_select(position, torch.tensor(indices, dtype=torch.int64))
         if len(indices) < length:
             known = (dim, place) in sharding.zero
-            fill = 0 if known else GARBAGE[x.is_floating_point()] if x.dtype != torch.bool else True
+            fill = 0 if known else garbage(x.dtype)
             shape = list(x.shape)
             shape[position] = length - len(indices)
             x = torch.cat([x, torch.full(shape, fill, dtype=x.dtype)], position)

@@ -50,7 +50,9 @@ def _lu_solve(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lu_unpack(node: Node, tensors: list[Node]) -> Rule:
-    return einsum(f"{MATRIX}, ... v! -> {OTHER} | {THIRD} | ... t! u!", node, tensors, clean=(0, 1), lower=_lower_pivots)
+    """What is not asked for comes as an empty row."""
+    texts = [text if len(shape) > 1 else "e!" for text, shape in zip((OTHER, THIRD, "... t! u!"), result_shapes(node), strict=True)]
+    return einsum(f"{MATRIX}, ... v! -> {' | '.join(texts)}", node, tensors, clean=(0, 1), lower=_lower_pivots)
 
 
 def _lower_pivots(local: Local) -> Node:

@@ -48,10 +48,13 @@ def _columns(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _grid(count: int) -> RuleFunction:
-    """image [n, c, space], grid [n, places, count] -> [n, c, places]; every place is sampled from the whole image."""
+    """image [n, c, space], grid [n, places, count] -> [n, c, places]; every place is sampled from the whole image.
+
+    In padding the grid must be zero: kernels turn it into memory addresses, and not all of them look whether it is a number.
+    """
     space = " ".join(f"x{i}!" for i in range(count))
     places = " ".join(f"p{i}" for i in range(count))
-    return lambda node, tensors: einsum(f"n c {space}, n {places} t! -> n c {places}", node, tensors)
+    return lambda node, tensors: einsum(f"n c {space}, n {places} t! -> n c {places}", node, tensors, clean=(1,))
 
 
 def _grid_backward(count: int) -> RuleFunction:
@@ -59,7 +62,7 @@ def _grid_backward(count: int) -> RuleFunction:
     places = " ".join(f"p{i}" for i in range(count))
     sums = " ".join(f"+p{i}" for i in range(count))
     text = f"n c {places}, n c {space}, n {places} t! -> n c {space} {sums} | n {places} t! +c"
-    return lambda node, tensors: einsum(text, node, tensors)
+    return lambda node, tensors: einsum(text, node, tensors, clean=(2,))
 
 
 PADS = {

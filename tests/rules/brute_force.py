@@ -31,6 +31,14 @@ aten = torch.ops.aten
 Chosen = dict[Token, tuple[str, ...]]
 MESHES = (Mesh("a=2"), Mesh("a=3"))
 BOTH = Mesh("a=2,b=3")
+CLOSE = {
+    torch.bfloat16: 2e-2,
+    torch.float16: 1e-2,
+    torch.complex32: 1e-2,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+}
+"""How far results may be apart, relatively and absolutely, if a tensor of this dtype takes part; 1e-9 if none does."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +241,7 @@ def check(sample: Sample, one: OneOp, found: list[Tensor | None], said: str) -> 
     got = [g for g in found if g is not None]
     assert len(expected) == len(got)
     dtypes = {t.dtype for t in (*one.tensors, *expected)}
-    close = 2e-2 if torch.bfloat16 in dtypes else 1e-5 if torch.float32 in dtypes else 1e-9
+    close = max((tolerance for dtype, tolerance in CLOSE.items() if dtype in dtypes), default=1e-9)
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         a = a if sample.defined else b.reshape(a.shape)
         torch.testing.assert_close(a, b, rtol=close, atol=close, equal_nan=True, msg=lambda m, i=index: f"{said}: result {i} differs. {m}")

@@ -14,6 +14,7 @@ for op in (aten.tril, aten.triu):
     sample(op.default, i(9, 5, 4), 2)
     sample(op.default, b(5, 7), 1)
     sample(op.default, f(5, 1, 7), 1)
+    sample(op.default, b(5, 7))
 for op in (aten.diagonal, aten.diagonal_copy):
     sample(op.default, f(5, 4))
     sample(op.default, f(5, 4, 7), 1, 0, -1)

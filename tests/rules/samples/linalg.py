@@ -33,6 +33,8 @@ sample(aten.linalg_solve_triangular.default, _lower.mT, f(5, 4, 3), upper=True, 
 sample(aten.linalg_lu_solve.default, _lu, _pivots, f(5, 3, 4))
 sample(aten.linalg_lu_solve.default, _lu, _pivots, f(5, 4, 3), left=False)
 sample(aten.lu_unpack.default, _lu, _pivots)
+sample(aten.lu_unpack.default, _lu, _pivots, True, False)
+sample(aten.lu_unpack.default, _lu, _pivots, False, True)
 sample(aten._linalg_solve_ex.default, _square, f(5, 3, 4))
 sample(aten._linalg_solve_ex.default, _square, f(5, 3))
 sample(aten.linalg_cross.default, f(5, 3), f(5, 3))
