@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 CASES ?= 1000
 SEED ?= 0
 
-.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz clean
+.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz conformance placements clean
 
 venv: $(STAMP)
 
@@ -45,6 +45,12 @@ fuzz: $(STAMP)
 
 matrix: $(STAMP)
 	$(RUN) -m tests.matrix
+
+conformance: $(STAMP)
+	$(RUN) -m tests.conformance
+
+placements: $(STAMP)
+	$(RUN) -m tests.conformance.placements
 
 zoo: $(STAMP)
 	$(RUN) -m tests.zoo

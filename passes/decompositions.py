@@ -17,29 +17,75 @@ from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
 
-DECOMPOSED = (
+NORMS = (
     aten.native_batch_norm,
     aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional,
     aten._native_batch_norm_legit_no_training,
+    aten._batch_norm_with_update_functional,
     aten.native_batch_norm_backward,
+    aten.batch_norm_backward,
     aten.native_group_norm_backward,
-    aten.nll_loss_forward,
-    aten.nll_loss_backward,
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.var_mean,
-    aten.addcmul,
-    aten.linear_backward,
-    aten.native_dropout_backward,
     aten._fused_rms_norm,
     aten._fused_rms_norm_backward,
-    aten.rsub,
-    aten.binary_cross_entropy_with_logits,
+    aten.renorm,
+)
+LOSSES = (
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
     aten.smooth_l1_loss,
     aten.smooth_l1_loss_backward,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.multi_margin_loss,
+    aten.multilabel_margin_loss_forward,
+    aten.log_sigmoid_forward,
 )
-"""Taken apart by torch's own decompositions: each a list of operators whose rules are simpler than its own would be."""
+PRODUCTS = (aten.addcmul, aten.addmv, aten.addr, aten.linear_backward, aten.rsub, aten.dist, aten.trace)
+DRAWN = (aten.native_dropout_backward,)
+LAYOUTS = (
+    aten.alias_copy,
+    aten.expand_copy,
+    aten.narrow_copy,
+    aten.permute_copy,
+    aten.split_with_sizes_copy,
+    aten.squeeze_copy,
+    aten.t_copy,
+    aten.transpose_copy,
+    aten.unbind_copy,
+    aten.unsqueeze_copy,
+    aten.view_copy,
+    aten._chunk_cat,
+    aten.block_diag,
+    aten.channel_shuffle,
+    aten.diag_embed,
+    aten.pixel_shuffle,
+    aten.pixel_unshuffle,
+    aten.rot90,
+)
+POSITIONS = (
+    aten.eye,
+    aten.linspace,
+    aten.logspace,
+    aten.tril_indices,
+    aten.triu_indices,
+    aten.isin,
+    aten._unsafe_masked_index,
+    aten._unsafe_masked_index_put_accumulate,
+)
+REDUCTIONS = (aten.aminmax, aten._safe_softmax)
+DECOMPOSED = (*NORMS, *LOSSES, *PRODUCTS, *DRAWN, *LAYOUTS, *POSITIONS, *REDUCTIONS)
+"""Taken apart by torch's own decompositions."""
+
 
 def var_mean(
     x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
@@ -57,6 +103,14 @@ def var_mean(
     if not keepdim:
         variance, mean = variance.squeeze(dims), mean.squeeze(dims)
     return variance, mean
+
+
+def std_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Standard deviation and mean."""
+    variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return variance.sqrt(), mean
 
 
 def native_group_norm(
@@ -78,7 +132,8 @@ def native_group_norm(
 
 def decompositions() -> dict[Any, Any]:
     """Operator -> what it is taken apart into."""
-    table = dict(get_decompositions(list(dict.fromkeys(DECOMPOSED))))
+    table = dict(get_decompositions(list(DECOMPOSED)))
     table[aten.var_mean.correction] = var_mean
+    table[aten.std_mean.correction] = std_mean
     table[aten.native_group_norm.default] = native_group_norm
     return table

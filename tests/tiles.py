@@ -76,8 +76,9 @@ def _terms(value: Tensor, count: int, reduction: str, generator: torch.Generator
     noise = [torch.randn(value.shape, generator=generator).abs().mul(3).to(value.dtype) for _ in range(count - 1)]
     if reduction == "sum":
         return [value - sum(noise), *noise] if noise else [value]
-    lower = [value - n if reduction == "max" else value + n for n in noise]
-    return [*lower, value]
+    holder = torch.randint(count, value.shape, generator=generator)  # which rank has the extreme, entry by entry
+    less = [value - n if reduction == "max" else value + n for n in [*noise, *noise[:1]]]
+    return [torch.where(holder == rank, value, less[rank]) for rank in range(count)] if noise else [value]
 
 
 def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree: bool = True) -> Tensor:

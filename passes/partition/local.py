@@ -100,8 +100,10 @@ class Local:
         return count if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [count])
 
     def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
-        """The global index of every local position of a letter, whichever of its factors are split."""
+        """The global index of every local position of a letter, whichever of its factors are split; of a dim of size 1 the index 0."""
         parts = self._parts(letter)
+        if not parts:
+            return self.emit(aten.arange.default, 1, dtype=dtype, device=device)
         found: Node | None = None
         for index, part in enumerate(parts):
             unit = prod(other.size for other in parts[index + 1 :])

@@ -41,11 +41,12 @@ def _unfold(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
+    """Windows that overlap add up, so unlike `unfold` this is no layout."""
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     if not target:
-        return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, kind="layout")
+        return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear="each")
     out, inside = _windows(integer(node.args[2]), target, source)
-    return Rule((inside,), (out,), ({},), _moved(inside, out), kind="layout", lower=_lower_unfold_backward)
+    return Rule((inside,), (out,), ({},), _moved(inside, out), linear="each", lower=_lower_unfold_backward)
 
 
 def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -106,7 +106,7 @@ def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
 def _gather(node: Node, tensors: list[Node]) -> Rule | None:
     """Like `take`, with any number of entries a row."""
     if not shape_of(tensors[0]) or not shape_of(tensors[1]):
-        return None
+        return undivided(node, tensors)
     _, left, right = along(node, *tensors)
     index = " ".join(right)
     text = f"{' '.join(left)}, {index} -> {index} +v"
@@ -127,7 +127,7 @@ def _lower_gather(local: Local) -> Node:
 def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
     shape = shape_of(tensors[0])
     if not shape or shape_of(tensors[1]) == ():
-        return None
+        return undivided(node, tensors)
     dim = integer(node.args[1]) % len(shape)
     before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
     summed = dtype_of(tensors[0]) != torch.bool

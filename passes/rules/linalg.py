@@ -70,6 +70,11 @@ def _solve_ex(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(f"{MATRIX}, {side} -> {side} | {OTHER} | ... v! | ...", node, tensors, clean=(0,))
 
 
+def _pinv(node: Node, tensors: list[Node]) -> Rule:
+    """With up to two tolerances, a number for each matrix."""
+    return einsum(f"{', '.join([MATRIX, *['...'] * (len(tensors) - 1)])} -> {OTHER}", node, tensors, clean=tuple(range(len(tensors))))
+
+
 def _cross(node: Node, tensors: list[Node]) -> Rule:
     rank = len(result_shapes(node)[0])
     dim = node.kwargs.get("dim", -1)
@@ -83,3 +88,4 @@ RULES[aten.linalg_lu_solve.default] = _lu_solve
 RULES[aten.lu_unpack.default] = _lu_unpack
 RULES[aten._linalg_solve_ex.default] = _solve_ex
 RULES[aten.linalg_cross.default] = _cross
+RULES[aten.linalg_pinv.atol_rtol_tensor] = _pinv

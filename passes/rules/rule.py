@@ -171,6 +171,14 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
     return Rule(tuple(operands), results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
 
 
+def undivided(node: Node, tensors: Sequence[Node]) -> Rule:
+    """Nothing to split: for calls on scalars of operators whose rule speaks of a dim."""
+    operands = tuple(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))) for k, t in enumerate(tensors))
+    results = tuple(tuple(f"y{k}.{d}" for d in range(len(shape))) for k, shape in enumerate(result_shapes(node)))
+    whole = frozenset(letter for dims in (*operands, *results) for letter in dims)
+    return Rule(operands, results, ({},) * len(results), whole)
+
+
 def _lead(count: int) -> list[str]:
     return [f"*{index}" for index in range(count)]
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from meshc.passes.rules.index import along, indexed
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of
+from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -24,7 +24,9 @@ ADDS = {aten.scatter_add.default, aten.index_add.default}
 def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
     """scatter, scatter_add, scatter_reduce: an index for every entry. Dims in which x, index and source differ must be whole."""
     x, index, *sources = tensors
-    if not shape_of(x) or not shape_of(index) or any(shape_of(t) and len(shape_of(t)) != len(shape_of(x)) for t in sources):
+    if not shape_of(x) or not shape_of(index):
+        return undivided(node, tensors)
+    if any(shape_of(t) and len(shape_of(t)) != len(shape_of(x)) for t in sources):
         return None
     dim, left, right = along(node, x, index)
     written = []
@@ -56,7 +58,9 @@ def _writing(node: Node, tensors: list[Node], x: str, index: str, written: list[
 def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
     """index_add, index_copy, index_fill, index_reduce: an index for every row."""
     shape = shape_of(tensors[0])
-    if not shape or shape_of(tensors[1]) == () or any(len(shape_of(t)) not in (0, len(shape)) for t in tensors[2:]):
+    if not shape or shape_of(tensors[1]) == ():
+        return undivided(node, tensors)
+    if any(len(shape_of(t)) not in (0, len(shape)) for t in tensors[2:]):
         return None
     dim = integer(node.args[1]) % len(shape)
     row = [f"a{d}" for d in range(len(shape))]

@@ -102,11 +102,17 @@ def _quantile(dim: int, keep: int) -> RuleFunction:
     )
 
 
+def _quantile_of_all(node: Node, tensors: list[Node]) -> Rule:
+    return reduce(node, tensors, None, False, None)
+
+
 RULES: dict[object, RuleFunction] = {
     **{op: _extreme_place for op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)},
     aten.sort.default: _ordered(1, -1),
     aten.sort.stable: _ordered(2, -1),
     aten.topk.default: _ordered(2, -1),
+    aten.median.default: _quantile_of_all,
+    aten.nanmedian.default: _quantile_of_all,
     aten.median.dim: _quantile(1, 2),
     aten.nanmedian.dim: _quantile(1, 2),
     aten.mode.default: _quantile(1, 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.conformance.run import EXACT, REPLICATED, SAMPLES, UNCAPTURABLE, WRONG
+from tests.conformance.run import EXACT, MOST_PAIRS, REPLICATED, SAMPLES, UNCAPTURABLE, WRONG
 
 MEANING = {
     EXACT: "every node of the call and of its gradient has a rule, and every split that the rules allow gives what the operator gives",
@@ -24,8 +24,8 @@ def table(rows: Mapping[str, Mapping[str, Any]], entries: int) -> str:
         "Written by `make conformance` (`python -m tests.conformance`): for each entry of torch's own table of operators with sample",
         f"inputs (`op_db`) its first {SAMPLES} sample calls (those in float64 where it has that) are traced with their gradients, as a",
         "model's step is; for every ATen node, on the values that it gets there, each factor that its rule lets an axis split is split on",
-        "axes of 2 and of 3, and each two on both; the ranks run, padding holds NaN, and what they give together is compared with what the",
-        "operator gives. Nodes that differ in nothing but values are proved once.",
+        f"axes of 2 and of 3, and two of them on both ({MOST_PAIRS} such pairs at most); the ranks run, padding holds NaN, and what they",
+        "give together is compared with what the operator gives. Nodes that differ in nothing but values are proved once.",
         "",
         f"{len(rows)} of {entries} entries were tried: {nodes:,} nodes, {splits:,} splits.",
         "",

@@ -14,6 +14,8 @@ ours = torch.ops.meshc
 sample(aten.add.Tensor, f(5, 4), f(4))
 sample(aten.add.Tensor, f(3, 1, 5), f(4, 1), alpha=2)
 sample(aten.sub.Tensor, f(5, 4), f(5, 4))
+sample(aten.sub.Tensor, 1.0, f(5, 4))
+sample(aten.sub.Tensor, f(5, 4), 1.0)
 sample(aten.mul.Tensor, f(5, 4), f(()))
 sample(aten.div.Tensor, f(5, 4), f(()))
 sample(aten.div.Tensor_mode, f(5, 4), f(()), rounding_mode="floor")

@@ -60,3 +60,7 @@ for op in (aten.index_put.default, aten._unsafe_index_put.default):
     sample(op, f(5, 7), [None, i(7, 4)], f(5, 4), True)
     sample(op, f(5, 7), [None, i(7, 4)], f(1), True)
     sample(op, f(5, 7, 3), [i(5, 4, 2), i(7, 2)], f(4, 2, 3), True)
+sample(aten.index_select.default, f(()), 0, i(1, 1))
+sample(aten.gather.default, f(()), 0, i(1, 1).reshape(()))
+sample(aten.scatter.src, f(()), 0, i(1, 1).reshape(()), f(()))
+sample(aten.index_add.default, f(()), 0, i(1, 1), f(1))

@@ -67,6 +67,7 @@ for op in (aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy):
     sample(op.default, f(5, 4))
 sample(aten._to_copy.default, f(5, 4).float(), dtype=torch.float64)
 sample(aten._to_copy.default, f(5, 4), dtype=torch.bfloat16)
+sample(aten._to_copy.default, f(5, 4), dtype=torch.complex128)
 sample(aten._to_copy.default, 3 * f(5, 4), dtype=torch.int64)
 sample(aten._to_copy.default, i(2, 5, 4), dtype=torch.bool)
 sample(aten.unsafe_split.Tensor, f(30, 4), 10, refine={0: (3, 5, 2, 4)})

@@ -69,3 +69,4 @@ for shape, factors in (((2, 3, 5), [2]), ((2, 3, 4, 5), [2, 3]), ((2, 2, 3, 1, 2
     x = f(*shape)
     sample(ours.upsample.default, x, factors)
     sample(ours.upsample_backward.default, f(*ours.upsample(x, factors).shape), factors)
+sample(aten.avg_pool2d.default, f(1, 3, 1, 9), [1, 3], [1, 1], [0, 1], True, False)

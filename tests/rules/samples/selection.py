@@ -34,3 +34,5 @@ for op in (aten.median.dim, aten.nanmedian.dim):
 sample(aten.mode.default, i(3, 5, 7).double())
 sample(aten.kthvalue.default, f(5, 7), 2)
 sample(aten.kthvalue.default, f(5, 7), 3, 0, True)
+for op in (aten.median.default, aten.nanmedian.default):
+    sample(op, f(5, 7))

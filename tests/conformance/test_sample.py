@@ -1,0 +1,43 @@
+"""A few entries of torch's table, and that what is wrong is found. All of it: `make conformance`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+
+from meshc.passes.rules import reduction
+from meshc.passes.rules.rule import Rule
+from tests.conformance.run import EXACT, WRONG, Conformance
+from tests.conformance.torch_samples import entries
+
+ENTRIES = entries()
+EVERY_TIME = ("add", "mm", "softmax", "cumsum", "argmax", "scatter_add", "index_put", "linalg_solve", "nn_functional_group_norm", "var")
+DRAWN = random.Random(2).sample(sorted(set(ENTRIES) - set(EVERY_TIME)), 30)
+
+
+@pytest.mark.parametrize("name", [*EVERY_TIME, *DRAWN])
+def test_nothing_is_wrong(name: str) -> None:
+    row = Conformance().run(name, ENTRIES[name], count=2)
+    assert row["wrong"] == []
+
+
+@pytest.mark.parametrize("name", ["add", "mm", "softmax", "cumsum", "argmax", "scatter_add", "nn_functional_group_norm", "var"])
+def test_everyday_operators_are_exact(name: str) -> None:
+    row = Conformance().run(name, ENTRIES[name], count=3)
+    assert row["status"] == EXACT
+    assert row["splits"] > 10
+
+
+def test_a_planted_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mean_of_local_means(node: Node, tensors: list[Node]) -> Rule:
+        found = reduction._mean(node, tensors)
+        return Rule(found.operands, found.results, found.sums)
+
+    monkeypatch.setitem(reduction.RULES, torch.ops.aten.mean.dim, mean_of_local_means)
+    row: dict[str, Any] = Conformance().run("mean", ENTRIES["mean"], count=6)
+    assert row["status"] == WRONG
+    assert "aten.mean.dim" in row["wrong"][0]
