@@ -61,6 +61,8 @@ UNTAGGED = {
     aten._conj.default,
     aten.polar.default,
     aten.floor_divide.default,
+    aten.rsub.Tensor,
+    aten.rsub.Scalar,
     aten.log_sigmoid_backward.default,
     aten.rrelu_with_noise_backward.default,
     torch.ops.meshc.dropout_backward.default,

@@ -63,9 +63,9 @@ def _permute(node: Node, tensors: list[Node]) -> Rule:
     shape = shape_of(tensors[0])
     letters = dims_of("d", shape)
     rank = len(shape)
-    if node.target is aten.t.default:
+    if node.target in (aten.t.default, aten.t_copy.default):
         order = list(reversed(range(rank)))
-    elif node.target is aten.transpose.int:
+    elif node.target in (aten.transpose.int, aten.transpose_copy.int):
         order = list(range(rank))
         a, b = (integer(d) % rank for d in node.args[1:3])
         order[a], order[b] = order[b], order[a]

@@ -26,7 +26,7 @@ FLIPPED = {"max": "min", "min": "max", "sum": "sum"}
 
 @dataclass(frozen=True)
 class Ride:
-    """Operands at these positions, all pending over `reduction` alike, leave the result pending over `left`."""
+    """Operands at these positions, all pending over `reduction` alike, leave the result pending over `left` (over nothing if it is "")."""
 
     positions: tuple[int, ...]
     reduction: str
@@ -44,10 +44,13 @@ def _overloads(names: str) -> set[object]:
 
 RISES = _overloads(
     "relu sigmoid tanh exp exp2 expm1 sinh asinh atan erf floor ceil round trunc sign sgn hardtanh hardsigmoid softplus elu leaky_relu "
-    "clamp clamp_min clamp_max add.Scalar sub.Scalar positive deg2rad rad2deg special_ndtr hardshrink softshrink nan_to_num"
+    "clamp clamp_min clamp_max add.Scalar sub.Scalar positive deg2rad rad2deg special_ndtr hardshrink softshrink nan_to_num "
+    "round.decimals threshold"
 )
-FALLS = _overloads("neg erfc rsub.Scalar")
-RISES_IN_EACH = _overloads("maximum minimum fmax fmin add.Tensor where.self clamp.Tensor clamp_min.Tensor clamp_max.Tensor")
+FALLS = _overloads("neg erfc rsub.Scalar special_erfcx")
+RISES_IN_EACH = _overloads(
+    "maximum minimum fmax fmin add.Tensor where.self clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp logaddexp2"
+)
 TOGETHER = {
     aten.maximum.default: "max",
     aten.minimum.default: "min",
@@ -65,13 +68,15 @@ TOGETHER = {
 PRODUCTS = _overloads("mul.Tensor mm bmm mv dot vdot linalg_cross")
 BIASED = _overloads("addmm baddbmm addbmm")
 LINEAR_IN_FIRST = _overloads(
-    "div.Tensor cumsum tril triu view_as_real view_as_complex real imag conj_physical _conj grid_sampler_2d grid_sampler_3d "
+    "div.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py "
+    "cumsum tril triu view_as_real view_as_complex real imag conj_physical _conj grid_sampler_2d grid_sampler_3d "
     "threshold_backward tanh_backward sigmoid_backward silu_backward gelu_backward hardtanh_backward leaky_relu_backward softplus_backward "
     "mish_backward hardswish_backward hardsigmoid_backward log_sigmoid_backward native_dropout_backward _softmax_backward_data "
     "_log_softmax_backward_data native_layer_norm_backward avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward "
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
     "max_pool2d_with_indices_backward max_pool3d_with_indices_backward upsample_nearest2d "
-    "upsample_nearest2d.vec upsample_bilinear2d upsample_bilinear2d.vec "
+    "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d upsample_bicubic2d upsample_nearest3d _upsample_nearest_exact3d "
+    "upsample_trilinear3d upsample_nearest2d.vec upsample_bilinear2d upsample_bilinear2d.vec "
     "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_bilinear2d_aa max_unpool2d max_unpool3d "
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "
     "replication_pad3d_backward cholesky_solve"
@@ -85,6 +90,10 @@ LINEAR_TOGETHER = {
     aten.scatter_add.default: (0, 2),
     aten.scatter.src: (0, 2),
     aten.index_copy.default: (0, 2),
+    aten.masked_fill.Tensor: (0, 2),
+    aten.index_fill.int_Tensor: (0, 2),
+    aten.index_put.default: (0, -1),
+    aten._unsafe_index_put.default: (0, -1),
 }
 PICKS = _overloads(
     "index_select gather embedding index.Tensor _unsafe_index.Tensor reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
@@ -92,11 +101,19 @@ PICKS = _overloads(
 )
 """Every entry of their result is an entry of operand 0."""
 
-JOINS = _overloads("cat stack where.self scatter.src index_copy slice_scatter select_scatter diagonal_scatter")
+JOINS = _overloads(
+    "cat stack where.self scatter.src index_copy slice_scatter select_scatter diagonal_scatter masked_fill.Tensor index_fill.int_Tensor"
+)
 """Every entry of their result is an entry of some operand that is no index and no condition."""
 
 BLANKS = _overloads("masked_fill.Scalar where.ScalarOther index_fill.int_Scalar")
 """Some entries become a number."""
+
+
+LIKES = _overloads(
+    "zeros_like ones_like full_like empty_like zero fill.Scalar new_zeros new_ones new_full new_empty new_empty_strided"
+)
+"""Nothing of their operand matters but its shape or its dtype."""
 
 
 def rides(node: Node, rule: Rule) -> list[Ride]:
@@ -104,6 +121,8 @@ def rides(node: Node, rule: Rule) -> list[Ride]:
     count = len(rule.operands)
     if rule.settles or not count:
         return []
+    if node.target in LIKES:
+        return [Ride((0,), how, "") for how in ("sum", *(() if _complex(node) else EXTREMES))]
     found = [*_linear(node, rule, count), *_multilinear(node, count), *_extremes(node, rule, count)]
     return list(dict.fromkeys(found))
 
@@ -131,7 +150,7 @@ def _multilinear(node: Node, count: int) -> list[Ride]:
     elif target in LINEAR_IN_THIRD:
         alone = [(2,)]
     elif target in LINEAR_TOGETHER:
-        alone = [LINEAR_TOGETHER[target]]
+        alone = [tuple(position % count for position in LINEAR_TOGETHER[target])]
     elif target in BLANKS and node.args[-1] == 0:
         alone = [(int(target is aten.where.ScalarOther),)]
     return [Ride(positions, "sum", "sum") for positions in alone]

@@ -68,6 +68,7 @@ def _lower_log_softmax_backward(local: Local) -> Node:
 
 RULES: dict[object, RuleFunction] = {
     aten._softmax.default: _softmax,
+    aten._safe_softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,

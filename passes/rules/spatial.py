@@ -79,9 +79,14 @@ POOLS = {
     2: (aten.max_unpool2d, aten.adaptive_max_pool2d_backward, aten._upsample_bilinear2d_aa),
     3: (aten.max_unpool3d, aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
 }
+RESIZES = {
+    1: (aten.upsample_nearest1d, aten._upsample_nearest_exact1d, aten.upsample_linear1d),
+    2: (aten.upsample_bicubic2d,),
+    3: (aten.upsample_nearest3d, aten._upsample_nearest_exact3d, aten.upsample_trilinear3d),
+}
 
 RULES: dict[object, RuleFunction] = {
-    **{op.default: _space(count) for family in (PADS, PADS_BACKWARD, POOLS) for count, ops in family.items() for op in ops},
+    **{op.default: _space(count) for family in (PADS, PADS_BACKWARD, POOLS, RESIZES) for count, ops in family.items() for op in ops},
     aten.im2col.default: _columns,
     aten.col2im.default: _columns,
     aten.grid_sampler_2d.default: _grid(2),

@@ -17,7 +17,7 @@ def placements(sample: Sample) -> set[Combination]:
     found = {combination for token in one.tokens() if (combination := _split(one, token)) is not None}
     for ride in rides(one.node, one.instance.rule):
         given = tuple(f"P({ride.reduction})" if place in ride.positions else "R" for place in range(len(one.tensors)))
-        found.add((given, (f"P({ride.left})",) * len(one.expected)))
+        found.add((given, (f"P({ride.left})" if ride.left else "R",) * len(one.expected)))
     return {combination for combination in found if any(place != "R" for place in combination[0])}
 
 

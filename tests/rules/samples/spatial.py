@@ -45,3 +45,10 @@ sample(aten.grid_sampler_2d.default, _image, _grid2, 0, 0, False)
 sample(aten.grid_sampler_3d.default, _volume, _grid3, 0, 1, True)
 sample(aten.grid_sampler_2d_backward.default, f(3, 5, 4, 5), _image, _grid2, 0, 0, False, [True, True])
 sample(aten.grid_sampler_3d_backward.default, f(2, 3, 2, 3, 5), _volume, _grid3, 0, 0, False, [True, True])
+for _op in (aten.upsample_nearest1d, aten._upsample_nearest_exact1d):
+    sample(_op.default, _line, [9])
+sample(aten.upsample_linear1d.default, _line, [9], True)
+sample(aten.upsample_bicubic2d.default, _image, [9, 3], False)
+for _op in (aten.upsample_nearest3d, aten._upsample_nearest_exact3d):
+    sample(_op.default, _volume, [6, 2, 4])
+sample(aten.upsample_trilinear3d.default, _volume, [6, 2, 4], False)
