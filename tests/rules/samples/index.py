@@ -63,4 +63,4 @@ for op in (aten.index_put.default, aten._unsafe_index_put.default):
 sample(aten.index_select.default, f(()), 0, i(1, 1))
 sample(aten.gather.default, f(()), 0, i(1, 1).reshape(()))
 sample(aten.scatter.src, f(()), 0, i(1, 1).reshape(()), f(()))
-sample(aten.index_add.default, f(()), 0, i(1, 1), f(1))
+sample(aten.index_add.default, f(()), 0, i(1, 1), f(()))
