@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import meshc
-from meshc.paths import cache_paths, input_names, spec_paths
+from meshc.paths import input_names, spec_paths
 from tests.models import llama
 
 Pair = namedtuple("Pair", ["mean", "spread"])
@@ -60,7 +60,8 @@ def test_a_cache_is_named_by_layer_then_key_and_value() -> None:
     outputs = [port.name for port in program.compiled.outputs if port.kind == "output"]
     layers = [f"past_key_values.{layer}.{part}" for part in (0, 1) for layer in range(3)]
     assert outputs == ["logits", *layers]
-    assert cache_paths(program.draft.out_spec) == layers
+    tree = program.draft.output_tree
+    assert tree is not None and tree.caches() == layers
 
     spec = pytree.tree_structure({"past_key_values": cache})
     assert input_names(nn.Module.forward, (), {"past_key_values": cache}) == spec_paths(spec) == layers

@@ -20,6 +20,7 @@ SAMPLE = (
 def test_a_family_means_what_it_means_and_is_split(name: str, mesh: str) -> None:
     row = run(name, mesh)
     assert (row["inference"], row["training"]) == ("ok", "ok")
+    assert row["whole"] == []
     assert row["share_legal"]["tp"] >= 0.95, row["largest_whole"]
 
 
