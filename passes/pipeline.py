@@ -17,7 +17,7 @@ from meshc.errors import PlanError
 from meshc.ir import records, value_of
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
-from meshc.passes import autocast, collectives, cut, differentiate, emit, inline, microbatch, parts, raise_ops, update, work
+from meshc.passes import autocast, collectives, cut, differentiate, emit, fold_masks, inline, microbatch, parts, raise_ops, update, work
 from meshc.passes.draft import Draft, Request
 from meshc.passes.factorize import Value, factorize
 from meshc.passes.names import name_factors
@@ -261,6 +261,7 @@ PASSES: tuple[Entry, ...] = (
     Entry("inline", _inline),  # before raise, which looks at every call
     Entry("raise", _raise),  # before AOTAutograd: one node forward and one backward for each composite
     Entry("differentiate", _differentiate),
+    Entry("fold_masks", fold_masks.fold_masks),  # once values are pure; before factorize, so that masks tie no dims together
     Entry("update", update.append_update),  # on the global view, so that norms and updates shard by the same rules as the model
     Entry("factorize", _factorize),
     Entry("annotate", annotate_pass.annotate),

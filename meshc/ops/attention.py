@@ -3,17 +3,22 @@
     q  [batch, heads, q, head]        k  [batch, heads, k, head]        v  [batch, heads, k, head]
     bias  [batch|1, heads|1, q|1, k], added to the scores, or None      out  [batch, heads, q, head], lse  [batch, heads, q]
 
+With `causal` and no bias query i sees keys j <= i + offset, and of these the last `window` if that is not 0; `offset` keys stand before the
+first query (a cache). `start` is added to it: where a rank's tile of the queries begins.
+
 Kernels: CPU, torch's blocked flash kernel; CUDA, torch's memory-efficient kernel. What they do not cover (dropout, a bias that needs a
-gradient, head sizes that differ) is written out as matmul, softmax, matmul by `sdpa`.
+gradient, head sizes that differ) is written out as matmul, softmax, matmul by `sdpa`; offsets and windows by `attention_spans`.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from meshc.ops import attention_spans
 from meshc.ops.random import dropout, settled
 
 
@@ -23,7 +28,23 @@ def _rows(*heads: Tensor) -> list[Tensor]:
 
 
 @torch.library.custom_op("meshc::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    if not (window or offset or start):
+        return _kernel(scale, q, k, v, bias, causal)
+    _check(bias, causal, window, offset + start)
+    out, lse = _empty(q, v)
+    attention_spans.forward(partial(_kernel, scale), q, k, v, out, lse, window, offset + start)
+    return out, lse
+
+
+def _check(bias: Tensor | None, causal: bool, window: int, offset: int) -> None:
+    if bias is not None or not causal or window < 0 or offset < 0:
+        raise ValueError("meshc::attention: a window or an offset says what a causal mask without a bias is")
+
+
+def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = _rows(q, k, v)
     if q.is_cuda:
         if bias is not None:
@@ -34,8 +55,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     return out, lse
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernels give, without values."""
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     if q.is_cuda:
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
@@ -44,9 +65,36 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale:
     return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
 
 
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    return _empty(q, v)
+
+
 @torch.library.custom_op("meshc::attention_backward", mutates_args=())
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    offset: int = 0,
+    start: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not (window or offset or start):
+        return _backward_kernel(scale, grad, q, k, v, bias, out, lse, causal)
+    _check(bias, causal, window, offset + start)
+    return attention_spans.backward(partial(_backward_kernel, scale), grad, q, k, v, out, lse, window, offset + start)
+
+
+def _backward_kernel(
+    scale: float, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = _rows(grad, q, k, v, out)
     if q.is_cuda:
@@ -66,23 +114,36 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int = 0,
+    offset: int = 0,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def like(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+    return _like(q), _like(k), _like(v)
 
-    return like(q), like(k), like(v)
+
+def _like(x: Tensor) -> Tensor:
+    """A gradient as the kernels lay it out."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, bias, ctx.causal, ctx.scale = inputs
+    q, k, v, bias, *ctx.how = inputs
     ctx.save_for_backward(q, k, v, bias, *output)
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, out, lse = ctx.saved_tensors
-    dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, ctx.causal, ctx.scale)
-    return dq, dk, dv, None, None, None
+    dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
+    return dq, dk, dv, None, None, None, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup)

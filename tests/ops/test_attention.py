@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.ops.attention import sdpa
+from meshc.ops.attention import attention, attention_backward, sdpa
 
 
 def operands(*shape: int) -> list[Tensor]:
@@ -19,6 +19,44 @@ def operands(*shape: int) -> list[Tensor]:
 def with_gradients(function: object, tensors: list[Tensor], **how: object) -> list[Tensor]:
     out = function(*tensors, **how)  # type: ignore[operator]
     return [out, *torch.autograd.grad(out.square().sum() + out.sum(), tensors)]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int, offset: int) -> Tensor:
+    at, keys = torch.arange(q.shape[2]).unsqueeze(1) + offset, torch.arange(k.shape[2])
+    seen = (keys <= at) & (keys > at - (window or 10**9))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+@pytest.mark.parametrize("queries,keys", [(5, 5), (3, 7), (300, 300), (130, 400), (1, 9)])
+@pytest.mark.parametrize("window", [0, 1, 4, 150])
+@pytest.mark.parametrize("offset", [0, 1, 4, 270])
+def test_offsets_and_windows_are_what_a_dense_mask_says(queries: int, keys: int, window: int, offset: int) -> None:
+    """Blocks of 128 rows at least, so the larger sizes have several. Queries that see nothing give zeros, and nothing flows back."""
+    shapes = ((2, 3, queries, 4), (2, 3, keys, 4), (2, 3, keys, 4))
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    found = with_gradients(lambda *x: attention(*x, None, True, 0.5, window, offset)[0], tensors)
+    wanted = with_gradients(lambda *x: dense(*x, window, offset), tensors)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_bfloat16_and_the_layout_of_what_comes_back() -> None:
+    q, k, v = (torch.randn(2, 3, 200, 4).bfloat16().transpose(1, 2).contiguous().transpose(1, 2) for _ in range(3))
+    for how in ((0, 3), (16, 0), (16, 3)):
+        out, lse = attention(q, k, v, None, True, 0.5, *how)
+        kernel, sums = attention(q, k, v, None, True, 0.5)
+        assert (out.stride(), lse.stride(), out.dtype, lse.dtype) == (kernel.stride(), sums.stride(), kernel.dtype, sums.dtype)
+        wide = [x.float() for x in (q, k, v)]
+        torch.testing.assert_close(out.float(), dense(*wide, *how), rtol=2e-2, atol=2e-2)
+        back = [x.stride() for x in attention_backward(out, q, k, v, None, out, lse, True, 0.5, *how)]
+        assert back == [x.stride() for x in attention_backward(out, q, k, v, None, kernel, sums, True, 0.5)]
+
+
+def test_a_window_is_a_causal_mask_without_a_bias() -> None:
+    q = torch.randn(1, 1, 3, 4)
+    for how in ((None, False, 0.5, 2, 0), (q.new_zeros(1, 1, 3, 3), True, 0.5, 0, 1), (None, True, 0.5, -1, 0)):
+        with pytest.raises(ValueError, match="says what a causal mask without a bias is"):
+            attention(q, q, q, *how)
 
 
 MASK = torch.tensor([[True, False, True], [False, False, False], [True, True, False]])

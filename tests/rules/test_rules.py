@@ -88,7 +88,9 @@ def test_what_may_be_split() -> None:
     assert splittable(aten.stack.default, [f(5, 4), f(5, 4)], 1) == "d0 d1"
     q, k = f(2, 3, 5, 4), f(2, 3, 7, 4)
     assert splittable(ours.attention.default, q, k, k, None, False, 0.5) == "b h q"
-    assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h"
+    assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h q"
+    assert splittable(ours.attention.default, q, q, q, None, True, 0.5, 3) == "b h q"
+    assert splittable(ours.attention.default, q, k, k, None, True, 0.5, 0, 2) == "b h q"
     assert splittable(aten.convolution.default, f(3, 4, 6), f(5, 4, 3), None, [1], [1], [1], False, [0], 1) == "+i b o y0"
 
 

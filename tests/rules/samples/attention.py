@@ -14,3 +14,9 @@ for _causal, _bias in ((False, None), (True, None), (False, f(1, 1, 5, 7)), (Fal
     _out, _lse = ours.attention(_q, _k, _v, _bias, _causal, 0.5)
     sample(ours.attention.default, _q, _k, _v, _bias, _causal, 0.5)
     sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5)
+
+for _keys, _how in ((5, (2, 0)), (5, (4, 0)), (7, (0, 2)), (7, (3, 2))):  # (window, offset)
+    _q, _k, _v = f(2, 3, 5, 4), f(2, 3, _keys, 4), f(2, 3, _keys, 4)
+    _out, _lse = ours.attention(_q, _k, _v, None, True, 0.5, *_how)
+    sample(ours.attention.default, _q, _k, _v, None, True, 0.5, *_how)
+    sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, None, _out, _lse, True, 0.5, *_how)
