@@ -1,6 +1,8 @@
 """Values that depend on no parameter, no input and no buffer, computed while compiling: positions, and the masks made of them.
 
     arange, le, where  ->  the tensor itself, with size 1 in dims that `expand` only repeats
+
+What depends on a size that calls choose is not known, unless that size only repeats it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
+from meshc.sizes import Ratio, Size
 
 aten = torch.ops.aten
 
@@ -56,6 +59,8 @@ class KnownValues:
             values = [self._values[x] for x in node.all_input_nodes]
         if any(value is None for value in values) or not _repeats_itself(node.target):
             return None
+        if node.target not in (aten.expand.default, *RESHAPES) and _holds_open_size((node.args, node.kwargs)):
+            return None
         if node.target is aten.expand.default:
             return _padded(values[0], len(ir.record(node).shape))
         if node.target in RESHAPES:
@@ -84,6 +89,15 @@ class KnownValues:
         return None if full is None else full.reshape(shape)
 
 
+def _holds_open_size(arguments: Any) -> bool:
+    """Whether a number among the arguments is one that calls choose: what is made of it is not known while compiling."""
+    if isinstance(arguments, list | tuple):
+        return any(_holds_open_size(item) for item in arguments)
+    if isinstance(arguments, dict):
+        return any(_holds_open_size(item) for item in arguments.values())
+    return isinstance(arguments, Size | Ratio)
+
+
 def _repeats_itself(target: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable and "empty" not in target.name()
 
@@ -91,7 +105,9 @@ def _repeats_itself(target: torch._ops.OpOverload) -> bool:
 def _alike(node: Node) -> Tensor | None:
     """A tensor of the node's shape and dtype that takes no memory."""
     found = ir.records(node)[0]
-    return None if found.dtype is None or prod(found.shape) > LARGEST else torch.zeros((), dtype=found.dtype).expand(found.shape)
+    if found.dtype is None or _holds_open_size(found.shape) or prod(found.shape) > LARGEST:
+        return None
+    return torch.zeros((), dtype=found.dtype).expand(found.shape)
 
 
 def _padded(value: Tensor | None, rank: int) -> Tensor | None:
@@ -101,7 +117,7 @@ def _padded(value: Tensor | None, rank: int) -> Tensor | None:
 def _whole(node: Node, value: Tensor | None) -> Tensor | None:
     """The value in its full shape, if that is not too large."""
     shape = ir.record(node).shape
-    return None if value is None or prod(shape) > LARGEST else value.expand(shape)
+    return None if value is None or _holds_open_size(shape) or prod(shape) > LARGEST else value.expand(shape)
 
 
 def _broadcast(values: list[Tensor | None]) -> tuple[int, ...]:
