@@ -47,6 +47,11 @@ def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm)
 
 
+def _addmv(node: Node, tensors: list[Node]) -> Rule:
+    bias = "m" if shape_of(tensors[0]) else ""
+    return einsum(f"{bias}, m k, k -> m +k", node, tensors, lower=_lower_addmm)
+
+
 def _addbmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + the sum of all x @ w of a batch."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
@@ -57,3 +62,4 @@ RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items
 RULES[aten.addmm.default] = _addmm
 RULES[aten.baddbmm.default] = _baddbmm
 RULES[aten.addbmm.default] = _addbmm
+RULES[aten.addmv.default] = _addmv

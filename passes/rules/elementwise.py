@@ -63,6 +63,7 @@ UNTAGGED = {
     aten.floor_divide.default,
     aten.rsub.Tensor,
     aten.rsub.Scalar,
+    aten.log_sigmoid_forward.default,
     aten.log_sigmoid_backward.default,
     aten.rrelu_with_noise_backward.default,
     torch.ops.meshc.dropout_backward.default,

@@ -45,7 +45,7 @@ def _overloads(names: str) -> set[object]:
 RISES = _overloads(
     "relu sigmoid tanh exp exp2 expm1 sinh asinh atan erf floor ceil round trunc sign sgn hardtanh hardsigmoid softplus elu leaky_relu "
     "clamp clamp_min clamp_max add.Scalar sub.Scalar positive deg2rad rad2deg special_ndtr hardshrink softshrink nan_to_num "
-    "round.decimals threshold"
+    "round.decimals threshold special_modified_bessel_i1 bucketize.Tensor"
 )
 FALLS = _overloads("neg erfc rsub.Scalar special_erfcx")
 RISES_IN_EACH = _overloads(
@@ -66,7 +66,7 @@ TOGETHER = {
 """Of one reduction they are themselves: it may be done before or after, on all operands at once."""
 
 PRODUCTS = _overloads("mul.Tensor mm bmm mv dot vdot linalg_cross")
-BIASED = _overloads("addmm baddbmm addbmm")
+BIASED = _overloads("addmm baddbmm addbmm addmv")
 LINEAR_IN_FIRST = _overloads(
     "div.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py "
     "cumsum tril triu view_as_real view_as_complex real imag conj_physical _conj grid_sampler_2d grid_sampler_3d "
@@ -162,7 +162,7 @@ def _extremes(node: Node, rule: Rule, count: int) -> list[Ride]:
     data = [position for position, operand in enumerate(operands(node)) if dtype_of(operand).is_floating_point]
     if _complex(node) or weighted:
         return []
-    if target in RISES and count == 1 or target in PICKS:
+    if target in RISES and (count == 1 or target is aten.bucketize.Tensor) or target in PICKS:
         found = [Ride((0,), how, how) for how in EXTREMES]
     elif target in FALLS:
         found = [Ride((0,), how, FLIPPED[how]) for how in EXTREMES]
