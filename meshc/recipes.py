@@ -3,7 +3,7 @@
     resolve("fsdp+megatron_sp", Mesh("dp=2,tp=4"))
 
         dp: batch; store params, grads, state
-        tp: heads, ffn, vocab > seq > width@products
+        tp: heads, ffn, vocab > seq > features@products
 
 A recipe is data: an entry for each role that it fits. ``resolve`` gives every axis of the mesh exactly one entry, from the user's plan,
 the recipes that the user named, or the axis's role, in this order.
@@ -42,8 +42,8 @@ class Recipe:
 
 _BATCH: Final = "batch"
 _ZERO3: Final = "batch; store params, grads, state"
-_MEGATRON: Final = "heads, ffn, vocab > width@products"
-_MEGATRON_SP: Final = "heads, ffn, vocab > seq > width@products"
+_MEGATRON: Final = "heads, ffn, vocab > features@products"
+_MEGATRON_SP: Final = "heads, ffn, vocab > seq > features@products"
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     recipe.name: recipe

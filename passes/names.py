@@ -56,7 +56,7 @@ def name_factors(
     _vocabulary(found, graph, factors)
     _hidden(found, graph, factors)
     _feed_forward(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
-    _widths(found, factors)
+    _features(found, factors)
     for port in inputs:
         if port.kind == "parameter":
             for dim, classes in enumerate(factors.dims[(placeholders[port.key], 0)]):
@@ -291,10 +291,10 @@ def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> Non
         splittable.add(factor)
 
 
-def _widths(found: Names, factors: Factors) -> None:
-    """What products sum over and make answers to `width`, but for the batch and the sequence; the region `products` has them all."""
+def _features(found: Names, factors: Factors) -> None:
+    """What products sum over and make answers to `features`, but for the batch and the sequence; the region `products` has them all."""
     found.products = {node for node in factors.instances if op_name(node) in COUNTS}
     for product in _products(factors):
         for factor in (*product.into, *product.out):
             if found.of.get(factor) not in ("batch", "seq"):
-                found.also[factor].add("width")
+                found.also[factor].add("features")

@@ -75,7 +75,7 @@ def test_compile_saves_a_program_and_says_how_to_run_it(folder: Path, capsys: py
     assert "torchrun --nproc-per-node 4 -m meshc run m.meshc" in told
     program = artifact.load("m.meshc")
     assert (program.mode, str(program.mesh)) == ("forward", "dp=2,tp=2")
-    assert str(program.plan) == "dp: batch\ntp: heads, ffn, vocab > width@products"
+    assert str(program.plan) == "dp: batch\ntp: heads, ffn, vocab > features@products"
     assert program.info["backend"] == "eager"
 
 

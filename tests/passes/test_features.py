@@ -1,4 +1,4 @@
-"""What a plan may call what products make: channels between convolutions, widths of all others, and what `tp` takes of them."""
+"""What a plan may call what products make: channels between convolutions, features of all, and what `tp` takes of them."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def test_what_a_convolution_makes_and_another_sums_is_channels() -> None:
     assert lies(program, "depth.weight") == [[("tp",)], [], [()], [()]]
     assert lies(program, "leave.weight")[:2] == [[()], [("tp",)]]
     rows = [line.split() for line in program.factors().splitlines()]
-    assert ["channels", "ffn,", "width", "8", "1"] in [row[:5] for row in rows], rows
+    assert ["channels", "ffn,", "features", "8", "1"] in [row[:5] for row in rows], rows
 
 
-def test_a_product_without_a_named_class_splits_a_width() -> None:
+def test_a_product_without_a_named_class_splits_a_feature_dim() -> None:
     assert split(compiled()) == {"enter": "split", "depth": "split", "leave": "split", "project": "split"}
     assert lies(compiled(), "project.weight") == [[("tp",)], [()]]
 
 
-def test_widths_are_taken_only_where_the_plan_says_so() -> None:
+def test_features_are_taken_only_where_the_plan_says_so() -> None:
     assert split(compiled("tp: ffn")) == {
         "enter": "split", "depth": "split", "leave": "split", "project": "could be split",
     }  # fmt: skip
-    assert split(compiled("tp: width@project")) == {
+    assert split(compiled("tp: features@project")) == {
         "enter": "could be split", "depth": "could be split", "leave": "could be split", "project": "split",
     }  # fmt: skip
 
 
-def test_a_width_outside_products_is_left_alone() -> None:
-    """What the projection makes is a width, but tanh is no product: it works on all of it."""
+def test_features_outside_products_are_left_alone() -> None:
+    """What the projection makes is a feature dim, but tanh is no product: it works on all of it."""
     (node,) = [node for node in compiled().compiled.stage.graph.nodes if "tanh" in str(node.target)]
     assert node.meta["meshc"].sharding.axes() == set() and node.meta["meshc"].shape == (4, 6)
