@@ -60,7 +60,7 @@ def step(model: nn.Module, **changes: Any) -> meshc.TrainStep:
     ],
 )
 def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str, microbatches: int | None) -> None:
-    case = build()
+    case = build(layers=1)
     program = meshc.compile(
         step(case.model, clip_grad_norm=1.0, microbatches=microbatches), meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan,
         options=meshc.Options(dynamic=open_dims(case.kwargs)),
@@ -74,7 +74,7 @@ def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str, microbatches:
 
 
 def test_a_modules_outputs_and_gradients_serve_all_sizes() -> None:
-    case = llama()
+    case = llama(layers=1)
     inputs = {"input_ids": case.kwargs["input_ids"]}
     options = meshc.Options(dynamic=open_dims(inputs))
     program = meshc.compile(case.model, meshc.Mesh("dp=2,tp=2"), kwargs=inputs, options=options)
@@ -139,7 +139,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         instance.fitting(general, {"x": (8, 3)})
     with pytest.raises(InputError, match="no input has batch"):
         instance.fitting(general, {})
-    case = llama()
+    case = llama(layers=1)
     options = meshc.Options(dynamic=open_dims(case.kwargs))
     wrong = {"input_ids": torch.zeros(4, 6, dtype=torch.int64), "labels": torch.zeros(4, 7, dtype=torch.int64)}
     with pytest.raises(InputError, match="seq is 6 in dim 1 of input_ids and 7 in dim 1 of labels"):

@@ -45,7 +45,7 @@ def test_what_a_convolution_makes_and_another_sums_is_channels() -> None:
     assert lies(program, "depth.weight") == [[("tp",)], [], [()], [()]]
     assert lies(program, "leave.weight")[:2] == [[()], [("tp",)]]
     rows = [line.split() for line in program.factors().splitlines()]
-    assert ["channels", "ffn,", "features", "8", "1"] in [row[:5] for row in rows], rows
+    assert ["channels", "features,", "ffn", "8", "1"] in [row[:5] for row in rows], rows
 
 
 def test_a_product_without_a_named_class_splits_a_feature_dim() -> None:
