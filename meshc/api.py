@@ -38,8 +38,6 @@ from meshc.runtime.session import Session
 from meshc.runtime.store import Store
 
 DEFAULTS = Options()
-INSTANCES = 16
-"""How many sizes of a program with dynamic sizes are kept ready; of more, the one not used for longest is made anew when it comes again."""
 
 
 def compile(
@@ -170,9 +168,10 @@ class Program:
         """What a call passes, by name, and the key of its compilation; a part of another shape is refused."""
         with refusable(self._board):
             args, kwargs = calling.canonical(self.traced.signature, args, kwargs)
-            if self.inputs == "local" and self._known:
+            if self._dynamic:
+                self._dynamic.sizes(self._shapes(*self._global_examples((args, kwargs))))
+            elif self.inputs == "local" and self._known:
                 self._refuse_other_shapes(args, kwargs)
-            self._dynamic.sizes(self._shapes(*self._global_examples((args, kwargs))))
             return args, kwargs, self._key(args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> tuple[Session | None, Compiled, Draft]:
@@ -181,8 +180,8 @@ class Program:
                 self._agree_on_inputs(args, kwargs, key)
                 self._sessions[key] = self._compile(args, kwargs, key)
                 self._known.append(calling.describe_inputs(args, kwargs))
-                if self._dynamic and len(self._sessions) > INSTANCES:
-                    del self._sessions[next(iter(self._sessions))]
+                if self._dynamic and len(self._sessions) > instance.KEPT:
+                    del self._sessions[next(iter(self._sessions))], self._known[0]
         self._last = self._sessions[key] = self._sessions.pop(key)  # the one that was used last is dropped last
         return self._last
 
@@ -260,7 +259,8 @@ class Program:
         if general not in self._general:
             self._general[general] = self._compile_general(*examples)
         compiled, draft = self._general[general]
-        own = instance.fitting(compiled, dict(self._shapes(*examples)))
+        with refusable(self._board):
+            own = instance.fitting(compiled, dict(self._shapes(*examples)))
         if self.mesh.device_mesh is None:
             return None, own, draft
         return self._load(own, compiled, draft), own, draft

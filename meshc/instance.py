@@ -21,6 +21,8 @@ from meshc.sharding import Sharding
 from meshc.sizes import at as number_at
 from meshc.sizes import parse
 
+KEPT = 16
+"""How many sizes of a program are kept ready; of more, the one not used for longest is made anew when it comes again."""
 _SIGNS = ("==", "!=", ">=", "<=", ">", "<")
 
 

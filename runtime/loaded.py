@@ -159,7 +159,9 @@ class Loaded:
         if key not in self._executors:
             program = instance.at(self.general, sizes)
             self._executors[key] = program, self._load(program)
-        self.program, self.executor = self._executors[key]
+            if len(self._executors) > instance.KEPT:
+                del self._executors[next(iter(self._executors))]
+        self.program, self.executor = self._executors[key] = self._executors.pop(key)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One call. Returns outputs and metrics by key, whole, on every rank; all ranks call it."""

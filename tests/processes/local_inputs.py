@@ -41,6 +41,31 @@ def unequal_labels(mesh: Any) -> None:
     close(ours, wanted, 1e-10)
 
 
+def dynamic_sizes(mesh: Any) -> None:
+    """Parts of several sizes, equal on all ranks at each call, by one compilation; sizes are those of the whole batch."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    theirs = sgd(twin.parameters())
+    options = meshc.Options(seed=SEED, dynamic={name: {0: torch.export.Dim("batch", max=8)} for name in case.call_kwargs})
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+    program = meshc.compile(step, mesh, inputs="local", options=options)
+    ours, wanted = [], []
+    for rows in (4, 6, 2, 10, 4):
+        inputs = {name: torch.cat([value, value])[:rows].clone() for name, value in case.call_kwargs.items()}
+        if rows > 8:
+            with pytest.raises(meshc.InputError, match="batch is 10 .*the program serves batch from 2 to 8"):
+                program(**parts(inputs, mesh))
+            continue
+        ours.append(program(**parts(inputs, mesh)).item())
+        loss = F.cross_entropy(twin(inputs["x"]), inputs["target"])
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(loss.item())
+    close(ours, wanted, 1e-10)
+    assert len(program._general) == 1
+
+
 def batch_norm(mesh: Any) -> None:
     case = resnet(torch.float64)
     start = copy.deepcopy(case.model)
@@ -107,7 +132,9 @@ def another_shape(mesh: Any) -> None:
     assert "x float64 [2, 24]" in text and "x float64 [3, 24]" in text and "drop_last=True" in text, text
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (unequal_labels, batch_norm, microbatches, local_mean, local_loss_unsaid, another_shape)
+CHECKS: tuple[Callable[[Any], None], ...] = (
+    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, another_shape
+)  # fmt: skip
 
 
 def run(mesh: str, *names: str) -> None:

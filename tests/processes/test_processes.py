@@ -49,7 +49,7 @@ def test_train_step() -> None:
 
 
 def test_local_inputs() -> None:
-    names = ("unequal_labels", "batch_norm", "microbatches", "local_mean", "local_loss_unsaid")
+    names = ("unequal_labels", "dynamic_sizes", "batch_norm", "microbatches", "local_mean", "local_loss_unsaid")
     assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
 
 
