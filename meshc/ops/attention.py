@@ -66,9 +66,7 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *how: object) -> tuple[Tensor, Tensor]:
     return _empty(q, v)
 
 
@@ -113,20 +111,7 @@ def _backward_kernel(
 
 
 @attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    window: int = 0,
-    offset: int = 0,
-    start: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: object) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 
 
