@@ -8,13 +8,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "coverage.md"
 TITLE = "# Coverage\n\nWhat was tried, and what came of it. Each table says which command wrote it.\n"
 
 
-def put(name: str, section: str) -> None:
+def put(name: str, section: str, page: Path = PAGE) -> None:
     """A section of the page, where it stood or at the end."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->\n"
-    text = PAGE.read_text() if PAGE.exists() else TITLE
+    text = page.read_text() if page.exists() else TITLE
     if begin in text:
         before, _, rest = text.partition(begin)
         after = rest.partition(end)[2]
     else:
         before, after = text.rstrip("\n") + "\n\n", ""
-    PAGE.write_text(f"{before}{begin}\n{section}{end}{after}")
+    page.write_text(f"{before}{begin}\n{section}{end}{after}")

@@ -8,14 +8,11 @@ Rows are kept in out/conformance.json, so a run that was stopped goes on where i
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,21 +20,7 @@ from tests.conformance.run import SAMPLES, WRONG, Conformance
 from tests.conformance.table import table
 from tests.conformance.torch_samples import entries
 from tests.coverage_page import put
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "out" / "conformance.json"
-
-
-def read() -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    return rows
-
-
-def keep(rows: dict[str, dict[str, Any]]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
-    scratch = RESULTS.with_suffix(".part")
-    scratch.write_text(json.dumps(rows, indent=1))
-    scratch.replace(RESULTS)
+from tests.results import Results
 
 
 def main() -> int:
@@ -56,7 +39,8 @@ def main() -> int:
     unknown = sorted(set(only) - set(everything))
     if unknown:
         parser.error(f"torch's table has no {', '.join(unknown)}")
-    rows = {} if arguments.fresh else read()
+    results = Results("conformance", arguments.fresh)
+    rows = results.rows
     work = only or [name for name in everything if rows.get(name, {}).get("status", WRONG) == WRONG]
     if arguments.sample:
         work = random.Random(arguments.seed).sample(work, min(arguments.sample, len(work)))
@@ -67,10 +51,10 @@ def main() -> int:
             break
         row = rows[name] = conformance.run(name, everything[name], arguments.calls, arguments.seed)
         if number % 20 == 0 or number == len(work):
-            keep(rows)
+            results.keep()
         why = "; ".join([*row["wrong"], *row["whole"], *row["reasons"]])
         print(f"[{number}/{len(work)}] {name}: {row['status']}, {row['splits']} splits, {row['seconds']} s; {why}", flush=True)
-    keep(rows)
+    results.keep()
     put("conformance", table(rows, len(everything)))
     counts = Counter(row["status"] for row in rows.values())
     print(", ".join(f"{count} {status}" for status, count in counts.most_common()))

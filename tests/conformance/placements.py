@@ -8,12 +8,10 @@ Rows are kept in out/placements.json, so a run that was stopped goes on where it
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +20,8 @@ from tests.conformance import dtensor
 from tests.conformance.ours import placements
 from tests.conformance.torch_samples import entries
 from tests.coverage_page import put
+from tests.results import Results
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "out" / "placements.json"
 CALLS = 1
 """Calls of an entry whose placements are enumerated."""
 
@@ -93,10 +90,10 @@ def main() -> int:
     torch.set_num_threads(1)
     dtensor.start()
     everything = entries()
-    rows: dict[str, list[dict[str, Any]]] = json.loads(RESULTS.read_text()) if RESULTS.exists() and not arguments.fresh else {}
+    results = Results("placements", arguments.fresh)
+    rows: dict[str, list[dict[str, Any]]] = results.rows
     work = arguments.only.split(",") if arguments.only else [name for name in everything if name not in rows]
     begin = time.monotonic()
-    RESULTS.parent.mkdir(exist_ok=True)
     for number, name in enumerate(work, 1):
         if time.monotonic() - begin > arguments.limit_seconds:
             print(f"time is up: {len(work) - number + 1} entries left")
@@ -107,7 +104,7 @@ def main() -> int:
         except Exception as error:
             rows[name] = []
             print(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
-        RESULTS.write_text(json.dumps(rows, indent=1))
+        results.keep()
         for row in rows[name]:
             print(
                 f"[{number}/{len(work)}] {name}, {row['operator']}: {row['valid']} valid, meshc {row['meshc']}, DTensor {row['dtensor']}, "

@@ -9,31 +9,15 @@ again in any case.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
+from tests.coverage_page import put
+from tests.results import Results
 from tests.zoo.run import MESHES, NAMES, first_line, run
-from tests.zoo.table import key, write
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "out" / "zoo.json"
-TABLE = ROOT / "docs" / "coverage.md"
-
-
-def read() -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    return rows
-
-
-def keep(rows: dict[str, dict[str, Any]]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
-    scratch = RESULTS.with_suffix(".part")
-    scratch.write_text(json.dumps(rows, indent=1))
-    scratch.replace(RESULTS)
+from tests.zoo.table import key, table
 
 
 def is_ok(row: dict[str, Any] | None) -> bool:
@@ -52,7 +36,8 @@ def main() -> int:
     unknown = sorted(set(only) - set(NAMES))
     if unknown:
         parser.error(f"the zoo has no {', '.join(unknown)}; it has {', '.join(NAMES)}")
-    rows = {} if arguments.fresh else read()
+    results = Results("zoo", arguments.fresh)
+    rows = results.rows
     wanted = [(name, mesh) for name in only or NAMES for mesh in MESHES if arguments.mesh in ("", mesh)]
     work = [cell for cell in wanted if only or not is_ok(rows.get(key(*cell)))]
     begin, failures = time.monotonic(), 0
@@ -62,11 +47,11 @@ def main() -> int:
             break
         before = time.process_time()
         row = rows[key(name, mesh)] = run(name, mesh)
-        keep(rows)
+        results.keep()
         failures += not is_ok(row)
         print(f"[{number}/{len(work)}] {told(row)} ({time.process_time() - before:.1f} s)", flush=True)
-    write(TABLE, rows)
-    print(f"{TABLE.relative_to(ROOT)} is written; {failures} cells are not ok")
+    put("zoo", table(rows))
+    print(f"docs/coverage.md is written; {failures} cells are not ok")
     return 1 if failures else 0
 
 

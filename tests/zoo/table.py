@@ -1,29 +1,13 @@
-"""The zoo's table, and its place in docs/coverage.md: between two markers, since other tables stand in that file too."""
+"""The zoo's table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tests.zoo.run import MESHES, NAMES, first_line, is_single
 
-BEGIN: Final = "<!-- zoo: begin -->"
-END: Final = "<!-- zoo: end -->"
-TITLE: Final = "# Coverage\n\nWhat was tried, and what came of it. Each table says which command wrote it.\n"
 Rows = Mapping[str, Mapping[str, Any]]
-
-
-def write(path: Path, rows: Rows) -> None:
-    """Put the table into the file, where it stood or at the end."""
-    text = path.read_text() if path.exists() else TITLE
-    section = f"{BEGIN}\n{table(rows)}{END}\n"
-    if BEGIN in text:
-        before, _, rest = text.partition(BEGIN)
-        text = before + section + rest.partition(f"{END}\n")[2]
-    else:
-        text = text.rstrip("\n") + "\n\n" + section
-    path.write_text(text)
 
 
 def table(rows: Rows) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.coverage_page import put
 from tests.zoo.run import MESHES, NAMES, run
-from tests.zoo.table import BEGIN, END, key, table, write
+from tests.zoo.table import key, table
 
 SAMPLE = (
     ("t5", "dp=2,tp=2"), ("convnext", "tp=3"), ("unet", "tp=2"), ("transformer", "tp=3"), ("dlrm", "tp=2"), ("graph_network", "dp=2,tp=2"),
@@ -42,9 +43,9 @@ def test_the_table_says_what_failed_what_fell_back_and_what_stayed_whole() -> No
 
 def test_the_table_takes_its_own_place_among_others(tmp_path: Path) -> None:
     page = tmp_path / "coverage.md"
-    page.write_text(f"# Coverage\n\nbefore\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    write(page, rows())
+    page.write_text("# Coverage\n\nbefore\n\n<!-- zoo: begin -->\nold\n<!-- zoo: end -->\n\nafter\n")
+    put("zoo", table(rows()), page)
     text = page.read_text()
     assert text.startswith("# Coverage\n\nbefore\n") and text.endswith("\n\nafter\n") and "old" not in text
-    write(page, rows())
+    put("zoo", table(rows()), page)
     assert page.read_text() == text
