@@ -11,6 +11,7 @@ from meshc.errors import (
     MeshcError,
     PeerError,
     PlanError,
+    ScheduleError,
     StateError,
     VerifyError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Program",
+    "ScheduleError",
     "StateError",
     "TrainStep",
     "VerifyError",

@@ -27,6 +27,10 @@ class CompileError(MeshcError):
     """A pass cannot go on; the message names the operator and the line of the user's model."""
 
 
+class ScheduleError(MeshcError):
+    """A pipeline schedule cannot be read or cannot run; the message names each instruction at fault, with its rank and place."""
+
+
 class InputError(MeshcError):
     """Inputs at run time do not match the program (structure, shape, dtype, or they differ between ranks)."""
 

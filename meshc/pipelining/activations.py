@@ -1,0 +1,31 @@
+"""What a rank holds between a microbatch's forward and the backward that frees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from meshc.pipelining.schedule import Action
+
+
+def held(actions: Sequence[Action], stage_bytes: Sequence[float] | None = None) -> Iterator[float]:
+    """What is held while each action of one rank runs: pairs of stage and microbatch, or their bytes.
+
+    A forward takes what its stage saves for one microbatch; B, or W where backward is split, frees it. Forwards without a backward hold
+    nothing: nobody asks for what they would save.
+
+    stage_bytes  bytes that each stage saves for one microbatch; every stage counts as 1 if not given
+    """
+    freed = {(action.stage, action.microbatch) for action in actions if action.op in "BW"}
+    now = 0.0 if stage_bytes is not None else 0
+    for action in actions:
+        amount = 1 if stage_bytes is None else stage_bytes[action.stage]
+        if action.op == "F" and (action.stage, action.microbatch) in freed:
+            now += amount
+        yield now
+        if action.op in "BW":
+            now -= amount
+
+
+def peaks(lists: Iterable[Sequence[Action]], stage_bytes: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Each rank's most that is held at a time."""
+    return tuple(max(held(actions, stage_bytes), default=0) for actions in lists)
