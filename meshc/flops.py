@@ -49,8 +49,8 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "aten.mv": lambda node, shapes: 2.0 * prod(shapes[0]),
     "aten.dot": lambda node, shapes: 2.0 * prod(shapes[0]),
     "aten._grouped_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],  # each row meets one matrix
-    "transformers.grouped_mm_fallback": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
-    "transformers.grouped_mm_fallback_backward": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-1],
+    "meshc.grouped_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "meshc.grouped_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
     "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],

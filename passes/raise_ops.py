@@ -16,10 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from meshc.capture import SEED_STEP, TorchGraph, source_of
 from meshc.errors import CompileError
+from meshc.ops import grouped
 from meshc.ops.attention import sdpa
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
@@ -34,6 +36,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     functional.embedding_bag: embedding_bag,
     functional.multi_head_attention_forward: multi_head_attention,
     functional.interpolate: interpolate,
+    **grouped.RAISED,
 }
 NUMBERED = (sdpa, multi_head_attention)
 """Composites that draw if their dropout is on, and take the number of the call."""
@@ -48,7 +51,7 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
         if node.op not in ("call_function", "call_method"):
             continue
         count = draws(node.target, node.args, node.kwargs)
-        node.target = COMPOSITES.get(node.target, node.target)
+        node.target = _composite(node.target)
         if count == 0:
             node.target = QUIET.get(node.target, node.target)
             continue
@@ -63,6 +66,12 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
     module.graph.lint()
     module.recompile()
     return traced
+
+
+def _composite(target: Any) -> Any:
+    """What stands for a target, itself if nothing does."""
+    name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
+    return COMPOSITES.get(target) or grouped.NAMED.get(name, target)
 
 
 def _undefined(node: Node) -> CompileError:

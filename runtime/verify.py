@@ -16,9 +16,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import VerifyError
 from meshc.ir import Record, record
@@ -27,6 +25,7 @@ from meshc.parts import Parts
 from meshc.program import Port, Program
 from meshc.reference import Microbatch, ReferenceRandom
 from meshc.runtime.simulation import first_microbatch, simulate, whole
+from meshc.runtime.widened import Widened, WidenedConstants
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOOR = 1e-3
@@ -87,29 +86,6 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     if difference.isnan().any():
         return float("inf")
     return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
-
-
-class Widened(TorchDispatchMode):
-    """float32 asked for inside a float64 model becomes float64 (Llama's norms, causal losses): what the float64 capture does."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(func, "namespace", "") == "meshc":  # a probability is compared with a float32 draw whatever the model's dtype
-            return func(*args, **kwargs)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        return func(*args, **kwargs)
-
-
-class WidenedConstants(TorchFunctionMode):
-    """`torch.tensor(x, dtype=torch.float32)` likewise (DeBERTa's scale): such a constant is made before operators are dispatched."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)

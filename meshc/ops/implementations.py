@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshc.ops import attention, norm, take, upsample
+from meshc.ops import attention, grouped, norm, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -19,6 +19,7 @@ def _collect() -> None:
         (attention, ("attention", "attention_backward")),
         (take, ("take", "take_backward")),
         (norm, ("square_sum",)),
+        (grouped, ("grouped_mm", "grouped_outer")),
         (upsample, ("upsample", "upsample_backward")),
     ):
         for name in names:

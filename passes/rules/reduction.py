@@ -105,6 +105,17 @@ def _count(node: Node, tensors: list[Node]) -> Rule:
     return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum")
 
 
+def _histc(node: Node, tensors: list[Node]) -> Rule:
+    """How many elements lie in each bin: counts add up if the borders are given, and padding lies beyond them. With none given (min = max)
+    the borders are those of the data, which must be whole.
+    """
+    (x,) = tensors
+    letters = tuple(f"d{i}" for i in range(len(shape_of(x))))
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
+        return Rule((letters,), (("bins",),), ({},), whole=frozenset({"bins", *letters}))
+    return Rule((letters,), (("bins",),), (dict.fromkeys(letters, "sum"),), frozenset({"bins"}), kind="carry", neutral=float("inf"))
+
+
 def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
     """A microbatch's share of a sum over microbatches: it lies as it is made, and what is pending waits for all of them."""
     return pointwise(node, tensors, kind="carry", linear="each", accumulates=True, lower=lambda local: local.operands[0])
@@ -118,6 +129,7 @@ RULES: dict[object, RuleFunction] = {
     aten.nansum.default: _count,
     aten.count_nonzero.default: _count,
     aten.count_nonzero.dim_IntList: _count,
+    aten.histc.default: _histc,
     aten.amax.default: _extreme("max"),
     aten.amin.default: _extreme("min"),
     aten.max.default: _extreme_all("max"),

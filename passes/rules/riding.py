@@ -81,6 +81,7 @@ LINEAR_IN_FIRST = _overloads(
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "
     "replication_pad3d_backward cholesky_solve"
 )
+RUNS = (torch.ops.meshc.grouped_mm.default, torch.ops.meshc.grouped_outer.default)
 LINEAR_IN_SECOND = _overloads("linalg_solve_triangular")
 LINEAR_IN_THIRD = _overloads("linalg_lu_solve")
 LINEAR_TOGETHER = {
@@ -139,6 +140,8 @@ def _multilinear(node: Node, count: int) -> list[Ride]:
     alone: list[tuple[int, ...]] = []
     if target in PRODUCTS:
         alone = [(position,) for position in range(count)]
+    elif target in RUNS:
+        alone = [(0,), (1,)]
     elif target in BIASED:
         alone = [(0, 1), (0, 2)]
     elif target is aten.convolution.default:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ops import grouped as _grouped_operators  # noqa: F401 - registers them
 from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
 
 aten = torch.ops.aten
+meshc = torch.ops.meshc
 
 
 def _embedding_bag(node: Node, tensors: list[Node]) -> Rule | None:
@@ -106,6 +108,10 @@ def _searched(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(f"{lead} s!, {lead} v -> {lead} v", node, tensors) if len(values) == len(rows) else None
 
 
+def _text(text: str) -> RuleFunction:
+    return lambda node, tensors: einsum(text, node, tensors)
+
+
 RULES: dict[object, RuleFunction] = {
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_forward_only.default: _embedding_bag,
@@ -117,6 +123,8 @@ RULES: dict[object, RuleFunction] = {
     aten.segment_reduce.default: _segment_reduce,
     aten._segment_reduce_backward.default: _segment_reduce_backward,
     aten._grouped_mm.default: _grouped_mm,
+    meshc.grouped_mm.default: _text("r! k, g! k n, g! -> r! n +k"),
+    meshc.grouped_outer.default: _text("r! k, r! n, g! -> g! k n"),
     aten.searchsorted.Tensor: _searched,
     aten.bucketize.Tensor: _searched,
 }

@@ -48,13 +48,18 @@ def nodes(call: Call) -> list[Sample]:
         raise NotCapturable(f"{type(error).__name__}: {text[0][:100]}") from error
     generator = torch.Generator().manual_seed(0)
     placeholders = module.graph.find_nodes(op="placeholder")
-    values = [torch.tensor([]) for node in placeholders if node.name.startswith("token")]  # these order calls that only check
+    values = [torch.tensor([]) for node in placeholders if _orders_checks(node)]
     values += [tensor.detach() for tensor in call.tensors]
     values += [_random(node.meta["val"], generator) for node in placeholders[len(values) :]]
     recorder = _Recorder(module)
     with torch.no_grad():
         recorder.run(*values)
     return recorder.found
+
+
+def _orders_checks(placeholder: Node) -> bool:
+    """Whether it is a token, which stands before the call's tensors if operators that only check are kept in their order."""
+    return any(user.target is with_effects and user.args[0] is placeholder for user in placeholder.users)
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -86,6 +86,10 @@ def test_what_may_be_split() -> None:
     assert splittable(aten.index_put.default, f(5, 7), [i(5, 3)], f(3, 7)) == "a1"
     assert splittable(aten.tril.default, f(5, 4)) == "d0 d1"
     assert splittable(aten.stack.default, [f(5, 4), f(5, 4)], 1) == "d0 d1"
+    assert splittable(ours.grouped_mm.default, f(7, 5), f(3, 5, 4), torch.tensor([2, 2, 7])) == "+k n"
+    assert splittable(ours.grouped_outer.default, f(7, 5), f(7, 4), torch.tensor([2, 2, 7])) == "k n"
+    assert splittable(aten.histc.default, f(5, 7), 4, -1, 1) == "+d0 +d1"
+    assert splittable(aten.histc.default, f(5, 7), 4) == ""
     q, k = f(2, 3, 5, 4), f(2, 3, 7, 4)
     assert splittable(ours.attention.default, q, k, k, None, False, 0.5) == "b h q"
     assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h q"

@@ -49,16 +49,12 @@ ROTARY: Final[dict[str, Any]] = {"rope_type": "default", "rope_theta": 10000.0}
 
 @dataclass(frozen=True)
 class Stock:
-    """A stock model: `transformers.<config>(**sizes)`, `transformers.<model>(config)`, and the inputs that `inputs` makes.
-
-    single  compared in float32: torch's grouped products, which routed experts are, know no float64
-    """
+    """A stock model: `transformers.<config>(**sizes)`, `transformers.<model>(config)`, and the inputs that `inputs` makes."""
 
     config: str
     model: str
     sizes: Mapping[str, Any]
     inputs: Callable[[Any], dict[str, Tensor]]
-    single: bool = False
 
     def case(self, name: str) -> Case:
         torch.manual_seed(1)

@@ -26,14 +26,9 @@ def case(name: str) -> Case:
     return STOCK[name].case(name) if name in STOCK else PLAIN[name]()
 
 
-def is_single(name: str) -> bool:
-    """Whether a family is compared in float32, for want of float64 in an operator of torch's."""
-    return name in STOCK and STOCK[name].single
-
-
 @lru_cache(maxsize=2)
 def captured(name: str, train: bool) -> Captured:
-    return Captured(case(name), train=train, double=not is_single(name))
+    return Captured(case(name), train=train, double=True)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -49,7 +44,7 @@ def inference(name: str, mesh: str) -> Captured:
 
 
 def training(name: str, mesh: str) -> Captured:
-    """Loss and every gradient, then losses (in float64 updated parameters too) of two steps of AdamW."""
+    """Loss and every gradient, then losses and updated parameters of two steps of AdamW."""
     found = captured(name, True)
     found.verify_training(mesh, "auto", adamw)
     return found

@@ -49,7 +49,7 @@ STOCK: Final[dict[str, Stock]] = {
     ),
     "mistral": Stock("MistralConfig", "MistralForCausalLM", {**LLAMA_LIKE, "sliding_window": 4}, causal),
     "qwen2": Stock("Qwen2Config", "Qwen2ForCausalLM", LLAMA_LIKE, causal),
-    "mixtral": Stock("MixtralConfig", "MixtralForCausalLM", {**LLAMA_LIKE, **EXPERTS, "output_router_logits": True}, causal, single=True),
+    "mixtral": Stock("MixtralConfig", "MixtralForCausalLM", {**LLAMA_LIKE, **EXPERTS, "output_router_logits": True}, causal),
     "clip": Stock(
         "CLIPConfig", "CLIPModel",
         {"text_config": {**TEXT_TOWER, "projection_dim": 32}, "vision_config": IMAGE_TOWER, "projection_dim": 32}, captions,
@@ -88,7 +88,7 @@ STOCK: Final[dict[str, Stock]] = {
     "qwen3": Stock("Qwen3Config", "Qwen3ForCausalLM", {**LLAMA_LIKE, "head_dim": 8}, causal),
     "qwen3_moe": Stock(
         "Qwen3MoeConfig", "Qwen3MoeForCausalLM",
-        {**LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, causal, single=True,
+        {**LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, causal,
     ),
     "olmo": Stock("OlmoConfig", "OlmoForCausalLM", LLAMA_LIKE, causal),
     "olmo2": Stock("Olmo2Config", "Olmo2ForCausalLM", LLAMA_LIKE, causal),
@@ -96,13 +96,13 @@ STOCK: Final[dict[str, Stock]] = {
     "smollm3": Stock("SmolLM3Config", "SmolLM3ForCausalLM", LLAMA_LIKE, causal),
     "gpt_oss": Stock(
         "GptOssConfig", "GptOssForCausalLM",
-        {**LLAMA_LIKE, **EXPERTS, "head_dim": 8, "sliding_window": 4, "rope_parameters": ROTARY}, causal, single=True,
+        {**LLAMA_LIKE, **EXPERTS, "head_dim": 8, "sliding_window": 4, "rope_parameters": ROTARY}, causal,
     ),
     "deepseek_v3": Stock(
         "DeepseekV3Config", "DeepseekV3ForCausalLM",
         {**LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
          "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
-         "first_k_dense_replace": 1}, causal, single=True,
+         "first_k_dense_replace": 1}, causal,
     ),
     "distilbert": Stock(
         "DistilBertConfig", "DistilBertForMaskedLM",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+import meshc.ops.grouped  # noqa: F401
 from tests.rules.samples.calls import f, i, sample
 
 aten = torch.ops.aten
+ours = torch.ops.meshc
 
 _rows, _offsets = i(7, 9), torch.tensor([0, 2, 2, 7, 8])
 for _mode in (0, 1, 2):
@@ -29,6 +31,11 @@ _ends_of_runs = torch.tensor([8, 16], dtype=torch.int32)
 sample(aten._grouped_mm.default, f(16, 16).bfloat16() / 4, f(2, 16, 24).bfloat16(), _ends_of_runs)
 sample(aten._grouped_mm.default, f(8, 16).bfloat16() / 4, f(16, 16).bfloat16(), _ends_of_runs)
 sample(aten._grouped_mm.default, f(2, 8, 16).bfloat16() / 4, f(2, 16, 24).bfloat16())
+_runs = torch.tensor([2, 2, 7], dtype=torch.int32)
+sample(ours.grouped_mm.default, f(7, 5), f(3, 5, 4), _runs)
+sample(ours.grouped_mm.default, f(9, 6), f(3, 6, 10), _runs.long(), refine={0: (9, 2, 3), ~0: (9, 2, 5)})
+sample(ours.grouped_outer.default, f(7, 5), f(7, 4), _runs)
+sample(ours.grouped_outer.default, f(9, 6), f(9, 10), _runs, refine={0: (9, 2, 3), 1: (9, 2, 5)})
 sample(aten.searchsorted.Tensor, f(7).sort()[0], f(5, 4))
 sample(aten.searchsorted.Tensor, f(5, 7).sort()[0], f(5, 4), right=True)
 sample(aten.bucketize.Tensor, f(5, 4), f(7).sort()[0])

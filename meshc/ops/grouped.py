@@ -1,0 +1,151 @@
+"""Products of runs of rows, each with a matrix of its own, as routed experts are; and torch's functions for it written with them.
+
+    grouped_mm(rows [r, k], matrices [g, k, n], ends [g]) -> [r, n]       rows of run i times matrix i
+    grouped_outer(left [r, k], right [r, n], ends [g]) -> [g, k, n]       of each run, the sum over its rows of left (x) right
+
+Run i is the rows from ends[i - 1] (0 for the first) to ends[i], exclusive; ends are integers that do not fall. Rows behind the last run
+give zeros. Each is the gradient of the other, so that a backward has one node for every gradient that is wanted.
+
+Kernels: CUDA in bfloat16, torch's grouped kernel, which asks for rows that lie multiples of 16 bytes apart: narrower operands are filled up
+with zeros. Elsewhere, a product for each run that has rows; that waits for `ends` on the host, as torch's own way does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNEL_BYTES = 16
+"""The multiple of torch's grouped kernel."""
+
+
+@torch.library.custom_op("meshc::grouped_mm", mutates_args=())
+def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    if _has_kernel(rows):
+        found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=ends.int())[:, : matrices.shape[2]]
+        kept = torch.arange(rows.shape[0], device=rows.device) < ends[-1:]
+        return torch.where(kept.unsqueeze(1), found, 0.0)
+    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    for run, part in _runs(ends):
+        torch.mm(rows[part], matrices[run], out=out[part])
+    return out
+
+
+@grouped_mm.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    _check(rows.shape[1], matrices.shape[1], "columns of the rows and rows of the matrices")
+    _check(ends.shape[0], matrices.shape[0], "ends and matrices")
+    return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+@torch.library.custom_op("meshc::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    if _has_kernel(left):
+        found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=ends.int())
+        return found[:, : left.shape[1], : right.shape[1]].contiguous()
+    out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
+    for run, part in _runs(ends):
+        torch.mm(left[part].t(), right[part], out=out[run])
+    return out
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    _check(left.shape[0], right.shape[0], "rows of the left and of the right")
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _check(one: int, other: int, what: str) -> None:
+    if one != other:
+        raise ValueError(f"grouped products: {what} are {one} and {other}; they must be as many")
+
+
+def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The runs that have rows."""
+    start = 0
+    for run, end in enumerate(ends.tolist()):
+        if end > start:
+            yield run, slice(start, end)
+            start = end
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The same values, one of the last two dims contiguous, and both filled up with zeros to whole multiples of KERNEL_BYTES."""
+    unit = KERNEL_BYTES // x.itemsize
+    last, other = -x.shape[-1] % unit, -x.shape[-2] % unit if x.dim() == 3 else 0
+    if last or other:
+        return torch.nn.functional.pad(x, (0, last, 0, other))
+    dense = x.stride(-1) == 1 or x.dim() == 3 and x.stride(-2) == 1
+    spaced = all(stride % unit == 0 for stride in x.stride() if stride != 1)
+    return x if dense and spaced and x.data_ptr() % KERNEL_BYTES == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    rows, matrices, ends = ctx.saved_tensors
+    of_rows = grouped_mm(grad, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    of_matrices = grouped_outer(rows, grad, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_matrices, None
+
+
+def _grouped_outer_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    left, right, ends = ctx.saved_tensors
+    of_left = grouped_mm(right, grad.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    of_right = grouped_mm(left, grad, ends) if ctx.needs_input_grad[1] else None
+    return of_left, of_right, None
+
+
+grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
+grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
+
+
+def _is_plain(rows: Tensor, matrices: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> bool:
+    """Whether a call of torch's with ends is rows in runs against matrices, with nothing added. Others go torch's own way."""
+    plain = bias is None and out_dtype in (None, rows.dtype) and rows.dtype == matrices.dtype
+    return plain and (rows.dim(), matrices.dim()) == (2, 3)
+
+
+def functional_grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.grouped_mm` means."""
+    if offs is not None and _is_plain(mat_a, mat_b, bias, out_dtype):
+        return grouped_mm(mat_a, mat_b, offs)
+    return torch.nn.functional.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+def torch_grouped_mm(
+    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """What `torch._grouped_mm` means."""
+    if offs is not None and _is_plain(self, mat2, bias, out_dtype):
+        return grouped_mm(self, mat2, offs)
+    return torch._grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+
+
+def fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """What `transformers::grouped_mm_fallback` means."""
+    return grouped_mm(input, weight, offs)
+
+
+RAISED: dict[Any, Callable[..., Tensor]] = {
+    torch.nn.functional.grouped_mm: functional_grouped_mm,
+    torch._grouped_mm: torch_grouped_mm,
+}
+NAMED: dict[str, Callable[..., Tensor]] = {"transformers::grouped_mm_fallback": fallback}
+"""By the name of an operator, which is registered only where its library has been imported."""
