@@ -3,7 +3,8 @@
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
-    WORLD_SIZE, LOCAL_RANK    set by the launcher; `meshc run` reads them
+    MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
+    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from meshc.errors import PlanError, VerifyError
 DUMP: Final = "MESHC_DUMP"
 VERIFY: Final = "MESHC_VERIFY"
 LOG: Final = "MESHC_LOG"
+DEVICES: Final = "MESHC_DEVICES"
 LEVELS: Final = ("", "info", "debug")
 
 _dumped: Final[Counter[Path]] = Counter()
@@ -71,6 +73,17 @@ def world_size() -> int:
 def local_rank() -> int:
     """Which of the machine's devices this process takes."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """How many ranks the launcher started on this machine; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def device_file() -> Path:
+    """This user's measured devices, whether or not there are any: $MESHC_DEVICES, or meshc/devices.toml where settings lie."""
+    settings = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(os.environ.get(DEVICES) or Path(settings) / "meshc" / "devices.toml")
 
 
 def _is_on(name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Tables about a program: where parameters lie, what is communicated and why, what a rank keeps in memory, what runs on every rank.
+"""Tables about a program: where parameters lie, what is communicated and why, what a rank keeps in memory, how long a call takes.
 
-Everything is read off the program's own graphs; nothing is measured, and nothing needs a process group.
+Everything is read off the program's own graphs and figures of devices; nothing is measured, and nothing needs a process group.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
-from torch.fx import Node
 
 from meshc import ir, memory, packing, spmd, work
+from meshc.cost.devices import for_mesh
+from meshc.cost.links import MICROBATCH, payload
+from meshc.cost.program import program_seconds
 from meshc.flops import flops
 from meshc.ir import Source
 from meshc.padding import padding
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
-from meshc.window import received
 from meshc.work import collapsed
 
 PHASES = ("forward", "backward", "update")
-MICROBATCH = "mb"
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,8 @@ def collectives(program: Program) -> list[CollectiveUse]:
         for node in stage.graph.nodes:
             if not spmd.is_collective(node.target) or tuple(node.args[1]) == (MICROBATCH,):
                 continue
-            moved = node if node.target is spmd.all_gather else node.args[0]
             record = ir.record(node)
-            size = sum(ir.local_bytes(one) for one in ir.records(moved))
-            if node.target in (spmd.halo, spmd.halo_sum):
-                size = _borrowed(node, program.axis_sizes)
+            size = payload(node, program.axis_sizes)
             kind = node.target.__name__
             found.append(
                 CollectiveUse(
@@ -69,17 +66,9 @@ def collectives(program: Program) -> list[CollectiveUse]:
     return found
 
 
-def _borrowed(node: Node, sizes: Mapping[str, int]) -> int:
-    """Bytes of a halo (or its transpose) that move."""
-    operand, axes, dim, size, window = node.args[:5]
-    found = ir.record(operand)  # type: ignore[arg-type]
-    along = received(size, [sizes[axis] for axis in axes], window)  # type: ignore[union-attr, arg-type, index]
-    return ir.local_bytes(found) // max(1, found.shape[dim]) * along  # type: ignore[index]
-
-
 def summary(program: Program) -> str:
     """What a user wants to know of a compiled program before running it."""
-    tables = (_head, _parameters, _collectives, _memory, _work, _padding, _notes)
+    tables = (_head, _parameters, _collectives, _memory, _time, _work, _padding, _notes)
     blocks = [table(program) for table in tables]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -217,6 +206,29 @@ def _memory(program: Program) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if part > 0 and whole else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- time
+
+
+def _time(program: Program) -> str:
+    device = for_mesh(program.mesh)
+    takes = program_seconds(program, device)
+    rows = [("computing", takes.compute), *((f"communicating over {axes}", one) for axes, one in takes.communication.items())]
+    rows.append(("together", takes.total))
+    title = f"predicted time of a call ({device.name}: {device.source})"
+    lines = [_table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
+    if takes.communication:
+        lines.append(f"  {seconds_text(takes.hidden)} of the communication while something is computed")
+    return "\n".join(lines)
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 0.0) / 1e-6:.1f} us"
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- work

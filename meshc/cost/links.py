@@ -1,0 +1,119 @@
+"""What a collective takes: alpha-beta for the ways there are to do it, and the fastest of them.
+
+    seconds = launch + steps * latency + bytes through a rank's link / bandwidth        S: bytes of the operand, of the result for a gather
+
+    all_reduce       ring    2 (n - 1) steps    2 (n - 1) / n * S     each rank sums one part and hands it round
+                     tree    2 log2(n) steps    2 * S                 up and down two trees, each for half, in pieces
+                     direct  1 step             (n - 1) * S           all send all they have to all
+    all_gather       ring    n - 1 steps        (n - 1) / n * S       reduce_scatter alike
+    all_to_all       direct  1 step             (n - 1) / n * S
+    halo, halo_sum   direct  1 step             what moves
+
+Ring and tree are NCCL's (src/graph/tuning.cc counts their steps so), gloo's ring too; direct is what two ranks do. Thakur, Rabenseifner,
+Gropp: Optimization of Collective Communication Operations in MPICH (IJHPCA 19(1), 2005).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch.fx import Node
+
+from meshc import ir, spmd
+from meshc.cost.devices import Device, Link
+from meshc.mesh import Mesh
+from meshc.window import received
+
+MICROBATCH = "mb"
+"""The axis along which one rank works through its microbatches: nothing is sent."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do a collective: messages that wait for each other, and bytes through each rank's link."""
+
+    name: str
+    steps: int
+    moved: float
+
+    def seconds(self, link: Link) -> float:
+        return self.steps * link.latency_s + self.moved / link.bandwidth_Bps
+
+
+def ways(kind: str, ranks: int, size: float) -> list[Way]:
+    """The ways to do a collective over so many ranks. `size`: bytes of the operand; of an all_gather's result; what moves of a halo."""
+    n = ranks
+    if kind == "all_reduce":
+        rounds = math.ceil(math.log2(n))
+        return [
+            Way("ring", 2 * (n - 1), 2 * (n - 1) / n * size),
+            Way("tree", 2 * rounds, 2 * size),
+            Way("direct", 1, (n - 1) * size),
+        ]
+    if kind in ("all_gather", "reduce_scatter"):
+        return [Way("ring", n - 1, (n - 1) / n * size)]
+    if kind == "all_to_all":
+        return [Way("direct", 1, (n - 1) / n * size)]
+    return [Way("direct", 1, size)]
+
+
+def fastest(kind: str, ranks: int, size: float, link: Link) -> Way:
+    return min(ways(kind, ranks, size), key=lambda way: way.seconds(link))
+
+
+def send_seconds(size: float, link: Link) -> float:
+    """One message of `size` bytes between two ranks."""
+    return link.latency_s + size / link.bandwidth_Bps
+
+
+def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
+    """The link that bounds a collective over these axes.
+
+    Ranks of one node use the link inside it. A group over several nodes is bounded by what its ranks in a node send out together, each by
+    its own port: eight ranks of a node in one group have eight ports.
+    """
+    inside, between = device.links
+    together = _fewest_together(mesh, tuple(axes), device.ranks_per_node)
+    if not together:
+        return inside
+    return Link(between.latency_s, min(inside.bandwidth_Bps, together * between.bandwidth_Bps))
+
+
+@lru_cache(maxsize=1024)
+def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> int:
+    """How many ranks of a node a group over `axes` has, in the group where that is least; 0 if no group leaves its node."""
+    fewest = 0
+    for group in mesh.groups(axes):
+        nodes = [rank // ranks_per_node for rank in group]
+        if len(set(nodes)) > 1:
+            least = min(map(nodes.count, set(nodes)))
+            fewest = min(fewest, least) if fewest else least
+    return fewest
+
+
+def payload(node: Node, sizes: Mapping[str, int]) -> int:
+    """Bytes of a collective on each rank: of its operand; of an all_gather its result, the larger side; of a halo and its sum what moves
+    (what the rank that needs most gets, or sends)."""
+    moved = node if node.target is spmd.all_gather else node.args[0]
+    if node.target not in (spmd.halo, spmd.halo_sum):
+        return sum(map(ir.local_bytes, ir.records(moved)))  # type: ignore[arg-type]
+    operand, axes, dim, size, window = node.args[:5]
+    found = ir.record(operand)  # type: ignore[arg-type]
+    along = received(size, [sizes[axis] for axis in axes], window)  # type: ignore[union-attr, arg-type, index]
+    return ir.local_bytes(found) // max(1, found.shape[dim]) * along  # type: ignore[index]
+
+
+def collective_seconds(node: Node, mesh: Mesh, device: Device) -> float:
+    """Predicted seconds of a collective of a per-rank graph, from its start to its end with nothing else on the link."""
+    axes = tuple(node.args[1])  # type: ignore[arg-type]
+    if axes == (MICROBATCH,):
+        return 0.0
+    ranks = math.prod(map(mesh.size, axes))
+    if ranks == 1:
+        return 0.0
+    size = payload(node, {axis.name: axis.size for axis in mesh.axes})
+    link = link_of(mesh, axes, device)
+    return device.launch_s + fastest(node.target.__name__, ranks, size, link).seconds(link)  # type: ignore[union-attr]

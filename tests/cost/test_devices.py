@@ -1,0 +1,116 @@
+"""Devices as data: the table is whole and says where its figures come from; what is measured is found again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshc import environment
+from meshc.cost import devices
+from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, read, write
+from meshc.errors import PlanError
+from meshc.mesh import Mesh
+
+NAMES = ("cpu", "a100", "h100", "h200")
+
+
+def test_the_table_has_every_figure_of_every_device() -> None:
+    assert tuple(read(TABLE)) == NAMES
+    for one in map(device, NAMES):
+        assert set(one.flops_per_s) == set(DTYPES)
+        figures = [*one.flops_per_s.values(), one.memory_Bps, one.memory_bytes, one.launch_s, one.ranks_per_node]
+        figures += [figure for link in (one.inside_node, one.between_nodes) for figure in (link.latency_s, link.bandwidth_Bps)]
+        assert min(figures) > 0 and one.source
+        assert all(0 < part <= 1 for part in (one.efficiency.flops, one.efficiency.memory, one.efficiency.links))
+
+
+def test_every_figure_says_where_it_comes_from() -> None:
+    lines = [line for line in TABLE.read_text().splitlines() if "=" in line and not line.startswith(("source", "#"))]
+    assert len(lines) == len(NAMES) * (4 + 4 + 3 + 2 + 2)
+    assert [line for line in lines if not re.search(r"  # (https://|chosen|the |tuning\.cc)", line)] == []
+    for section in re.split(r"\n(?=\[\w+\]\n)", TABLE.read_text())[2:]:  # of a GPU
+        assert section.count("https://") >= 2, section
+
+
+def test_figures_of_the_data_sheets() -> None:
+    """Facts that anybody can look up: H200 is H100 with other memory; NVLink's 900 GB/s are both directions."""
+    h100, h200 = device("h100"), device("h200")
+    assert h100.flops_per_s == h200.flops_per_s and h100.flops_per_s["bfloat16"] == 989e12
+    assert (h100.memory_Bps, h200.memory_Bps, h100.inside_node.bandwidth_Bps) == (3.35e12, 4.8e12, 450e9)
+    assert device("a100").flops_per_s["float32"] == 19.5e12  # no TF32
+
+
+def test_efficiency_stands_apart_from_peaks() -> None:
+    one = device("h100")
+    assert one.rate(torch.bfloat16) == pytest.approx(0.65 * 989e12)
+    assert one.rate(torch.int64) == one.rate(torch.float32) == pytest.approx(0.65 * 67e12)
+    assert one.bytes_per_s == pytest.approx(0.88 * 3.35e12)
+    assert one.links[0] == Link(1.9e-6, pytest.approx(0.8 * 450e9))
+
+
+def test_an_unknown_device_lists_those_that_there_are() -> None:
+    with pytest.raises(PlanError, match="device 'h300'; there are cpu, a100, h100, h200"):
+        device("h300")
+
+
+@pytest.mark.parametrize(
+    "hardware, name",
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "nvidia-gh200-480gb"),
+    ],
+)
+def test_names_of_hardware(hardware: str, name: str) -> None:
+    assert name_of(hardware) == name
+
+
+def test_a_mesh_has_the_device_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert for_mesh(Mesh("dp=2")).name == "cpu" and for_mesh(Mesh("dp=2 on cuda")).name == "h100"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for hardware, name, said in (("NVIDIA H200", "h200", "data sheets of H200"), ("NVIDIA L4", "h100", "nothing is known of NVIDIA L4")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda hardware=hardware: hardware)
+        found = for_mesh(Mesh("dp=2 on cuda"))
+        assert found.name == name and found.source.startswith(said)
+
+
+def test_what_was_measured_is_read_again_and_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "inner" / "devices.toml"
+    monkeypatch.setenv(environment.DEVICES, str(path))
+    assert devices.calibrated() == {} and for_mesh(Mesh("dp=2")) == device("cpu")
+    measured = replace(
+        device("cpu"), memory_Bps=12.5e9, inside_node=Link(4.25e-5, 1.75e9), source='measured on a "machine" with a \\ in its name'
+    )
+    write([measured], path)
+    assert read(path) == {"cpu": measured} and for_mesh(Mesh("dp=2")) == measured
+    assert device("cpu").memory_Bps == 10e9  # a name alone asks the table
+
+
+def test_the_file_lies_where_settings_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(environment.DEVICES, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert environment.device_file() == tmp_path / "meshc" / "devices.toml"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert environment.device_file() == Path.home() / ".config" / "meshc" / "devices.toml"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (("memory_Bps", "memory_bps"), r"\[cpu\]: .*memory_bps"),
+        (("bfloat16 = ", "bf16 = "), r"\[cpu.flops_per_s\]: bfloat16 missing"),
+        (("[cpu]", "[cpu"), "meshc calibrate --out"),
+    ],
+)
+def test_a_file_at_fault_is_named(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    path = tmp_path / "devices.toml"
+    write([device("cpu")], path)
+    path.write_text(path.read_text().replace(*change))
+    with pytest.raises(PlanError, match=f"(?s){path}.*{said}"):
+        read(path)

@@ -1,0 +1,120 @@
+"""The roofline of single operators, on a device with round figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshc.ops.attention
+import meshc.ops.optim  # noqa: F401 - registers the updates
+from meshc import ir, spmd
+from meshc.cost.devices import Device
+from meshc.cost.operators import moved_bytes, seconds
+from tests.cost.building import F32, ROUND, Building
+
+aten = torch.ops.aten
+BF16, I64 = torch.bfloat16, torch.int64
+
+def test_a_large_product_is_bound_by_arithmetic() -> None:
+    b = Building()
+    product = b.call(aten.mm.default, b.given(1000, 2000), b.given(2000, 500), made=(1000, 500))
+    assert moved_bytes(product) == 4 * (1000 * 2000 + 2000 * 500 + 1000 * 500)
+    # 2 GFLOP at 0.5 TFLOP/s are 4 ms, 14 MB at 1 GB/s are 14
+    assert seconds(product, ROUND) == pytest.approx(14e-3 + 1e-6)
+    square = b.call(aten.mm.default, b.given(4000, 4000), b.given(4000, 4000), made=(4000, 4000))
+    assert seconds(square, ROUND) == pytest.approx(2 * 4000**3 / 0.5e12 + 1e-6)
+
+
+def test_each_dtype_has_its_rate_and_its_bytes() -> None:
+    b = Building()
+    times = []
+    for dtype in (torch.float64, F32, BF16):
+        x = b.given(4000, 4000, dtype=dtype)
+        times.append(seconds(b.call(aten.mm.default, x, b.given(4000, 4000, dtype=dtype), made=(4000, 4000), dtype=dtype), ROUND))
+    # in bfloat16 the product takes 64 ms, and its 96 MB longer
+    assert times == [pytest.approx(one + 1e-6) for one in (128e9 / 0.5e9, 128e9 / 0.5e12, 96e-3)]
+
+
+def test_a_pointwise_operator_reads_and_writes() -> None:
+    b = Building()
+    total = b.call(aten.add.Tensor, b.given(1000, 1000), b.given(1000), made=(1000, 1000))
+    assert seconds(total, ROUND) == pytest.approx((4e6 + 4e3 + 4e6) / 1e9 + 1e-6)
+    square = b.call(aten.mul.Tensor, total, total, made=(1000, 1000))
+    assert moved_bytes(square) == 8e6  # one operand, read once
+
+
+def test_more_takes_longer() -> None:
+    b = Building()
+    sizes = (1, 10, 100, 1000, 3000)
+    times = [seconds(b.call(aten.mm.default, b.given(n, n), b.given(n, n), made=(n, n)), ROUND) for n in sizes]
+    assert times == sorted(times) and len(set(times)) == len(sizes) and times[0] == pytest.approx(1e-6, rel=0.1)
+
+
+def test_what_moves_nothing_takes_nothing() -> None:
+    b = Building()
+    x = b.given(100, 100)
+    view = b.call(aten.view.default, x, [10000], made=(10000,))
+    flat = b.call(aten.reshape.default, x, [10000], made=(10000,))
+    turned = b.call(aten.t.default, x, made=(100, 100))
+    many = b.call(aten.split.Tensor, x, 50, made=[(50, 100), (50, 100)])
+    piece = b.call(ir.operator.getitem, many, 0, made=(50, 100))
+    place = b.call(spmd.coordinate, "dp", dtype=None)
+    tile = b.call(spmd.shard, x, 0, 2, place, made=(50, 100))
+    sent = b.call(spmd.all_reduce, x, ["dp"], "sum", made=(100, 100))
+    assert [seconds(node, ROUND) for node in (x, view, flat, turned, many, piece, place, tile, sent)] == [0.0] * 9
+
+
+def test_an_expanded_operand_is_read_once() -> None:
+    b = Building()
+    wide = b.call(aten.expand.default, b.given(1, 1000), [1000, 1000], made=(1000, 1000))
+    assert moved_bytes(b.call(aten.clone.default, wide, made=(1000, 1000))) == 4e3 + 4e6
+    part = b.call(aten.slice.Tensor, b.given(1000, 1000), 0, 0, 10, made=(10, 1000))
+    assert moved_bytes(b.call(aten.clone.default, part, made=(10, 1000))) == 8e4
+
+
+def test_an_embedding_reads_the_rows_that_it_makes() -> None:
+    b = Building()
+    rows = b.call(aten.embedding.default, b.given(50000, 100), b.given(8, dtype=I64), made=(8, 100))
+    assert moved_bytes(rows) == 2 * 8 * 100 * 4 + 8 * 8
+    taken = b.call(torch.ops.meshc.take.default, b.given(8, 50000), b.given(8, dtype=I64), -100, made=(8,))
+    assert moved_bytes(taken) == 8 * 4 + 8 * 4 + 8 * 8
+    empty = b.call(aten.empty.memory_format, [1000, 1000], made=(1000, 1000))
+    assert moved_bytes(empty) == 0
+
+
+def test_attention_moves_no_scores() -> None:
+    b = Building()
+    q, k, v = (b.given(2, 4, 1024, 64) for _ in range(3))
+    made = [(2, 4, 1024, 64), (2, 4, 1024)]
+    full = b.call(torch.ops.meshc.attention.default, q, k, v, None, False, 0.125, made=made)
+    assert moved_bytes(full) == 4 * (4 * 2 * 4 * 1024 * 64 + 2 * 4 * 1024)
+    flops = 4 * 2 * 4 * 1024 * 1024 * 64
+    fast_memory = Device("m", {"float32": 1e9}, 1e15, 1e9, 0.0, ROUND.inside_node, ROUND.between_nodes, 4)
+    assert seconds(full, fast_memory) == pytest.approx(flops / 1e9)
+    causal = b.call(torch.ops.meshc.attention.default, q, k, v, None, True, 0.125, made=made)
+    assert seconds(causal, fast_memory) == pytest.approx(flops / 2 / 1e9)
+    # 256 queries of the last of four ranks see all 768 keys before them, and half of their own
+    tile, start = b.given(2, 4, 256, 64), b.call(spmd.coordinate, "cp", dtype=None)
+    part = b.call(torch.ops.meshc.attention.default, tile, k, v, None, True, 0.125, 0, 0, start, made=[(2, 4, 256, 64), (2, 4, 256)])
+    assert seconds(part, fast_memory) == pytest.approx(flops / 4 * (768 + 128) / 1024 / 1e9)
+    sums = b.given(2, 4, 1024)
+    back = b.call(torch.ops.meshc.attention_backward.default, q, q, k, v, None, q, sums, True, 0.125, made=[(2, 4, 1024, 64)] * 3)
+    assert seconds(back, fast_memory) == pytest.approx(2.5 * flops / 2 / 1e9)
+
+
+def test_an_update_reads_four_and_writes_three_of_each_parameter() -> None:
+    b = Building()
+    columns = [[b.given(100, 100), b.given(50)] for _ in range(4)]
+    steps = [b.given(), b.given()]
+    numbers = [b.given(dtype=torch.float64) for _ in range(5)]
+    update = b.call(torch.ops.meshc.adam_many_.default, *columns, steps, *numbers, True, False, dtype=None)
+    elements = 100 * 100 + 50
+    assert moved_bytes(update) == 4 * (4 + 3) * elements + 2 * 4 * 2 + 5 * 8  # steps are written too, numbers read
+    assert seconds(update, ROUND) == pytest.approx(moved_bytes(update) / 1e9 + 1e-6)
+
+
+def test_a_write_in_place_counts_once() -> None:
+    b = Building()
+    x = b.given(1000)
+    added = b.call(aten.add_.Tensor, x, b.given(1000), made=(1000,))
+    assert moved_bytes(added) == 3 * 4000 and seconds(added, ROUND) > 0

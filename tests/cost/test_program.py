@@ -1,0 +1,104 @@
+"""A program's time: collectives beside computing, schedules, and the line of the summary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshc
+from meshc import memory, spmd
+from meshc.cost.devices import device
+from meshc.cost.program import Seconds, program_seconds, rank_bytes, stage_seconds
+from meshc.errors import CompileError
+from meshc.mesh import Mesh
+from meshc.plan import Plan
+from meshc.program import Instruction, Program, Stage
+from tests.cost.building import ROUND, Building
+from tests.models import mlp
+
+aten = torch.ops.aten
+RELU = 8e6 / 1e9 + 1e-6  # of 1000 x 1000 numbers on ROUND
+SENT = 4e6 / 1e9 + 1e-5 + 1e-6  # an all-reduce of them by two ranks
+
+
+def overlapping(reads_early: bool) -> Building:
+    """y = relu(x) reduced, while relu(x) is computed again; or first waited for."""
+    b = Building()
+    x = b.given(1000, 1000)
+    first = b.call(aten.relu.default, x, made=(1000, 1000))
+    sent = b.call(spmd.all_reduce, first, ["dp"], "sum", made=(1000, 1000))
+    second = b.call(aten.relu.default, sent if reads_early else x, made=(1000, 1000))
+    b.graph.output([sent, second])
+    return b
+
+
+def test_a_collective_runs_until_it_is_read() -> None:
+    one = stage_seconds(overlapping(False).graph, Mesh("dp=2"), ROUND)
+    assert one.compute == pytest.approx(2 * RELU) and one.communication == {"dp": pytest.approx(SENT)}
+    assert one.total == pytest.approx(2 * RELU) and one.hidden == pytest.approx(SENT)
+    waiting = stage_seconds(overlapping(True).graph, Mesh("dp=2"), ROUND)
+    assert waiting.total == pytest.approx(2 * RELU + SENT) and waiting.hidden == pytest.approx(0, abs=1e-12)
+
+
+def test_a_rank_has_one_link() -> None:
+    b = Building()
+    x = b.given(1000, 1000)
+    sent = [b.call(spmd.all_reduce, x, [axis], "sum", made=(1000, 1000)) for axis in ("dp", "tp")]
+    b.graph.output(sent)
+    one = stage_seconds(b.graph, Mesh("dp=2,tp=2"), ROUND)
+    assert one.communication == {"dp": pytest.approx(SENT), "tp": pytest.approx(SENT)}
+    assert one.total == pytest.approx(2 * SENT)
+
+
+def test_a_schedule_adds_up() -> None:
+    b = Building()
+    made = b.call(aten.relu.default, b.given(1000, 1000), made=(1000, 1000))
+    b.graph.output([made])
+    stages = {"each": Stage("each", b.graph, ("input:x",), ("part:y",))}
+    runs = [Instruction("run", "each", index) for index in range(3)]
+    adds = [Instruction("add", value="part:y", into="sum:y")] * 3
+    schedule = tuple(one for pair in zip(runs, adds, strict=True) for one in pair)
+    program = Program(stages, Mesh("dp=2"), Plan("dp: rows"), (), (), schedule)
+    # the first part becomes the sum; the others are read, and the sum read and written
+    assert program_seconds(program, ROUND).total == pytest.approx(3 * RELU + 2 * (12e6 / 1e9 + 1e-6))
+    program.schedule = (Instruction("leap"),)
+    with pytest.raises(CompileError, match="does not know the instruction leap"):
+        program_seconds(program, ROUND)
+
+
+def test_seconds_add_up_by_axes() -> None:
+    total = Seconds(1.0, {"dp": 2.0}, 2.5) + Seconds(1.0, {"dp": 1.0, "tp": 3.0}, 4.0)
+    assert total == Seconds(2.0, {"dp": 3.0, "tp": 3.0}, 6.5)
+
+
+def step(mesh: str, **options) -> meshc.Program:  # type: ignore[no-untyped-def]
+    case = mlp()
+    made = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss, **options)
+    return meshc.compile(made, meshc.Mesh(mesh), kwargs=case.call_kwargs)
+
+
+def test_a_real_program_communicates_over_its_axes() -> None:
+    program = step("dp=2,tp=2")
+    slow, fast = (program_seconds(program.compiled, device(name)) for name in ("cpu", "h100"))
+    assert {"dp", "tp"} <= set(slow.communication) <= {"dp", "tp", "dp, tp"}
+    assert 0 < fast.total < slow.total
+    assert max(slow.compute, sum(slow.communication.values())) <= slow.total <= slow.compute + sum(slow.communication.values())
+    told = program.summary()
+    assert "predicted time of a call (cpu: chosen for one core of a server" in told
+    assert "communicating over tp" in told and "communicating over dp" in told
+
+
+def test_one_rank_does_not_communicate() -> None:
+    takes = program_seconds(step("dp=1").compiled, device("cpu"))
+    assert takes.communication == {} and takes.total == pytest.approx(takes.compute)
+
+
+def test_microbatches_are_run_one_after_another() -> None:
+    one, two = (program_seconds(step("dp=2", microbatches=count).compiled, ROUND) for count in (1, 3))
+    assert two.compute > 1.5 * one.compute  # a microbatch as small as these costs its operators' overhead
+
+
+def test_memory_of_a_rank_is_what_the_summary_adds_up() -> None:
+    program = step("dp=2").compiled
+    kept = sum(memory.port_bytes(port, {"dp": 2}) for port in program.inputs if port.kind in memory.KEPT)
+    assert rank_bytes(program) == kept + memory.peak(program).total > kept
