@@ -26,6 +26,8 @@ from meshc.program import Port
 aten = torch.ops.aten
 
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+CHECKS = {aten._assert_async.default, aten._assert_async.msg}
+"""Calls that make no value and stop where one is wrong (`one_hot` checks its classes with two): a program does without."""
 
 
 def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], dict[str, torch.Tensor]]:
@@ -40,6 +42,7 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
     _forward_transparent(graph)
     forget_strides(graph)
+    _drop_checks(graph)
     _drop_empty(graph)
     _merge_equal(graph)
     graph.eliminate_dead_code()
@@ -142,6 +145,13 @@ def _forward_transparent(graph: Graph) -> None:
             node.target = aten.reshape.default
         if node.op == "call_function" and node.target in TRANSPARENT:
             _replace(graph, node, node.args[0])
+
+
+def _drop_checks(graph: Graph) -> None:
+    """To make a check, ranks would have to bring together what it looks at; and no other index of a program is checked either."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in CHECKS:
+            graph.erase_node(node)
 
 
 def _drop_empty(graph: Graph) -> None:

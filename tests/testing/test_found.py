@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc import artifact
+from meshc.runtime.simulation import simulate
 
 
 def product_of_a_pending_mean_with_itself(x: Tensor, y: Tensor) -> Tensor:
@@ -53,3 +56,28 @@ def test_found(function: Callable[[Tensor, Tensor], Tensor], mesh: str, plan: st
     inputs = {"x": x, "y": torch.tensor([0, 4, 1, 2, 2, 3, 0])}
     program = meshc.compile(Found(function), meshc.Mesh(mesh), kwargs=inputs, plan=plan)
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+class Classes(nn.Module):
+    """`one_hot` checks its classes with calls that make no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.one_hot(x.argmax(-1), 5).float() @ self.weight).square().sum()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_classes_made_by_the_program_are_saved_and_read_again(train: bool, tmp_path: Path) -> None:
+    model, x = Classes(), torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    wanted = model(x)
+    what = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) if train else model
+    with torch.set_grad_enabled(train):
+        meshc.compile(what, meshc.Mesh("a=2"), kwargs={"x": x}, plan="a: batch").save(tmp_path / "p.meshc")
+    program = artifact.load(tmp_path / "p.meshc")
+    numbers = {port.key: torch.tensor(0.1, dtype=torch.float64) for port in program.inputs if port.kind == "number"}
+    found = simulate(program, {"parameter:weight": model.weight.detach(), "input:x": x, **numbers})
+    (output,) = [found[port.key] for port in program.outputs if port.kind == "output"]
+    torch.testing.assert_close(output, wanted.detach())
