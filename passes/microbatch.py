@@ -35,6 +35,9 @@ def split_microbatches(draft: Draft) -> Draft:
     graph = stage.graph
     keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
+    if not sums:  # nothing carries the batch: there is nothing to take in parts
+        draft.schedule = (Instruction("run", stage.name),)
+        return draft
     parts = [node.args[0] for node in sums]
     (output,) = graph.find_nodes(op="output")
     written = _written_by_each(draft, stage, output)

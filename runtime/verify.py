@@ -223,10 +223,10 @@ def compare_gradients(program: Program, reference: Reference, report: Report) ->
             buffer.copy_(saved[name])
 
 
-def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, report: Report) -> None:
+def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, report: Report, kind: str = "buffer") -> None:
     given = _kind(found, "buffer")
     mine = dict(reference.module.named_buffers())
-    report.add("buffer", given, {name: mine[name] for name in given})
+    report.add(kind, given, {name: mine[name] for name in given})
 
 
 def program_output(program: Program) -> str:
@@ -249,7 +249,7 @@ def compare_steps(
     steps: int = 3,
     parameters: bool = False,
 ) -> None:
-    """Losses of some steps, and with `parameters` (float64) the parameters after each one."""
+    """Losses of some steps, and with `parameters` (float64) the parameters and buffers after each one."""
     if isinstance(optimizer, torch.optim.SGD):
         report.amplified = 1
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
@@ -269,6 +269,7 @@ def compare_steps(
             given = _kind(found, "parameter")
             mine = {name: p.detach() for name, p in reference.module.named_parameters()}
             report.add(f"parameter after step {step}", given, {name: mine[name] for name in given})
+            _compare_buffers(found, reference, report, f"buffer after step {step}")
 
 
 def compare_module(program: Program, reference: Reference, report: Report, seed: int = 0) -> None:

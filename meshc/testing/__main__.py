@@ -8,16 +8,17 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.check import Captured, Outcome, captured, check_once
-from meshc.testing.plans import draw_mesh, draw_plan
+from meshc.testing.plans import draw_how, draw_mesh, draw_parts, draw_plan
 from meshc.testing.programs import draw_program
-from meshc.testing.shrink import Case, shrink
-from meshc.testing.sketch import script
+from meshc.testing.shrink import shrink
+from meshc.testing.sketch import Sketch
 
 PLANS = 5
 """Meshes and plans a program."""
@@ -41,38 +42,48 @@ class Tally:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
 
 
-def run_program(seed: int, plans: int = PLANS, only: int | None = None) -> list[tuple[Case | None, Outcome]]:
+def run_program(seed: int, plans: int = PLANS, only: int | None = None) -> list[tuple[Case, Outcome]]:
     """All cases of one program, with their outcomes."""
     sketch = draw_program(seed)
     train = sketch.loss and bool(sketch.of_kind("parameter"))
-    ready = captured(sketch, train)
-    if not isinstance(ready, Captured):
-        return [(Case(sketch, train, "a=2", ("a: -",)), ready)] * plans
-    found: list[tuple[Case | None, Outcome]] = []
-    for index in range(plans):
-        if only is None or index == only:
-            found.append(run_case(ready, seed, index))
-    return found
+    ready, how = prepared(sketch, train, draw_parts(random.Random(f"{seed}:parts"), sketch, train))
+    if isinstance(ready, Outcome):
+        return [(Case(sketch, train, "a=2", ("a: -",), how), ready)] * plans
+    return [run_case(ready, seed, index, how) for index in range(plans) if only is None or index == only]
 
 
-def run_case(ready: Captured, seed: int, index: int) -> tuple[Case, Outcome]:
+def prepared(sketch: Sketch, train: bool, how: How) -> tuple[Captured | Outcome, How]:
+    """The sketch, traced; as the whole batch's step where its microbatches cannot be told apart."""
+    ready = captured(sketch, train, how.parts)
+    if how.mean_of_parts and isinstance(ready, Outcome) and not ready.failed:
+        return captured(sketch, train), How()
+    return ready, how
+
+
+def run_case(ready: Captured, seed: int, index: int, how: How = PLAIN) -> tuple[Case, Outcome]:
     chance = random.Random(f"{seed}:{index}")
-    mesh = draw_mesh(chance)
+    how = draw_how(chance, ready.sketch, ready.train, how, reparse=index % 5 == 4)
+    mesh = draw_mesh(chance, ready.sketch.batch if how.inputs == "local" else 0)
     plan = draw_plan(chance, ready.draft, mesh)
-    return Case(ready.sketch, ready.train, str(mesh), tuple(plan.split("\n"))), ready.check(mesh, plan, reparse=index % 5 == 4)
+    found = ready.check(mesh, plan, how)
+    if found.kind == "refused" and how.microbatches > 1 and not how.mean_of_parts:  # most likely it mixes the batch
+        how = replace(how, microbatches=1)
+        found = ready.check(mesh, plan, how)
+    return Case(ready.sketch, ready.train, str(mesh), tuple(plan.split("\n")), how), found
 
 
 def smallest(case: Case, found: Outcome, seconds: float) -> Case:
+    """The smallest case found that fails by the same cause."""
+
     def fails(smaller: Case) -> bool:
-        other = check_once(smaller.sketch, smaller.train, smaller.mesh, "\n".join(smaller.plan))
-        return other.failed and other.kind == found.kind
+        other = check_once(smaller)
+        return (other.kind, other.cause) == (found.kind, found.cause)
 
     return shrink(case, fails, seconds)
 
 
 def show(case: Case, found: Outcome, name: str) -> str:
-    why = "".join(f"# {line}\n" for line in found.why.splitlines()[:60])
-    return script(case.sketch, case.mesh, "\n".join(case.plan), name) + why
+    return case.script(f"{name}\n{case.how}") + "".join(f"# {line}\n" for line in found.why.splitlines()[:60])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
             first = tally.add(found)
             if options.verbose and found.kind == "refused" and first:
                 print(f"seed {seed}, plan {index}: {found.why}", flush=True)
-            if found.failed and case is not None and first:
+            if found.failed and first:
                 report(case, found, f"seed {seed}, plan {index}", options.shrink, options.out)
         if number % 20 == 19:
             print(f"after program {seed}: {tally}, {time.monotonic() - begin:.0f} s", flush=True)
@@ -107,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
 def report(case: Case, found: Outcome, name: str, seconds: float, out: Path | None) -> None:
     """Print the smallest program that fails like this one, and keep it in `out`."""
     small = smallest(case, found, seconds) if seconds else case
-    again = check_once(small.sketch, small.train, small.mesh, "\n".join(small.plan)) if seconds else found
+    again = check_once(small) if small != case else found
     text = show(small, again, f"{name}: {found.kind}")
     print(f"---- {name}: {found.sort}\n{text}", flush=True)
     if out is not None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,23 +20,31 @@ from meshc.optimizer import describe, numbers
 from meshc.parse import parse_stage
 from meshc.passes.draft import Draft, Request
 from meshc.passes.pipeline import PASSES, finish, run_passes, start
+from meshc.passes.propagate import MICROBATCH
 from meshc.program import Program
 from meshc.recipes import resolve
 from meshc.runtime import verify as verification
+from meshc.sharding import local_shape
+from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.sketch import Sketch, module
 from meshc.text import print_stage, side_table
 
 PLANLESS = [entry.name for entry in PASSES].index("annotate")
 """How many passes come before the first that reads the plan."""
 LEARNING_RATE = 0.1
+HOME = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: equal, refused (with a stated error), unlike (the wrong numbers), broken (any other error)."""
+    """kind: equal, refused (with a stated error), unlike (the wrong numbers), broken (any other error).
+
+    cause  of an error: its class and the function of meshc in which it arose
+    """
 
     kind: str
     why: str = ""
+    cause: str = ""
 
     @property
     def failed(self) -> bool:
@@ -52,8 +59,12 @@ class Outcome:
 class Captured:
     """A sketch with its factors, and its results on one device."""
 
-    def __init__(self, sketch: Sketch, train: bool) -> None:
-        """Raises CompileError or CaptureError for what meshc states that it does not do. `train`: with an SGD step, if it is a loss."""
+    def __init__(self, sketch: Sketch, train: bool, parts: int = 1) -> None:
+        """Raises CompileError or CaptureError for what meshc states that it does not do.
+
+        train  with an SGD step; the sketch is a loss
+        parts  the step is the mean of so many microbatches, which is traced for one of them
+        """
         self.sketch, self.train = sketch, train
         model = module(sketch)
         inputs = sketch.inputs()
@@ -65,27 +76,30 @@ class Captured:
         self.request = Request(
             module=model, function=traced.function, signature=traced.signature, args=(), kwargs=inputs, mesh=Mesh("a=1"), plan="a: -",
             grad=grad, train=train, double=True, optimizer=describe(self.optimizer) if self.optimizer else None,
+            microbatches=parts, batch_mix="mean_of_parts" if parts > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(grad):
             self.draft = run_passes(start(self.request), PASSES[:PLANLESS])
-        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True)
+        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.draft.parts)
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def program(self, mesh: Mesh, plan: str) -> Program:
-        request = replace(self.request, mesh=mesh, plan=plan)
+    def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Program:
+        request = replace(self.request, mesh=mesh, plan=plan, microbatches=how.microbatches, inputs=how.inputs)
+        sizes = {axis.name: axis.size for axis in mesh.axes} | ({MICROBATCH: how.microbatches} if how.microbatches > 1 else {})
         draft: Draft = replace(
-            self.draft, request=request, plan=resolve(plan, mesh), sizes={axis.name: axis.size for axis in mesh.axes},
-            inputs=list(self.draft.inputs), outputs=list(self.draft.outputs), notes=list(self.draft.notes), pins={}, storage_pins={},
-            spread_pins={}, seconds={},
+            self.draft, request=request, plan=resolve(plan, mesh), sizes=sizes, inputs=list(self.draft.inputs),
+            outputs=list(self.draft.outputs), notes=list(self.draft.notes), pins={}, storage_pins={}, spread_pins={}, seconds={},
         )  # fmt: skip
         with torch.set_grad_enabled(request.grad):
             return finish(run_passes(draft, PASSES[PLANLESS:]))
 
-    def check(self, mesh: Mesh, plan: str, reparse: bool = False) -> Outcome:
-        """One case. `reparse` runs the program that its own text says."""
+    def check(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Outcome:
+        """One case. `how` is as this was captured, where it says so."""
         try:
-            program = self.program(mesh, plan)
-            if reparse:
+            program = self.program(mesh, plan, how)
+            if how.inputs == "local" and (other := _unlike_parts(program)):
+                return Outcome("refused", other)
+            if how.reparse:
                 stages = {name: parse_stage(print_stage(stage, program), side_table(stage)) for name, stage in program.stages.items()}
                 program = replace(program, stages=stages)
             report = verification.Report(verification.TOLERANCE[torch.float64])
@@ -94,10 +108,10 @@ class Captured:
         except (PlanError, CompileError) as stated:
             return Outcome("refused", str(stated))
         except VerifyError as unlike:
-            return Outcome("unlike", str(unlike))
-        except Exception:
-            return Outcome("broken", _said(traceback.format_exc()))
-        return Outcome("equal") if report.ok else Outcome("unlike", _worst(report))
+            return Outcome("unlike", str(unlike), "VerifyError")
+        except Exception as error:
+            return Outcome("broken", _said(traceback.format_exc()), _cause(error))
+        return Outcome("equal") if report.ok else Outcome("unlike", _worst(report), "numbers")
 
     def _compare(self, program: Program, report: verification.Report) -> None:
         parameters: nn.Module = self.reference.module
@@ -118,6 +132,17 @@ class Captured:
         )  # fmt: skip
 
 
+def _unlike_parts(program: Program) -> str:
+    """An input of which a rank's rows are not what the program takes: a call with them would be refused."""
+    for port in program.inputs:
+        if port.kind == "input" and port.sharding is not None:
+            rows = port.shape[0] // program.axis_sizes["dp"]
+            taken = local_shape(port.sharding, program.axis_sizes)
+            if taken != (rows, *port.shape[1:]):
+                return f"inputs do not match the program: {port.name} has {rows} rows a rank, the program takes {list(taken)}"
+    return ""
+
+
 def _worst(report: verification.Report) -> str:
     kind, name, error = max(report.rows, key=lambda row: row[2] if row[2] == row[2] else float("inf"))
     return f"{kind} {name} is off by {error:.2e}\n{report}"
@@ -130,20 +155,23 @@ def _said(trace: str) -> str:
     return f"{last}\n{trace}"
 
 
-def captured(sketch: Sketch, train: bool) -> Captured | Outcome:
+def _cause(error: Exception) -> str:
+    """`KeyError in _layout`: the innermost function of meshc."""
+    mine = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(HOME))]
+    return f"{type(error).__name__} in {mine[-1].name if mine else 'torch'}"
+
+
+def captured(sketch: Sketch, train: bool, parts: int = 1) -> Captured | Outcome:
     """The sketch, ready for its meshes, or why not."""
     try:
-        return Captured(sketch, train)
+        return Captured(sketch, train, parts)
     except (CompileError, CaptureError) as stated:
         return Outcome("refused", f"capture: {stated}")
-    except Exception:
-        return Outcome("broken", f"capture: {_said(traceback.format_exc())}")
+    except Exception as error:
+        return Outcome("broken", f"capture: {_said(traceback.format_exc())}", _cause(error))
 
 
-Check = Callable[[Sketch, str, str], Outcome]
-
-
-def check_once(sketch: Sketch, train: bool, mesh: str, plan: str) -> Outcome:
+def check_once(case: Case) -> Outcome:
     """A case from nothing: what shrinking runs."""
-    found: Any = captured(sketch, train)
-    return found if isinstance(found, Outcome) else found.check(Mesh(mesh), plan)
+    found = captured(case.sketch, case.train, case.how.parts)
+    return found if isinstance(found, Outcome) else found.check(Mesh(case.mesh), "\n".join(case.plan), case.how)

@@ -24,7 +24,11 @@ LARGEST = 4096
 """Elements of a value, at most."""
 PEAK = 1e3
 EXTENTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
+BATCHES = (2, 3, 4, 6, 8, 12)
 UNSTEADY = 1e-12
+
+
+NAMES = {"parameter": "p", "buffer": "b", "input": "x"}
 
 
 class Unfit(Exception):
@@ -32,15 +36,20 @@ class Unfit(Exception):
 
 
 class Drawer:
-    """A sketch under construction, with a value for every name; operators of the menu draw their operands and numbers from it."""
+    """A sketch under construction, with a value for every name; operators of the menu draw their operands and numbers from it.
 
-    def __init__(self, chance: random.Random) -> None:
+    `batched`: all inputs begin with the rows of one batch, and nothing else is as long.
+    """
+
+    def __init__(self, chance: random.Random, batched: bool = False) -> None:
         self.chance = chance
         self.leaves: list[Leaf] = []
         self.steps: list[Step] = []
         self.env: dict[str, Any] = {}
         self.random = ReferenceRandom(0, 0)
-        self.extents = chance.sample(EXTENTS, 3) + [chance.choice(EXTENTS[1:])] + [0] * (chance.random() < 0.06)
+        self.batch = chance.choice(BATCHES) if batched else 0
+        extents = [extent for extent in EXTENTS if extent != self.batch]
+        self.extents = chance.sample(extents, 3) + [chance.choice(extents[1:])] + [0] * (chance.random() < 0.06)
 
     # ------------------------------------------------------------------------------------------------------------------ numbers
 
@@ -77,11 +86,20 @@ class Drawer:
     def leaf(self, shape: Sequence[int], dtype: str = "float64", high: int = 1, parameter: bool | None = None) -> str:
         if prod(shape) > LARGEST:
             raise Unfit
+        if self.batch:
+            parameter = list(shape)[:1] != [self.batch]
+            if parameter and dtype != "float64":
+                raise Unfit
         parameter = (self.coin(0.6) if parameter is None else parameter) and dtype == "float64"
-        kind = "parameter" if parameter else "input"
-        count = sum(leaf.kind == kind for leaf in self.leaves)
-        name = f"{'p' if parameter else 'x'}{count}"
-        grad = not parameter and dtype == "float64" and self.coin()
+        return self._leaf("parameter" if parameter else "input", shape, dtype, high, grad=not parameter and self.coin())
+
+    def buffer(self, shape: Sequence[int], dtype: str = "float64", high: int = 1) -> str:
+        """A new buffer, for one operator to write to."""
+        return self._leaf("buffer", shape, dtype, high)
+
+    def _leaf(self, kind: str, shape: Sequence[int], dtype: str, high: int, grad: bool = False) -> str:
+        name = f"{NAMES[kind]}{sum(leaf.kind == kind for leaf in self.leaves)}"
+        grad = grad and dtype == "float64"
         made = Leaf(name, kind, tuple(shape), dtype, 0, max(high, 1), grad, self.chance.randrange(10**6))
         self.leaves.append(made)
         self.env[name] = made.value().detach()
@@ -89,6 +107,8 @@ class Drawer:
 
     def any_shape(self, least: int, most: int) -> list[int]:
         shape = [self.extent() for _ in range(self.number(least, most))]
+        if shape and self.batch and self.coin():
+            shape[0] = self.batch
         while prod(shape) > LARGEST // 4:
             shape[shape.index(max(shape))] = 2
         return shape
@@ -157,7 +177,8 @@ class Drawer:
     def attempt(self, op: str, draw: Callable[[Drawer], tuple[str, Sequence[str]]]) -> bool:
         """Try an operator of the menu once; whether a step was added."""
         leaves, drawn = len(self.leaves), len(self.random.drawn)
-        known = dict(self.env)
+        written = {leaf.name for leaf in self.leaves if leaf.kind == "buffer"}
+        known = {name: value.clone() if name in written else value for name, value in self.env.items()}
         try:
             text, operands = draw(self)
             step = self._named(op, text, tuple(operands))
@@ -200,7 +221,7 @@ class Drawer:
         cuts = sorted(self.number(0, len(self.steps)) for _ in range(self.number(1, 2))) if self.coin(0.4) else []
         ends = [*cuts, len(self.steps)]
         parts = tuple(end - start for start, end in zip([0, *cuts], ends, strict=True)) if cuts else ()
-        return pruned(Sketch(tuple(self.leaves), tuple(self.steps), tuple(kept), parts, loss))
+        return pruned(Sketch(tuple(self.leaves), tuple(self.steps), tuple(kept), parts, loss, self.batch))
 
 
 def pruned(sketch: Sketch) -> Sketch:
@@ -253,7 +274,7 @@ def steady(sketch: Sketch) -> bool:
     """Whether results are finite and do not depend on the last digits of what they are computed from."""
     try:
         plain = outcome(sketch)
-    except RuntimeError:  # an operator that has no derivative, or a value that backward needs and something has overwritten
+    except (RuntimeError, IndexError, ValueError):  # no derivative, or what backward needs is overwritten, or rows that are not there
         return False
     if not all(bool(value.isfinite().all()) for value in plain):
         return False

@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 from meshc.ir import records
 from meshc.mesh import Mesh
 from meshc.passes.draft import Draft
+from meshc.testing.case import How
+from meshc.testing.draw import steady
+from meshc.testing.sketch import Sketch
 
 AXES = ("a", "b", "c")
 RANKS = 8
 
 
-def draw_mesh(chance: random.Random) -> Mesh:
-    """One to three axes of 2 to 4 ranks, 8 ranks at most."""
+def draw_parts(chance: random.Random, sketch: Sketch, train: bool) -> How:
+    """Whether a step is to be the mean of its microbatches, which its trace has to know: where that is a number to rely on."""
+    counts = [count for count in (2, 3, 4) if sketch.batch and sketch.batch % count == 0]
+    if not train or not counts or chance.random() < 0.3:
+        return How()
+    count = chance.choice(counts)
+    rows = sketch.batch // count
+    leaves = tuple(replace(leaf, shape=(rows, *leaf.shape[1:])) if leaf.kind == "input" else leaf for leaf in sketch.leaves)
+    return How(count, mean_of_parts=True) if steady(replace(sketch, leaves=leaves)) else How()
+
+
+def draw_how(chance: random.Random, sketch: Sketch, train: bool, how: How, reparse: bool) -> How:
+    """What else a compilation is asked for; `how` is what the trace was."""
+    if train and not how.mean_of_parts and chance.random() < 0.4:
+        how = replace(how, microbatches=chance.randint(2, 4))
+    # with both, a microbatch is a range of every rank's part: what it means depends on the mesh
+    local = sketch.batch > 0 and not how.mean_of_parts and bool(sketch.of_kind("input")) and chance.random() < 0.4
+    return replace(how, inputs="local" if local else "global", reparse=reparse)
+
+
+def draw_mesh(chance: random.Random, batch: int = 0) -> Mesh:
+    """One to three axes of 2 to 4 ranks, 8 ranks at most. Where ranks have parts of a `batch`, dp splits it evenly."""
     while True:
         sizes = [chance.choice((2, 2, 3, 4)) for _ in range(chance.choice((1, 1, 2, 2, 2, 3)))]
-        if prod(sizes) <= RANKS:
-            return Mesh(",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=False)))
+        if prod(sizes) > RANKS or batch and batch % sizes[0]:
+            continue
+        axes = ("dp" if batch else "a", *AXES[1:])
+        return Mesh(",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=False)))
 
 
 def draw_plan(chance: random.Random, draft: Draft, mesh: Mesh) -> str:

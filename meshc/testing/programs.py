@@ -22,7 +22,7 @@ def draw_program(seed: int) -> Sketch:
 
 
 def _draw(chance: random.Random) -> Sketch | None:
-    drawer = Drawer(chance)
+    drawer = Drawer(chance, batched=chance.random() < 0.35)
     weights = [weight for weight, _ in FAMILIES]
     wanted = chance.randint(*LENGTHS)
     for _ in range(ATTEMPTS):
@@ -31,5 +31,5 @@ def _draw(chance: random.Random) -> Sketch | None:
         drawer.attempt(name, family[name])
         if len(drawer.steps) == wanted:
             break
-    sketch = drawer.finish(loss=chance.random() < 0.3)
+    sketch = drawer.finish(loss=chance.random() < (0.5 if drawer.batch else 0.3))
     return sketch if sketch.outputs and len(sketch.steps) >= LENGTHS[0] else None

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from meshc.testing.case import Case, How
 from meshc.testing.draw import pruned
 from meshc.testing.sketch import Leaf, Sketch, execute
 
 Fails = Callable[["Case"], bool]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A sketch, a mesh and a plan (lines)."""
-
-    sketch: Sketch
-    train: bool
-    mesh: str
-    plan: tuple[str, ...]
 
 
 def shrink(case: Case, fails: Fails, seconds: float = 60.0) -> Case:
@@ -60,7 +51,10 @@ def candidates(case: Case) -> Iterator[Case]:
                 yield from _as_case(case, replace(sketch, outputs=tuple(dict.fromkeys([*others, *earlier]))))
     yield from _as_case(case, replace(sketch, parts=())) if sketch.parts else ()
     if case.train:
-        yield replace(case, train=False)
+        yield replace(case, train=False, how=replace(case.how, microbatches=1, mean_of_parts=False))
+    for how in (How(), replace(case.how, microbatches=1, mean_of_parts=False), replace(case.how, inputs="global")):
+        if how != case.how:
+            yield replace(case, how=how)
     for size in (8, 4, 2, 1):
         if size <= len(sketch.steps):
             for start in range(0, len(sketch.steps), size):
@@ -79,6 +73,8 @@ def candidates(case: Case) -> Iterator[Case]:
 
 def _as_case(case: Case, sketch: Sketch) -> Iterator[Case]:
     sketch = pruned(sketch)
+    if case.train and not sketch.of_kind("parameter"):
+        return  # there is nothing to train
     if sketch.outputs and sketch.size < case.sketch.size or sketch != case.sketch:
         yield replace(case, sketch=sketch)
 

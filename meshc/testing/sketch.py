@@ -25,7 +25,7 @@ SPACE: dict[str, Any] = {"torch": torch, "F": F, "nn": nn}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a program starts from: a parameter, or an input. Its values follow from `seed`.
+    """A tensor that a program starts from: a parameter, a buffer, or an input. Its values follow from `seed`.
 
     integers lie in [low, high); `grad` is whether an input asks for its gradient
     """
@@ -73,13 +73,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A program. `parts` are the numbers of steps in each submodule, in order; `loss`: its output is one number."""
+    """A program.
+
+    parts  the numbers of steps in each submodule, in order
+    loss   its output is one number
+    batch  rows of the batch with which all inputs begin, or 0
+    """
 
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...]
     outputs: tuple[str, ...]
     parts: tuple[int, ...] = ()
     loss: bool = False
+    batch: int = 0
 
     def of_kind(self, kind: str) -> list[Leaf]:
         return [leaf for leaf in self.leaves if leaf.kind == kind]
@@ -127,12 +133,13 @@ def text(sketch: Sketch) -> str:
 
 
 def _module(sketch: Sketch, body: Sequence[str]) -> list[str]:
-    parameters = sketch.of_kind("parameter")
+    parameters, buffers = sketch.of_kind("parameter"), sketch.of_kind("buffer")
     counts = [index for index, count in enumerate(sketch.parts) if count]
-    init = [f"self.{leaf.name} = {leaf.text}" for leaf in parameters] + [f"self.part{index} = Part{index}()" for index in counts]
+    init = [f"self.{leaf.name} = {leaf.text}" for leaf in parameters]
+    init += [f"self.register_buffer({leaf.name!r}, {leaf.text})" for leaf in buffers] + [f"self.part{i} = Part{i}()" for i in counts]
     arguments = "".join(f", {leaf.name}" for leaf in sketch.of_kind("input"))
     used = {name for step in sketch.steps for name in step.operands} | set(sketch.outputs)
-    read = [f"{leaf.name} = self.{leaf.name}" for leaf in parameters if leaf.name in used]
+    read = [f"{leaf.name} = self.{leaf.name}" for leaf in (*parameters, *buffers) if leaf.name in used]
     given = ", ".join(sketch.outputs)
     result = " + ".join(f"{name}.sum() / {name}.numel()" for name in sketch.outputs) if sketch.loss else f"({given},)"
     return [
@@ -158,19 +165,18 @@ def module(sketch: Sketch) -> nn.Module:
     return made
 
 
-def script(sketch: Sketch, mesh: str, plan: str, seed_text: str, **step: Any) -> str:
-    """A file that shows the failure: run it with Python."""
-    inputs = ", ".join(f"{leaf.name!r}: {leaf.text}" for leaf in sketch.of_kind("input"))
-    kwargs = f"{{{inputs}}}"
-    if sketch.loss:
+def script(sketch: Sketch, mesh: str, plan: str, title: str, step: Mapping[str, Any] | None = None, inputs: str = "global") -> str:
+    """A file to run with Python that compiles and verifies; `step` are the arguments of a TrainStep, if it is one."""
+    given = ", ".join(f"{leaf.name!r}: {leaf.text}" for leaf in sketch.of_kind("input"))
+    what = "model"
+    if step is not None:
         extra = "".join(f", {key}={value!r}" for key, value in step.items())
-        what = f"meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1){extra})"
-    else:
-        what = "model"
+        what = f"meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9){extra})"
+    local = ", inputs='local'" if inputs == "local" else ""
     return "\n".join([
-        f"# {seed_text}", "import torch", "import torch.nn.functional as F", "from torch import nn", "", "import meshc", "", "",
-        text(sketch), "", "model = Model()", f"inputs = {kwargs}",
-        f"program = meshc.compile({what}, meshc.Mesh({mesh!r}), kwargs=inputs, plan={plan!r})",
+        *(f"# {line}" for line in title.splitlines()), "import torch", "import torch.nn.functional as F", "from torch import nn", "",
+        "import meshc", "", "", text(sketch), "", "model = Model()", f"inputs = {{{given}}}",
+        f"program = meshc.compile({what}, meshc.Mesh({mesh!r}), kwargs=inputs, plan={plan!r}{local})",
         "print(program)", "print(meshc.verify(program, inputs, dtype=torch.float64))", "",
     ])  # fmt: skip
 

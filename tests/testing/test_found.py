@@ -81,3 +81,19 @@ def test_classes_made_by_the_program_are_saved_and_read_again(train: bool, tmp_p
     found = simulate(program, {"parameter:weight": model.weight.detach(), "input:x": x, **numbers})
     (output,) = [found[port.key] for port in program.outputs if port.kind == "output"]
     torch.testing.assert_close(output, wanted.detach())
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * self.weight.sin()).sum()
+
+
+def test_microbatches_of_a_step_that_reads_no_batch() -> None:
+    model = Weights()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
+    program = meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": torch.ones(4)}, plan="a: weight.0")
+    assert "parameter after step 2" in {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from meshc.passes.rules import reduction
-from meshc.testing.__main__ import main, run_program
+from meshc.passes.rules import contraction, reduction
+from meshc.testing.__main__ import main, run_program, smallest
+from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.check import Captured, check_once
 from meshc.testing.draw import Drawer, outcome, steady
 from meshc.testing.menu import MENU
 from meshc.testing.programs import draw_program
-from meshc.testing.shrink import Case, shrink
-from meshc.testing.sketch import Leaf, Sketch, Step, module, script, text
+from meshc.testing.shrink import candidates, shrink
+from meshc.testing.sketch import Leaf, Sketch, Step, module, text
 
 PROGRAMS_A_TEST = 5
 
@@ -69,14 +71,14 @@ MEAN = Sketch(
 def test_a_planted_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that divides by the rows of a rank instead of all."""
     case = Case(MEAN, False, "a=2", ("a: batch, p0.1; store params",))
-    assert check_once(MEAN, False, "a=2", case.plan[0]).kind == "equal"
+    assert check_once(case).kind == "equal"
     monkeypatch.setitem(reduction.RULES, torch.ops.aten.mean.dim, lambda node, tensors: reduction._sum(node, tensors))
-    assert check_once(MEAN, False, "a=2", case.plan[0]).kind == "unlike"
-    small = shrink(case, lambda one: check_once(one.sketch, one.train, one.mesh, "\n".join(one.plan)).kind == "unlike", 120.0)
+    assert check_once(case).kind == "unlike"
+    small = shrink(case, lambda one: check_once(one).kind == "unlike", 120.0)
     assert [step.op for step in small.sketch.steps] == ["reduction"]
     assert small.sketch.outputs == ("v2",)
     assert small.plan == ("a: batch",)
-    assert "class Model(nn.Module)" in script(small.sketch, small.mesh, small.plan[0], "") and "mean([0])" in text(small.sketch)
+    assert "class Model(nn.Module)" in small.script("") and "mean([0])" in text(small.sketch)
 
 
 def test_a_program_that_hangs_on_its_last_digits_is_not_steady() -> None:
@@ -99,3 +101,59 @@ def test_one_capture_serves_many_plans() -> None:
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", "2", "--plans", "2", "--seed", "1"]) == 0
     assert "2 cases from seed 1: 2 equal" in capsys.readouterr().out
+
+
+AVERAGE = Sketch(
+    (Leaf("x0", "input", (6, 5), seed=1), Leaf("p0", "parameter", (5, 4), seed=2), Leaf("b0", "buffer", (4,), seed=3)),
+    (
+        Step("matmul", "{out} = {0} @ {1}", ("x0", "p0"), ("v0",)),
+        Step("kept", "{out} = {0} - {1}\n{1}.lerp_({0}.detach().mean([0]), 0.5)", ("v0", "b0"), ("v1",)),
+        Step("one", "{out} = torch.sin({0})", ("v1",), ("v2",)),
+    ),
+    ("v2",),
+    loss=True,
+    batch=6,
+)
+
+
+@pytest.mark.parametrize("how", [PLAIN, How(2), How(2, mean_of_parts=True), How(3, inputs="local", reparse=True)], ids=str)
+def test_buffers_are_compared_however_a_step_is_compiled(how: How, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean that divides by the rows of a rank shows in the running average alone; it is reduced to nothing but that."""
+    case = Case(AVERAGE, True, "dp=2", ("dp: batch",), how)
+    assert check_once(case).kind == "equal"
+    monkeypatch.setitem(reduction.RULES, torch.ops.aten.mean.dim, lambda node, tensors: reduction._sum(node, tensors))
+    found = check_once(case)
+    assert found.kind == "unlike" and "buffer after step" in found.why
+
+
+def test_microbatches_of_what_mixes_the_batch_are_refused() -> None:
+    mixes = Step("one", "{out} = {0} - {0}.amax([0])", ("v1",), ("v2",))
+    sketch = replace(AVERAGE, steps=(*AVERAGE.steps[:2], mixes))
+    assert check_once(Case(sketch, True, "dp=2", ("dp: batch",))).kind == "equal"
+    assert check_once(Case(sketch, True, "dp=2", ("dp: batch",), How(2))).kind == "refused"
+
+
+def test_a_step_keeps_a_parameter_to_train() -> None:
+    case = Case(AVERAGE, True, "dp=2", ("dp: batch",))
+    smaller = list(candidates(case))
+    assert any(one.train for one in smaller) and any(not one.train for one in smaller)
+    assert all(one.sketch.of_kind("parameter") for one in smaller if one.train)
+
+
+def test_another_failure_is_no_smaller_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sine that fails hides a matmul that fails otherwise: the sine stays."""
+
+    def sine(node: object, tensors: object) -> None:
+        raise KeyError("sine")
+
+    def product(node: object, tensors: object) -> None:
+        if not any(user.target is torch.ops.aten.sin.default for user in node.graph.nodes):  # type: ignore[attr-defined]
+            raise ValueError("product")
+        sine(node, tensors)
+
+    monkeypatch.setitem(contraction.RULES, torch.ops.aten.mm.default, product)
+    case = Case(MEAN, False, "a=2", ("a: batch, p0.1",))
+    found = check_once(case)
+    assert found.kind == "broken" and "KeyError" in found.cause
+    small = smallest(case, found, 20.0)
+    assert "KeyError" in check_once(small).cause and small.size < case.size

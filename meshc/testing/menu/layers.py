@@ -56,7 +56,30 @@ def _resize(d: Drawer) -> tuple[str, list[str]]:
                   "F.interpolate({0}, size=(4, 2), mode='nearest')")), [x]  # fmt: skip
 
 
+def _kept(d: Drawer) -> tuple[str, list[str]]:
+    """Buffers that a step reads and writes: running statistics, averages, counters, what was seen last."""
+    x = d.floating(2, 4, filled=True)
+    shape = d.shape(x)
+    if d.coin(0.4):
+        running = [d.buffer([shape[1]]), d.buffer([shape[1]])]
+        text = d.one(("F.batch_norm({0}, {1}, {2}, training=True, momentum=0.3)",
+                      "F.batch_norm({0}, {1}, {2}.abs() + 0.5, training=False)"))  # fmt: skip
+        return text, [x, *running]
+    if d.coin(0.2):
+        return "{1}.add_(1)\n{out} = {0} / {1}", [x, d.buffer([], "int64", 3)]
+    if d.coin():
+        dims = list(range(len(shape) - 1))
+        text = d.one((f"{{1}}.mul_(0.9).add_({{0}}.detach().mean({dims}), alpha=0.1)\n{{out}} = {{0}} - {{1}}",
+                      f"{{out}} = {{0}} - {{1}}\n{{1}}.lerp_({{0}}.detach().amax({dims}), 0.2)",
+                      "{1}[:1] += {0}.detach().flatten()[:1]\n{out} = {0} * {1}",
+                      "{out} = {0} * {1}.roll(1, 0)\n{1}.copy_({1}.roll(1, 0))"))  # fmt: skip
+        return text, [x, d.buffer(shape[-1:])]
+    text = d.one(("{out} = {0} + {1}\n{1}.copy_({0}.detach())", "{1}.mul_(0.5).add_({0}.detach())\n{out} = {0} * {1}.sin()"))
+    return text, [x, d.buffer(shape)]
+
+
 MENU: dict[str, Entry] = {
+    "kept": _kept,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,

@@ -91,6 +91,17 @@ def _in_place(d: Drawer) -> tuple[str, list[str]]:
     return d.one(IN_PLACE), [x, d.broadcasting(d.shape(x))]
 
 
+def _narrow(d: Drawer) -> tuple[str, list[str]]:
+    """16-bit floats and short integers, by operators that round each element alone: what is left is the same on every mesh."""
+    x = d.floating()
+    text = d.one(("({0}.bfloat16() * 0.75).double()", "{0}.half().relu().double() + {1}", "({0}.bfloat16() + {1}.bfloat16()).double()",
+                  "({0}.half() > 0.5).double() * {1}", "({0} * 3).to(torch.int32).to(torch.float64) + {1}",
+                  "({0} * 3).clamp(-9, 9).to(torch.int16).remainder(4).double()", "({0}.abs() * 3).clamp(0, 40).to(torch.uint8).long()",
+                  "{1} + ({0}.clamp(-4, 4) * 8).to(torch.int8).abs()",
+                  "({0} > 0).to(torch.uint8).sum(-1, keepdim=True) + {0}"))  # fmt: skip
+    return text, [x, d.like(d.shape(x))]
+
+
 def _cast(d: Drawer) -> tuple[str, list[str]]:
     texts = ("({0} * 3).to(torch.int64)", "{0} > 0", "{0}.bool()", "({0} > 0).double()", "({0} > 0).long()", "({0} * 2).int().double()")
     return d.one(texts), [d.floating()]
@@ -126,6 +137,7 @@ MENU: dict[str, Entry] = {
     "chosen": _chosen,
     "in place": _in_place,
     "cast": _cast,
+    "narrow": _narrow,
     "integers": _integers,
     "glu": _glu,
     "prelu": _prelu,
