@@ -4,8 +4,8 @@
   becomes
     centred = x - mean(x);   out = centred * rsqrt(mean(centred * centred) + eps) * w + b
 
-Most are torch's own decompositions. Two are not: torch's variance is one operator, which a split would need twice, and its group norm is
-written in primitives that no program may name.
+Most are torch's own decompositions. Some are not: torch's variance is one operator, which a split would need twice, its group norm is
+written in primitives that no program may name, and it has none for the gradient of a weight norm.
 """
 
 from __future__ import annotations
@@ -130,10 +130,28 @@ def native_group_norm(
     return out.to(x.dtype), mean.reshape(batch, groups).to(x.dtype), rstd.reshape(batch, groups).to(x.dtype)
 
 
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """v * g / norms, and the norms of v over all dims but `dim`, of the shape of g; those of bfloat16 are float32."""
+    wide = torch.float32 if g.dtype == torch.bfloat16 else g.dtype
+    norms = torch.linalg.vector_norm(v, 2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=wide)
+    return v * (g / norms.to(g.dtype)), norms
+
+
+def weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of v and g."""
+    norms = norms.to(g.dtype)
+    along = (grad * v).sum([d for d in range(v.dim()) if d != dim], True) / norms
+    return (grad - v * (along / norms)) * (g / norms), along
+
+
 def decompositions() -> dict[Any, Any]:
     """Operator -> what it is taken apart into."""
     table = dict(get_decompositions(list(DECOMPOSED)))
     table[aten.var_mean.correction] = var_mean
     table[aten.std_mean.correction] = std_mean
     table[aten.native_group_norm.default] = native_group_norm
+    table[aten._weight_norm_interface.default] = weight_norm
+    table[aten._weight_norm_interface_backward.default] = weight_norm_backward
     return table

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import meshc
-from meshc.passes.decompositions import native_group_norm, var_mean
+from meshc import work
+from meshc.passes.decompositions import native_group_norm, var_mean, weight_norm, weight_norm_backward
 
 ROWS = [((5, 7), [1], 1.0), ((5, 1), [1], 0.0), ((5, 1), [1], 1.0), ((4, 3), [0, 1], 0.0), ((2,), [0], 2.0)]
 
@@ -27,6 +28,32 @@ def test_group_norm(shape: tuple[int, ...], groups: int) -> None:
     pixels = x.numel() // (shape[0] * shape[1])
     found = native_group_norm(x, weight, bias, shape[0], shape[1], pixels, groups, 1e-5)
     torch.testing.assert_close(found, torch.native_group_norm(x, weight, bias, shape[0], shape[1], pixels, groups, 1e-5))
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weight_norm(dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    v, grad = torch.randn(2, 3, 4, 5, generator=generator).to(dtype)
+    g = torch.randn([size if d == dim else 1 for d, size in enumerate(v.shape)], generator=generator).to(dtype)
+    found, wanted = weight_norm(v, g, dim), torch._weight_norm_interface(v, g, dim)
+    torch.testing.assert_close(found, wanted)
+    back = torch.ops.aten._weight_norm_interface_backward(grad, v, g, wanted[1], dim)
+    near = 1e-9 if dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(weight_norm_backward(grad, v, g, wanted[1], dim), back, rtol=near, atol=near)
+
+
+def test_a_weight_norm_splits() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(4, 6, 3), dim=2), torch.nn.ReLU(),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(6, 4, 3)),
+    )  # fmt: skip
+    step = meshc.TrainStep(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss=F.mse_loss)
+    program = meshc.compile(step, meshc.Mesh("tp=3"), args=(torch.randn(2, 4, 9),), kwargs={"target": torch.randn(2, 4, 5)})
+    assert meshc.verify(program).ok
+    assert not any("has no rule" in note for note in program.compiled.notes)
+    assert all(row.by_axis["tp"] == work.SPLIT for row in work.of(program.compiled) or [])
 
 
 class Norm(torch.nn.Module):
