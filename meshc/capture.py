@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from meshc import stock
+from meshc.checks import settle_checks
 from meshc.errors import CaptureError
 from meshc.ir import Source
 from meshc.output_tree import OutputTree
@@ -334,6 +335,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
             stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
         )
     module = joint.graph_module
+    settle_checks(module.graph)
     _drop_plain_inputs(module.graph)
     placeholders: list[tuple[str, str]] = []
     for node in module.graph.find_nodes(op="placeholder"):

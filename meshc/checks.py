@@ -1,0 +1,86 @@
+"""Checks of a model's matrices: where torch raises an error for one that has no inverse or no factor, a program gives NaN for it.
+
+    inverse, info = linalg_inv_ex(a);  token = with_effects(token, _linalg_check_errors, info, ...)
+  becomes
+    inverse, info = linalg_inv_ex(a);  checked = where(info == 0, inverse, nan)
+
+Ranks have tiles of a batch of matrices, and a device would have to be waited for, so nobody raises; what LAPACK leaves in such a matrix
+must not be taken for a result either. The tokens by which torch keeps checks in order are no part of a program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+)
+from torch._higher_order_ops.effects import with_effects
+from torch.fx import Graph, Node
+
+from meshc.errors import CaptureError
+
+aten = torch.ops.aten
+TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+TOKENS_OUT = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
+
+
+def settle_checks(graph: Graph) -> None:
+    """Rewrite AOTAutograd's graph in place. Raises CaptureError for other operators with an effect."""
+    checks = [node for node in graph.nodes if node.target is with_effects]
+    for node in checks:
+        if node.args[1] is not aten._linalg_check_errors.default:
+            raise CaptureError(f"{node.args[1]} has an effect besides its results; programs have no such operators")
+        _poison(graph, node, node.args[2])
+    (output,) = graph.find_nodes(op="output")
+    described = list(zip(output.args[0], output.meta["desc"], strict=True))
+    output.args = (tuple(value for value, description in described if not isinstance(description, TOKENS_OUT)),)
+    output.meta["desc"] = [description for _, description in described if not isinstance(description, TOKENS_OUT)]
+    for node in reversed(checks):
+        for item in list(node.users):
+            graph.erase_node(item)
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("desc"), TOKENS):
+            graph.erase_node(node)
+
+
+def _poison(graph: Graph, check: Node, info: Any) -> None:
+    """NaN in all that the factorisation gave for a matrix whose `info` is not 0."""
+    while info.target in (aten.detach.default, aten.alias.default):
+        info = info.args[0]
+    factorisation = info.args[0]
+    results = [item for item in factorisation.users if item is not info and _is_floating(item)]
+    if info.target is not operator.getitem or not all(item.target is operator.getitem for item in results):
+        raise CaptureError(f"the check of {info} follows no factorisation that meshc knows")
+    with graph.inserting_before(factorisation.next):
+        reported = graph.node_copy(info, lambda _: factorisation)
+        for item in results:
+            raw = graph.node_copy(item, lambda _: factorisation)
+            good = _made(graph, check, aten.eq.Scalar, reported, 0)
+            for _ in range(raw.meta["val"].dim() - reported.meta["val"].dim()):
+                good = _made(graph, check, aten.unsqueeze.default, good, -1)
+            item.replace_all_uses_with(_made(graph, check, aten.where.ScalarOther, good, raw, float("nan")))
+    for item in results:
+        graph.erase_node(item)
+
+
+def _is_floating(item: Node) -> bool:
+    value = item.meta.get("val")
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _made(graph: Graph, like: Node, target: Callable[..., Any], *args: Any) -> Node:
+    """A call with the value that tracing would have noted, and the source of `like`."""
+    node = graph.call_function(target, args)
+    node.meta.update(like.meta)
+    values = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in args]
+    with values[0].fake_mode:
+        node.meta["val"] = target(*values)
+    return node
