@@ -5,6 +5,7 @@
     meshc verify llama.meshc --model model.py:build
     torchrun --nproc-per-node 4 -m meshc run llama.meshc --inputs x.safetensors --outputs out/
     torchrun --nproc-per-node 4 -m meshc run train.meshc --inputs 0.safetensors 1.safetensors --outputs out/ --save-state state/
+    meshc calibrate                                                      measure this machine; under torchrun its links too
 
 `model.py:build` is a function without arguments that returns what to compile and its example inputs: `(model, {"input_ids": ids})`, or
 `(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile` and `verify` run that file; nothing in a saved program
@@ -28,6 +29,7 @@ from torch import nn
 
 from meshc import api, artifact, environment, instance, summary, text, verification
 from meshc.calling import TrainStep
+from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.options import Options
@@ -35,6 +37,7 @@ from meshc.plan import Plan
 from meshc.program import Program
 from meshc.runtime import verify as comparison
 from meshc.runtime.launched import Run, run_command, run_saved
+from meshc.runtime.link_times import link_times, process_group
 
 Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -93,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--backend", choices=("eager", "inductor"), help="default: what the program was compiled for")
     three.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
     three.set_defaults(run=_run)
+
+    four = commands.add_parser("calibrate", help="measure this machine for predicted times; under torchrun, its links too")
+    four.add_argument("--out", metavar="FILE", help="default: where predictions look for it (MESHC_DEVICES, docs/environment.md)")
+    four.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    four.set_defaults(run=_calibrate)
 
     for command in (one, two, three):
         command.add_argument("--allow-edited", action="store_true", help="accept texts that were edited after saving")
@@ -249,6 +257,20 @@ def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, .
 def _run(options: argparse.Namespace) -> None:
     asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "allow_edited")}
     run_saved(Run(options.path, tuple(options.inputs), **asked))
+
+
+# ------------------------------------------------------------------------------------------------------------------------ calibrate
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    path = Path(options.out) if options.out else environment.device_file()
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, environment.local_rank()) if kind == "cuda" else torch.device(kind)
+    with process_group(device) if environment.world_size() > 1 else nullcontext():
+        found = calibrate(device, link_times(device) if environment.world_size() > 1 else {}, path)
+    if environment.rank() == 0:
+        keep(found, path)
+        print(f"{found.table()}\nwritten to {path}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
-    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
+    WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ def debugging() -> bool:
 def world_size() -> int:
     """How many ranks the launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of the launcher's ranks this process is; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:

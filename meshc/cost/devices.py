@@ -29,6 +29,7 @@ else:
     import tomli as tomllib
 
 TABLE: Final = Path(__file__).with_name("devices.toml")
+ANEW: Final = "delete the file, and `meshc calibrate` writes it anew"
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -42,9 +43,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fractions of the peaks that programs get."""
+    """The fractions of the peaks that programs get. `attention`: of `flops_per_s`, what attention's kernels get."""
 
     flops: float = 1.0
+    attention: float = 1.0
     memory: float = 1.0
     links: float = 1.0
 
@@ -55,6 +57,7 @@ class Device:
 
     flops_per_s     by dtype (DTYPES); float32 is IEEE float32, not TF32
     launch_s        overhead of each operator, whatever its size
+    attention_keys  keys that attention's kernels go through at once: a mask saves work by as many
     ranks_per_node  ranks r and s share a node if r // ranks_per_node == s // ranks_per_node
     source          where the figures come from, in words
     """
@@ -64,15 +67,17 @@ class Device:
     memory_Bps: float
     memory_bytes: float
     launch_s: float
+    attention_keys: int
     inside_node: Link
     between_nodes: Link
     ranks_per_node: int
     efficiency: Efficiency = Efficiency()
     source: str = ""
 
-    def rate(self, dtype: torch.dtype) -> float:
-        """Floating-point operations a second of matrix products; of a dtype that the table does not have, float32's."""
-        return self.efficiency.flops * self.flops_per_s.get(str(dtype).removeprefix("torch."), self.flops_per_s["float32"])
+    def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
+        """Floating-point operations a second of matrix products, or of attention; of a dtype that the table does not have, float32's."""
+        part = self.efficiency.attention if attention else self.efficiency.flops
+        return part * self.flops_per_s.get(str(dtype).removeprefix("torch."), self.flops_per_s["float32"])
 
     @property
     def bytes_per_s(self) -> float:
@@ -126,7 +131,7 @@ def read(path: Path) -> dict[str, Device]:
     try:
         sections: dict[str, Any] = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{path}: {error}; `meshc calibrate --out {path}` writes it anew") from error
+        raise PlanError(f"{path}: {error}; {ANEW}") from error
     return {name: _device(name, section, path) for name, section in sections.items()}
 
 
@@ -166,10 +171,10 @@ def _device(name: str, section: Mapping[str, Any], path: Path) -> Device:
                 given[key] = kind(**given[key])
         one = Device(name=name, **given)
     except TypeError as error:
-        raise PlanError(f"{path}, section [{name}]: {error}") from error
+        raise PlanError(f"{path}, section [{name}]: {error}; {ANEW}") from error
     missing = [dtype for dtype in DTYPES if dtype not in one.flops_per_s]
     if missing:
-        raise PlanError(f"{path}, section [{name}.flops_per_s]: {', '.join(missing)} missing")
+        raise PlanError(f"{path}, section [{name}.flops_per_s]: {', '.join(missing)} missing; {ANEW}")
     return one
 
 

@@ -33,7 +33,8 @@ def seconds(node: Node, device: Device) -> float:
     """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, and for collectives (`cost.links`)."""
     if node.op != "call_function" or ir.is_getitem(node) or spmd.is_collective(node.target) or not _runs(node):
         return 0.0
-    return max(_work(node) / device.rate(_dtype(node)), moved_bytes(node) / device.bytes_per_s) + device.launch_s
+    rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
+    return max(_work(node, device) / rate, moved_bytes(node) / device.bytes_per_s) + device.launch_s
 
 
 def moved_bytes(node: Node) -> float:
@@ -90,13 +91,14 @@ def _dtype(node: Node) -> torch.dtype:
     return torch.float32
 
 
-def _work(node: Node) -> float:
+def _work(node: Node, device: Device) -> float:
     count = flops(node)
-    return count * _seen(node) if count and ir.op_name(node) in ATTENTION else count
+    return count * _seen(node, device.attention_keys) if count and ir.op_name(node) in ATTENTION else count
 
 
-def _seen(attention: Node) -> float:
-    """The part of the scores that attention's kernels compute; a mask that is given as a tensor leaves nothing out.
+def _seen(attention: Node, block: int) -> float:
+    """The part of the scores that attention's kernels compute, which go through `block` keys at once; a mask that is given as a tensor
+    leaves nothing out.
 
     Where the tile of the queries begins differs by rank: the last one sees most, and the others wait for it.
     """
@@ -110,6 +112,6 @@ def _seen(attention: Node) -> float:
     seen = 0.0
     for rows, parts in spans(queries, keys, given["window"], given["offset"] + start):
         for part in parts:
-            area = (rows.stop - rows.start) * (part.keys.stop - part.keys.start)
-            seen += area / 2 if part.how == "causal" else area
+            wide = part.keys.stop - part.keys.start
+            seen += (rows.stop - rows.start) * (min(wide, (wide + block) / 2) if part.how == "causal" else wide)
     return seen / (queries * keys)

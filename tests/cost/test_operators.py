@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import meshc.ops.attention
 import meshc.ops.optim  # noqa: F401 - registers the updates
 from meshc import ir, spmd
-from meshc.cost.devices import Device
 from meshc.cost.operators import moved_bytes, seconds
 from tests.cost.building import F32, ROUND, Building
 
@@ -89,17 +90,20 @@ def test_attention_moves_no_scores() -> None:
     full = b.call(torch.ops.meshc.attention.default, q, k, v, None, False, 0.125, made=made)
     assert moved_bytes(full) == 4 * (4 * 2 * 4 * 1024 * 64 + 2 * 4 * 1024)
     flops = 4 * 2 * 4 * 1024 * 1024 * 64
-    fast_memory = Device("m", {"float32": 1e9}, 1e15, 1e9, 0.0, ROUND.inside_node, ROUND.between_nodes, 4)
-    assert seconds(full, fast_memory) == pytest.approx(flops / 1e9)
+    fast_memory = replace(ROUND, memory_Bps=1e18, launch_s=0.0)  # a quarter of 1 TFLOP/s for attention
+    assert seconds(full, fast_memory) == pytest.approx(flops / 0.25e12)
     causal = b.call(torch.ops.meshc.attention.default, q, k, v, None, True, 0.125, made=made)
-    assert seconds(causal, fast_memory) == pytest.approx(flops / 2 / 1e9)
-    # 256 queries of the last of four ranks see all 768 keys before them, and half of their own
+    share = (1024 + 128) / 2 / 1024  # the diagonal goes through blocks of 128 keys
+    assert seconds(causal, fast_memory) == pytest.approx(flops * share / 0.25e12)
+    wide = replace(fast_memory, attention_keys=4096)
+    assert seconds(causal, wide) == seconds(full, wide)
+    # 256 queries of the last of four ranks see all 768 keys before them, and of their own a triangle
     tile, start = b.given(2, 4, 256, 64), b.call(spmd.coordinate, "cp", dtype=None)
     part = b.call(torch.ops.meshc.attention.default, tile, k, v, None, True, 0.125, 0, 0, start, made=[(2, 4, 256, 64), (2, 4, 256)])
-    assert seconds(part, fast_memory) == pytest.approx(flops / 4 * (768 + 128) / 1024 / 1e9)
+    assert seconds(part, fast_memory) == pytest.approx(flops / 4 * (768 + (256 + 128) / 2) / 1024 / 0.25e12)
     sums = b.given(2, 4, 1024)
     back = b.call(torch.ops.meshc.attention_backward.default, q, q, k, v, None, q, sums, True, 0.125, made=[(2, 4, 1024, 64)] * 3)
-    assert seconds(back, fast_memory) == pytest.approx(2.5 * flops / 2 / 1e9)
+    assert seconds(back, fast_memory) == pytest.approx(2.5 * flops * share / 0.25e12)
 
 
 def test_an_update_reads_four_and_writes_three_of_each_parameter() -> None:

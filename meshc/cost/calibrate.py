@@ -1,0 +1,107 @@
+"""`meshc calibrate`: the figures of the machine at hand, measured, fitted, and kept for `devices.for_mesh`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from meshc import environment
+from meshc.cost import fit, measure
+from meshc.cost.devices import DTYPES, Device, Efficiency, Link, device, name_of, read, write
+from meshc.cost.fit import Sample
+
+INSIDE, BETWEEN = "inside a node", "between nodes"
+"""The links that samples may be of."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured device, and its figures with how well they fit, as rows of a table."""
+
+    device: Device
+    rows: Sequence[tuple[str, str, str]]
+
+    def table(self) -> str:
+        text = tabulate(self.rows, headers=["", "figure", "fit"], disable_numparse=True)
+        return "\n".join([self.device.source, *(f"  {line}".rstrip() for line in text.splitlines())])
+
+
+def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], path: Path) -> Calibration:
+    """Measure a device, with the samples of its links that another measured (by INSIDE, BETWEEN).
+
+    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's.
+    """
+    name = "cpu" if hardware.type == "cpu" else name_of(torch.cuda.get_device_name(hardware))
+    before = _before(name, hardware, path)
+    launch_s = measure.overhead(hardware)
+    products = {dtype: fit.rate(measure.products(hardware, getattr(torch, dtype)), launch_s) for dtype in DTYPES}
+    attention = fit.rate([measure.attention(hardware)], launch_s).figure / products["float32"].figure
+    memory = fit.rate(measure.additions(hardware), launch_s)
+    rows = [(f"products in {dtype}", f"{one.figure / 1e9:.1f} GFLOP/s", _within(one.error)) for dtype, one in products.items()]
+    rows.append(("attention", f"{100 * attention:.0f} % of that", ""))
+    rows.append(("memory", f"{memory.figure / 1e9:.2f} GB/s", _within(memory.error)))
+    rows.append(("an operator's overhead", f"{launch_s * 1e6:.2f} us", ""))
+    links = []
+    for where, kept in zip((INSIDE, BETWEEN), before.links, strict=True):
+        if samples.get(where):
+            found, error = fit.link(samples[where], launch_s)
+            ranks = max(sample.ranks for sample in samples[where])
+            rows.append((f"link {where}, {ranks} ranks", _link_text(found), _within(error)))
+        else:
+            found = kept
+            rows.append((f"link {where}", _link_text(found), "not measured"))
+        links.append(found)
+    made = replace(
+        before,
+        name=name,
+        flops_per_s={dtype: one.figure for dtype, one in products.items()},
+        memory_Bps=memory.figure,
+        memory_bytes=_memory_bytes(hardware),
+        launch_s=launch_s,
+        inside_node=links[0],
+        between_nodes=links[1],
+        ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,
+        efficiency=Efficiency(attention=attention),
+        source=_source(hardware),
+    )
+    return Calibration(made, rows)
+
+
+def keep(calibration: Calibration, path: Path) -> None:
+    """Write the measured device to a file, beside others that it has."""
+    others = read(path) if path.exists() else {}
+    write({**others, calibration.device.name: calibration.device}.values(), path)
+
+
+def _before(name: str, hardware: torch.device, path: Path) -> Device:
+    known = read(path) if path.exists() else {}
+    if name in known:
+        return known[name]
+    return device(name if name in ("cpu", "a100", "h200") else "h100" if hardware.type == "cuda" else "cpu")
+
+
+def _source(hardware: torch.device) -> str:
+    threads = torch.get_num_threads()
+    what = f"{threads} thread{'s' * (threads > 1)}" if hardware.type == "cpu" else torch.cuda.get_device_name(hardware)
+    return f"measured on {platform.node()}, {what}, torch {torch.__version__}"
+
+
+def _memory_bytes(hardware: torch.device) -> float:
+    """A GPU's memory, or this rank's share of the machine's."""
+    if hardware.type == "cuda":
+        return float(torch.cuda.get_device_properties(hardware).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / environment.local_world_size()
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.latency_s * 1e6:.1f} us, {link.bandwidth_Bps / 1e9:.2f} GB/s"
+
+
+def _within(error: float) -> str:
+    return f"within {100 * error:.0f} %"

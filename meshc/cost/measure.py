@@ -1,0 +1,96 @@
+"""Measures what one device does: products by dtype, memory, and the overhead of an operator. Some seconds a device."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+
+import meshc.ops.attention  # noqa: F401 - registers the operator
+from meshc.cost.fit import Point
+
+BATCHES: Final = 7
+BATCH_S: Final = 0.02
+"""Seconds of a batch of runs at least; the fastest of BATCHES is taken, since what else runs on the machine only slows."""
+
+TOO_LONG_S: Final = 0.3
+"""No larger size is tried once a run takes as long: a dtype may have no fast kernel here."""
+
+SQUARES: Final = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+"""Sides of the matrices: what models have, from the smallest that fills the device on."""
+
+VECTORS: Final = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 24, 1 << 25, 1 << 26, 1 << 27)}
+"""Numbers in each operand of an addition in float32."""
+
+WORKING_SET: Final = 1 << 27
+"""Bytes that are gone through before the same are read again: a program does not read what it has just read, either."""
+
+HEADS: Final = {"cpu": (4, 8, 256, 64), "cuda": (8, 16, 2048, 64)}
+"""Batch, heads, sequence and head size of the attention that is measured."""
+
+SMALL: Final = 16
+
+
+def products(device: torch.device, dtype: torch.dtype) -> list[Point]:
+    """(flops, seconds) of square products."""
+    found: list[Point] = []
+    for side in SQUARES[device.type]:
+        x, y = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+        seconds = timed(lambda x=x, y=y: x @ y, device)  # type: ignore[misc]
+        found.append((2.0 * side**3, seconds))
+        if seconds > TOO_LONG_S / 8:  # the next takes eight times as long
+            break
+    return found
+
+
+def attention(device: torch.device) -> tuple[float, float]:
+    """(flops, seconds) of attention's kernel in float32, without a mask."""
+    q, k, v = (torch.ones(HEADS[device.type], device=device) for _ in range(3))
+    batch, heads, length, size = HEADS[device.type]
+    return 4.0 * batch * heads * length * length * size, timed(lambda: torch.ops.meshc.attention(q, k, v, None, False, 0.125), device)
+
+
+def additions(device: torch.device) -> list[Point]:
+    """(bytes read and written, seconds) of additions into fresh memory, as operators of a program make it."""
+    found: list[Point] = []
+    for count in VECTORS[device.type]:
+        pairs = [torch.ones(2, count, device=device) for _ in range(max(1, WORKING_SET // (8 * count)))]
+        turns = itertools.cycle(pairs)
+
+        def run(turns: Iterator[torch.Tensor] = turns) -> object:
+            x, y = next(turns).unbind()
+            return x + y
+
+        found.append((12.0 * count, timed(run, device)))
+    return found
+
+
+def overhead(device: torch.device) -> float:
+    """Seconds of an operator on a few numbers."""
+    x = torch.ones(SMALL, device=device)
+    return timed(lambda: x + x, device)
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a run. Runs of a batch are started one after another and waited for together, as those of a program are."""
+    _batch(run, 1, device)  # the first may load kernels
+    count = max(1, round(BATCH_S / max(_batch(run, 1, device), 1e-7)))
+    return min(_batch(run, count, device) for _ in range(BATCHES))
+
+
+def _batch(run: Callable[[], object], count: int, device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    wait(device)
+    return (time.perf_counter() - start) / count
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,132 @@
+"""Fitting gives back the figures that made the measurements; what is measured is kept and found again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshc import environment
+from meshc.cost import calibrate, fit, measure
+from meshc.cost.calibrate import BETWEEN, INSIDE
+from meshc.cost.devices import DTYPES, Link, device, for_mesh, read, write
+from meshc.cost.fit import Sample
+from meshc.cost.links import fastest
+from meshc.mesh import Mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
+
+
+def test_a_rate_is_found_beneath_its_overhead() -> None:
+    points = [(work, 2e-6 + work / 5e10) for work in (1e5, 1e7, 1e9)]
+    found = fit.rate(points, 2e-6)
+    assert found.figure == pytest.approx(5e10) and found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_small_and_large_sizes_count_alike() -> None:
+    """Two measurements that contradict each other meet in the middle, although one is a thousand times the other."""
+    found = fit.rate([(1e6, 1e6 / 1e9), (1e9, 1e9 / 3e9)], 0.0)
+    assert 1e9 < found.figure < 3e9 and found.error > 0.1
+
+
+def test_a_rate_needs_something_that_takes_time() -> None:
+    with pytest.raises(ValueError, match="longer than the overhead"):
+        fit.rate([(1.0, 1e-6)], 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("truth", [Link(5e-5, 2e9), Link(2e-6, 3e11)])
+def test_a_link_is_found_whichever_way_its_collectives_take(ranks: int, truth: Link) -> None:
+    launch_s = 3e-6
+    samples = [
+        Sample("all_reduce", ranks, size, launch_s + fastest("all_reduce", ranks, size, truth).seconds(truth)) for size in SIZES
+    ] + [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]
+    found, error = fit.link(samples, launch_s)
+    assert found.latency_s == pytest.approx(truth.latency_s, rel=1e-3)
+    assert found.bandwidth_Bps == pytest.approx(truth.bandwidth_Bps, rel=1e-3) and error < 1e-3
+
+
+def test_noise_moves_a_link_by_no_more_than_itself() -> None:
+    truth, generator = Link(5e-5, 2e9), torch.Generator().manual_seed(0)
+    noise = (0.9 + 0.2 * torch.rand(len(SIZES), generator=generator)).tolist()
+    samples = [Sample("send", 2, size, part * (truth.latency_s + size / 2e9)) for size, part in zip(SIZES, noise, strict=True)]
+    found, error = fit.link(samples, 0.0)
+    assert 0.9 * 5e-5 <= found.latency_s <= 1.1 * 5e-5 and 0.9 * 2e9 <= found.bandwidth_Bps <= 1.12 * 2e9 and error < 0.2
+
+
+def test_a_link_without_latency_has_none() -> None:
+    found, _ = fit.link([Sample("send", 2, size, size / 1e9 * (0.5 if size == SIZES[0] else 1)) for size in SIZES], 0.0)
+    assert found.latency_s == 0.0 and found.bandwidth_Bps == pytest.approx(1e9, rel=0.4)
+
+
+def test_a_link_that_cannot_be_told_is_refused() -> None:
+    with pytest.raises(ValueError, match="larger messages did not take longer"):
+        fit.link([Sample("send", 2, 1 << 20, 2e-3), Sample("send", 2, 1 << 25, 1e-3)], 0.0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring that ends at once: what is measured is not judged here."""
+    monkeypatch.setattr(measure, "BATCH_S", 1e-4)
+    monkeypatch.setattr(measure, "SQUARES", {"cpu": (64, 128)})
+    monkeypatch.setattr(measure, "VECTORS", {"cpu": (1 << 16, 1 << 18)})
+    monkeypatch.setattr(measure, "WORKING_SET", 1 << 20)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_calibration_is_kept_beside_others_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "devices.toml"
+    other = replace(device("h200"), source="measured elsewhere")
+    write([other], path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    truth = Link(4e-5, 1.5e9)
+    samples = {INSIDE: [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]}
+    found = calibrate.calibrate(torch.device("cpu"), samples, path)
+    calibrate.keep(found, path)
+    one = read(path)["cpu"]
+    assert read(path)["h200"] == other
+    assert one.inside_node.latency_s == pytest.approx(4e-5) and one.inside_node.bandwidth_Bps == pytest.approx(1.5e9)
+    assert one.between_nodes == device("cpu").between_nodes and one.ranks_per_node == 2
+    assert one.source.startswith("measured on ") and all(one.flops_per_s[dtype] > 0 for dtype in DTYPES)
+    table = found.table()
+    assert "link inside a node, 2 ranks  40.0 us, 1.50 GB/s" in table and f"link {BETWEEN}" in table and "not measured" in table
+    monkeypatch.setenv(environment.DEVICES, str(path))
+    assert for_mesh(Mesh("dp=2")) == one
+    again = calibrate.calibrate(torch.device("cpu"), {}, path)  # without a process group the links stay as they were measured
+    assert again.device.inside_node == one.inside_node and again.device.ranks_per_node == 2
+
+
+def test_a_dtype_without_a_fast_kernel_is_not_tried_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "timed", lambda run, device: 1.0)
+    assert measure.products(torch.device("cpu"), torch.float16) == [(2.0 * 128**3, 1.0)]
+
+
+SCRIPT = """
+import sys
+from meshc.__main__ import main
+from meshc.cost import measure
+from meshc.runtime import link_times
+
+measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
+link_times.SIZES = (1 << 10, 1 << 20)
+sys.exit(main(["calibrate", "--device", "cpu", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.processes
+def test_the_command_measures_links_under_a_launcher(tmp_path: Path) -> None:
+    script, path = tmp_path / "quick.py", tmp_path / "devices.toml"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "--out", str(path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"written to {path}") == 1 and "link inside a node, 2 ranks" in done.stdout
+    one = read(path)["cpu"]
+    assert one.ranks_per_node == 2 and one.inside_node != device("cpu").inside_node
