@@ -251,7 +251,7 @@ class _Fault(Exception):
         self.fix = fix
 
 
-def parse(text: str, links: Collection[Link] | None = None, name: str = "schedule") -> Schedule:
+def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> Schedule:
     """Reads what `str(schedule)` prints, with blank lines and comments (``#``). `ScheduleError` lists every line that cannot be read.
 
     A text that has actions alone gets its messages from `connect`, for ``links`` (a plain chain if not given). One that has any message has
@@ -276,12 +276,20 @@ def parse(text: str, links: Collection[Link] | None = None, name: str = "schedul
     if not found and not faults:
         faults.append("it has no line: write one for each rank, as in `0: F0.0 F0.1 B0.0 B0.1`")
     if faults:
-        raise ScheduleError("\n".join([f"{name} cannot be read:", *("  " + fault.replace("\n", "\n  ") for fault in faults)]))
+        raise ScheduleError("\n".join([f"{name or 'the schedule'} cannot be read:", *faults]).replace("\n", "\n  "))
     lists = [found[rank][1] for rank in range(len(found))]
     schedule = Schedule(tuple(map(tuple, lists)), name)
     if all(isinstance(item, Action) for item in itertools.chain(*lists)):
         schedule = connect(schedule.actions, chain(schedule.stages) if links is None else links, name)
     return replace(schedule, lines=tuple(found[rank][0] for rank in range(len(found))))
+
+
+def parse_instruction(text: str) -> Instruction:
+    """One instruction, as `str` prints it."""
+    try:
+        return _read_token(text, 0)
+    except _Fault as fault:
+        raise ScheduleError(f"{text!r} is no instruction: {fault.fix}") from None
 
 
 def _read_line(line: str) -> tuple[int, list[Instruction]]:

@@ -60,7 +60,7 @@ def test_a_text_of_actions_alone_gets_its_messages() -> None:
 
 def test_what_cannot_be_read_is_shown_with_a_caret_and_the_fix() -> None:
     assert refusal("0: F0.0 f0.1\nF1.0\n1: W1.0>0 SEND:F1.0 SEND:W1.0>0\n1: SEND:W1.0>0\n0: F0.1\n2: RECV:F2.0>2\n3: F0.1>1") == (
-        "schedule cannot be read:\n"
+        "the schedule cannot be read:\n"
         "  line 1: 0: F0.0 f0.1\n"
         "                  ^ write F, B, I or W with stage and microbatch, as in `F0.1`; or a message, as in `SEND:F0.1>1`\n"
         "  line 2: F1.0\n"

@@ -1,0 +1,122 @@
+"""A timeline as a picture: SVG with a row for each rank, or a few lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+from xml.sax.saxutils import escape
+
+from meshc.pipelining.schedule import OPS, Action
+from meshc.pipelining.timing import Event, Timeline
+
+COLOURS: Final = {"F": (106, 165, 227), "B": (99, 181, 106), "I": (240, 176, 79), "W": (196, 146, 224)}
+"""Red, green and blue of an op in the first stage of a rank. In its other stages they are paler."""
+
+_ROW, _GAP, _LEFT, _RIGHT, _TOP, _BOX = 26, 6, 64, 170, 58, 18
+"""Pixels: height of a row, space below it, margins, width of an action that is longer than a quarter of all."""
+_WIDEST = 6000
+_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def svg(timeline: Timeline) -> str:
+    """Rows are ranks, boxes actions, with the number of the microbatch; hovering shows the action and its times. Empty: no actions."""
+    events = [event for events in timeline.computed for event in events]
+    first_s = min((event.start_s for event in events), default=0.0)
+    lengths = sorted(event.end_s - event.start_s for event in events)
+    short_s = lengths[len(lengths) // 4] if lengths else 1.0
+    scale = min(_BOX / short_s if short_s > 0 else math.inf, _WIDEST / (timeline.makespan_s or 1.0))
+    width = timeline.makespan_s * scale
+    unit_s, unit = next(((s, name) for s, name in _UNITS if timeline.makespan_s >= s), _UNITS[-1])
+    bottom = _TOP + timeline.ranks * (_ROW + _GAP)
+    total = max(_LEFT + width + _RIGHT, 640.0)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{bottom + 44}" viewBox="0 0 {total:.0f} {bottom + 44}" '
+        'font-family="DejaVu Sans, Helvetica, sans-serif" font-size="11">',
+        f'<rect width="{total:.0f}" height="{bottom + 44}" fill="white"/>',
+        f'<text x="{_LEFT}" y="18"><tspan font-size="14" font-weight="bold">{escape(timeline.name or "pipeline")}</tspan>'
+        f'<tspan dx="16">{timeline.makespan_s / unit_s:.4g} {unit}, idle {100 * timeline.bubble:.1f} %</tspan></text>',
+        *_legend(timeline),
+        *_rows(timeline, width),
+        *(_box(event, _shade(timeline, event), first_s, scale, unit_s, unit) for event in events),
+        *_axis(timeline.makespan_s, scale, bottom, unit_s, unit),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    used = {(_action(event).op, _shade(timeline, event)) for events in timeline.computed for event in events}
+    x = _LEFT
+    for op in (op for op in OPS if any(op == seen for seen, _ in used)):
+        yield f'<rect x="{x}" y="30" width="14" height="14" fill="{_fill(op, 0)}" stroke="#444" stroke-width="0.5"/>'
+        yield f'<text x="{x + 19}" y="41">{OPS[op]} ({op})</text>'
+        x += 50 + 7 * len(OPS[op])
+    if any(shade for _, shade in used):
+        yield f'<text x="{x}" y="41">paler: later stages of the rank</text>'
+
+
+def _action(event: Event) -> Action:
+    assert isinstance(event.instruction, Action), "one of `timeline.computed`"
+    return event.instruction
+
+
+def _rows(timeline: Timeline, width: float) -> Iterator[str]:
+    peaks = timeline.peaks()
+    for rank in range(timeline.ranks):
+        y = _TOP + rank * (_ROW + _GAP)
+        yield f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">rank {rank}</text>'
+        yield f'<rect x="{_LEFT}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="#eee"/>'
+        idle = timeline.idle_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
+        yield f'<text x="{_LEFT + width + 8:.2f}" y="{y + 17}">idle {100 * idle:.1f} %, holds up to {peaks[rank]:g}</text>'
+
+
+def _shade(timeline: Timeline, event: Event) -> int:
+    """Which of its rank's stages an action is of, counted from 0."""
+    return sorted({_action(other).stage for other in timeline.computed[event.rank]}).index(_action(event).stage)
+
+
+def _fill(op: str, shade: int) -> str:
+    keep = 0.55**shade
+    return "#" + "".join(f"{round(255 - (255 - part) * keep):02x}" for part in COLOURS[op])
+
+
+def _box(event: Event, shade: int, first_s: float, scale: float, unit_s: float, unit: str) -> str:
+    action = _action(event)
+    x, width = _LEFT + (event.start_s - first_s) * scale, (event.end_s - event.start_s) * scale
+    y = _TOP + event.rank * (_ROW + _GAP)
+    label = str(action.microbatch)
+    size = min(11.0, (width - 2) / (0.64 * len(label)))
+    text = "" if size < 5 else f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle" font-size="{size:.1f}">{label}</text>'
+    times = f"{(event.start_s - first_s) / unit_s:.4g} to {(event.end_s - first_s) / unit_s:.4g} {unit}"
+    return (
+        f'<g><title>{action} on rank {event.rank}, {times}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" '
+        f'fill="{_fill(action.op, shade)}" stroke="#444" stroke-width="0.5"/>{text}</g>'
+    )
+
+
+def _axis(makespan_s: float, scale: float, bottom: int, unit_s: float, unit: str) -> Iterator[str]:
+    yield f'<line x1="{_LEFT}" y1="{bottom + 4}" x2="{_LEFT + makespan_s * scale:.2f}" y2="{bottom + 4}" stroke="#444"/>'
+    if makespan_s <= 0:
+        return
+    rough = 80 / scale  # seconds between ticks that are 80 pixels apart, rounded up to 1, 2 or 5 of a power of ten
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough * (1 - 1e-9))
+    for count in range(int(makespan_s / step * (1 + 1e-9)) + 1):
+        x = _LEFT + count * step * scale
+        yield f'<line x1="{x:.2f}" y1="{bottom + 4}" x2="{x:.2f}" y2="{bottom + 9}" stroke="#444"/>'
+        yield f'<text x="{x:.2f}" y="{bottom + 22}" text-anchor="middle">{count * step / unit_s:.6g} {unit}</text>'
+
+
+def text(timeline: Timeline, unit_s: float = 1.0) -> str:
+    """A line a rank, three columns for each ``unit_s`` seconds: ops and microbatches, in small letters for a rank's later stages."""
+    lines = []
+    start_s = min((event.start_s for events in timeline.computed for event in events), default=0.0)
+    for rank, events in enumerate(timeline.computed):
+        line = f"{rank}  "
+        for event in events:
+            label = f"{_action(event).op}{_action(event).microbatch}"
+            column = 3 + 3 * round((event.start_s - start_s) / unit_s)
+            line = line.ljust(column) + (label.lower() if _shade(timeline, event) else label)
+        lines.append(line.rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,27 @@
+"""Schedules as they are drawn: what a rank does and for which stage; the microbatches follow by counting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from meshc.pipelining.schedule import Action
+
+Step: TypeAlias = tuple[str, int]
+"""(op, stage)"""
+
+
+def numbered(steps: Iterable[Step]) -> list[Action]:
+    """Actions of steps: each stage takes its microbatches in order, in each of its ops. A whole backward counts as both of its halves."""
+    counts: Counter[Step] = Counter()
+    actions = []
+    for op, stage in steps:
+        actions.append(Action(op, stage, counts["I" if op == "B" else op, stage]))
+        counts.update([(half, stage) for half in ("IW" if op == "B" else op)])
+    return actions
+
+
+def without(lists: Iterable[Sequence[Action]], microbatches: int) -> list[list[Action]]:
+    """Lists less the microbatches from this number on. What is left waits for nothing that it did not wait for before."""
+    return [[action for action in actions if action.microbatch < microbatches] for actions in lists]
