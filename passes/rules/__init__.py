@@ -19,6 +19,7 @@ from meshc.passes.rules import (
     index,
     layout,
     linalg,
+    losses,
     normalisation,
     optimizer,
     pooling,
@@ -58,6 +59,7 @@ FAMILIES = (
     diagonal,
     segments,
     spatial,
+    losses,
     linalg,
     fourier,
 )

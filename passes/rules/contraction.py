@@ -52,6 +52,12 @@ def _addmv(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{bias}, m k, k -> m +k", node, tensors, lower=_lower_addmm)
 
 
+def _addr(node: Node, tensors: list[Node]) -> Rule:
+    """A matrix and the outer product of two vectors."""
+    matrix = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
+    return einsum(f"{matrix}, m, n -> m n", node, tensors)
+
+
 def _addbmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + the sum of all x @ w of a batch."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
@@ -63,3 +69,4 @@ RULES[aten.addmm.default] = _addmm
 RULES[aten.baddbmm.default] = _baddbmm
 RULES[aten.addbmm.default] = _addbmm
 RULES[aten.addmv.default] = _addmv
+RULES[aten.addr.default] = _addr

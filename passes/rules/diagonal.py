@@ -69,6 +69,29 @@ def _diagonal_scatter(node: Node, tensors: list[Node]) -> Rule:
     return Rule((matrix, _line(line, shape_of(tensors[1]))), (matrix,), ({},), whole, kind="carry", linear="all")
 
 
+def _diag_embed(node: Node, tensors: list[Node]) -> Rule:
+    """diag_embed(x [..., n], offset, dim1, dim2) -> a matrix for each row; rows and columns are whole."""
+    shape = result_shapes(node)[0]
+    rank = len(shape)
+    pair = {integer(argument(node, 2, "dim1", -2)) % rank, integer(argument(node, 3, "dim2", -1)) % rank}
+    rest = iter(f"d{i}" for i in range(rank - 2))
+    out = _line(tuple(f"m{i}" if i in pair else next(rest) for i in range(rank)), shape)
+    inside = _line((*(f"d{i}" for i in range(rank - 2)), "g"), shape_of(tensors[0]))
+    return Rule((inside,), (out,), ({},), frozenset({"g", *(f"m{i}" for i in pair)} & {*inside, *out}), kind="layout")
+
+
+def _block_diag(node: Node, tensors: list[Node]) -> Rule:
+    """Every block lies in rows and columns of its own."""
+    operands = tuple(_line(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))), shape_of(t)) for k, t in enumerate(tensors))
+    out = _line(("r", "c"), result_shapes(node)[0])
+    return Rule(operands, (out,), ({},), frozenset(letter for dims in (*operands, out) for letter in dims) - {ONE}, linear="all")
+
+
+def _trace(node: Node, tensors: list[Node]) -> Rule:
+    letters = _line(("r", "c"), shape_of(tensors[0]))
+    return Rule((letters,), ((),), ({},), frozenset(letters) - {ONE}, linear="each")
+
+
 RULES: dict[object, RuleFunction] = {
     aten.tril.default: _triangle,
     aten.triu.default: _triangle,
@@ -76,4 +99,7 @@ RULES: dict[object, RuleFunction] = {
     aten.diagonal_copy.default: _diagonal,
     aten.diagonal_backward.default: _diagonal_backward,
     aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.diag_embed.default: _diag_embed,
+    aten.block_diag.default: _block_diag,
+    aten.trace.default: _trace,
 }

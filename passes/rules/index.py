@@ -93,6 +93,13 @@ def _lower_take_backward(local: Local) -> Node:
     return local.emit(meshc.take_backward.default, grad, index, local.node.args[2], local.local_size("v"), local.start("v"))
 
 
+def _flat_take(node: Node, tensors: list[Node]) -> Rule:
+    """aten.take: an index into all entries, row by row."""
+    rows = " ".join(_index_letters(tensors[1]))
+    x = " ".join(f"v{d}!" for d in range(len(shape_of(tensors[0]))))
+    return einsum(f"{x}, {rows} -> {rows}", node, tensors, clean=(1,))
+
+
 def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
     """(dim, letters of x, letters of index): other dims pass where they have one size; where the index is shorter they must be whole."""
     shape, short = shape_of(x), shape_of(index)
@@ -180,6 +187,7 @@ RULES: dict[object, RuleFunction] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     meshc.take.default: _take,
     meshc.take_backward.default: _take_backward,
+    aten.take.default: _flat_take,
     aten.gather.default: _gather,
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,

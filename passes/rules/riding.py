@@ -4,19 +4,24 @@
     -(max over ranks of x)          =  min over ranks of -x                   it falls
     (sum over ranks of x) @ w       =  sum over ranks of x @ w                linear in each factor alone
     x[i], for x pending any way     =  pending the same way                   it picks entries
+    (mean over ranks of x) + y      =  mean over ranks of x + y               affine in x
 
-This is what is true; `propagate` lets sums ride where that saves a collective (`Rule.linear`), and finishes the others first.
+This is what is true; `propagate` lets sums ride where that saves a collective (`Rule.linear`), and finishes the others first. Averages are
+stated for what they say of the operators alone: a program has none, since it divides a sum at once. Nothing is said of NaN in a maximum or
+a minimum, of which backends think differently.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from math import nan
 
 import torch
 from torch.fx import Node
 
 from meshc.ir import operands, records
+from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
 from meshc.passes.rules.rule import Rule, dtype_of
 
 aten = torch.ops.aten
@@ -26,7 +31,10 @@ FLIPPED = {"max": "min", "min": "max", "sum": "sum"}
 
 @dataclass(frozen=True)
 class Ride:
-    """Operands at these positions, all pending over `reduction` alike, leave the result pending over `left` (over nothing if it is "")."""
+    """Operands at these positions, all pending over `reduction` alike, leave the result pending over `left` (over nothing if it is "").
+
+    Reductions are sum, max, min and avg. The other operands are whole on every rank.
+    """
 
     positions: tuple[int, ...]
     reduction: str
@@ -44,9 +52,19 @@ def _overloads(names: str) -> set[object]:
 
 RISES = _overloads(
     "relu sigmoid tanh exp exp2 expm1 sinh asinh atan erf floor ceil round trunc sign sgn hardtanh hardsigmoid softplus elu leaky_relu "
-    "clamp clamp_min clamp_max add.Scalar sub.Scalar positive deg2rad rad2deg special_ndtr hardshrink softshrink nan_to_num "
-    "round.decimals threshold special_modified_bessel_i1 bucketize.Tensor"
+    "celu clamp clamp_min clamp_max add.Scalar sub.Scalar positive deg2rad rad2deg special_ndtr hardshrink softshrink nan_to_num "
+    "round.decimals threshold special_modified_bessel_i1"
 )
+UNLESS_NEGATIVE: dict[object, tuple[str, ...]] = {
+    aten.leaky_relu.default: ("negative_slope",),
+    aten.elu.default: ("alpha", "scale", "input_scale"),
+}
+RISES_IN_FIRST = _overloads("bucketize.Tensor ldexp.Tensor native_dropout_backward")
+RISES_FROM_SOMEWHERE = _overloads("log log2 log10 log1p sqrt acosh")
+FALLS_FROM_SOMEWHERE = _overloads(
+    "rsqrt special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1"
+)
+"""They grow, or fall, where they are defined, which is above some number: if a minimum lies there, so does every rank's part of it."""
 FALLS = _overloads("neg erfc rsub.Scalar special_erfcx")
 RISES_IN_EACH = _overloads(
     "maximum minimum fmax fmin add.Tensor where.self clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp logaddexp2"
@@ -66,17 +84,18 @@ TOGETHER = {
 """Of one reduction they are themselves: it may be done before or after, on all operands at once."""
 
 PRODUCTS = _overloads("mul.Tensor mm bmm mv dot vdot linalg_cross")
-BIASED = _overloads("addmm baddbmm addbmm addmv")
+SCALED = _overloads("mul.Scalar div.Scalar mul.Tensor div.Tensor")
+"""With a number for their second argument they grow, or fall where it is negative."""
+BIASED = _overloads("addmm baddbmm addbmm addmv addr addcmul")
 LINEAR_IN_FIRST = _overloads(
-    "div.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py "
-    "cumsum tril triu view_as_real view_as_complex real imag conj_physical _conj grid_sampler_2d grid_sampler_3d "
+    "deg2rad rad2deg positive div.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py "
+    "polar cumsum tril triu view_as_real view_as_complex real imag conj_physical _conj grid_sampler_2d grid_sampler_3d "
     "threshold_backward tanh_backward sigmoid_backward silu_backward gelu_backward hardtanh_backward leaky_relu_backward softplus_backward "
     "mish_backward hardswish_backward hardsigmoid_backward log_sigmoid_backward native_dropout_backward _softmax_backward_data "
     "_log_softmax_backward_data native_layer_norm_backward avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward "
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward upsample_nearest2d "
-    "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d upsample_bicubic2d upsample_nearest3d _upsample_nearest_exact3d "
-    "upsample_trilinear3d upsample_nearest2d.vec upsample_bilinear2d upsample_bilinear2d.vec "
+    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
+    "upsample_linear1d upsample_bicubic2d upsample_trilinear3d upsample_bilinear2d upsample_bilinear2d.vec "
     "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_bilinear2d_aa max_unpool2d max_unpool3d "
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "
     "replication_pad3d_backward cholesky_solve"
@@ -84,7 +103,8 @@ LINEAR_IN_FIRST = _overloads(
 RUNS = (torch.ops.meshc.grouped_mm.default, torch.ops.meshc.grouped_outer.default)
 LINEAR_IN_SECOND = _overloads("linalg_solve_triangular")
 LINEAR_IN_THIRD = _overloads("linalg_lu_solve")
-LINEAR_TOGETHER = {
+LINEAR_TOGETHER: dict[object, tuple[int, ...]] = {
+    **{op: (0, 1) for op in _overloads("lerp.Scalar lerp.Tensor rsub.Tensor addcdiv")},
     aten.where.self: (1, 2),
     aten.complex.default: (0, 1),
     aten.index_add.default: (0, 2),
@@ -96,21 +116,31 @@ LINEAR_TOGETHER = {
     aten.index_put.default: (0, -1),
     aten._unsafe_index_put.default: (0, -1),
 }
+AFFINE: dict[object, tuple[tuple[int, ...], ...]] = {
+    **{op: ((0,),) for op in _overloads("add.Scalar sub.Scalar rsub.Scalar add.Tensor sub.Tensor constant_pad_nd masked_fill.Scalar")},
+    **{op: ((0,),) for op in _overloads("index_fill.int_Scalar scatter.value")},
+    **{op: ((1,),) for op in _overloads("where.ScalarOther where.ScalarSelf")},
+    aten.lerp.Tensor: ((2,),),
+    aten.binary_cross_entropy_with_logits.default: ((1,),),
+}
+"""Operands in which, together, an operator is linear but for a number that its call gives."""
 PICKS = _overloads(
     "index_select gather embedding index.Tensor _unsafe_index.Tensor reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-    "replication_pad2d replication_pad3d unfold_copy"
+    "replication_pad2d replication_pad3d unfold_copy take upsample_nearest1d upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
+    "_upsample_nearest_exact1d _upsample_nearest_exact3d"
 )
 """Every entry of their result is an entry of operand 0."""
 
 JOINS = _overloads(
-    "cat stack where.self scatter.src index_copy slice_scatter select_scatter diagonal_scatter masked_fill.Tensor index_fill.int_Tensor"
+    "cat stack block_diag where.self index_put scatter.src index_copy slice_scatter select_scatter diagonal_scatter masked_fill.Tensor "
+    "index_fill.int_Tensor"
 )
-"""Every entry of their result is an entry of some operand that is no index and no condition."""
+"""Every entry of their result is an entry of some operand that is no index and no condition, or zero."""
 
-BLANKS = _overloads("masked_fill.Scalar where.ScalarOther index_fill.int_Scalar")
-"""Some entries become a number."""
+BLANKS = _overloads("masked_fill.Scalar where.ScalarOther index_fill.int_Scalar tril triu max_unpool2d max_unpool3d")
+"""Every entry of their result is an entry of operand 0 (of `where`, of operand 1), or a number."""
 
-
+MEANS = _overloads("mean mean.dim")
 LIKES = _overloads(
     "zeros_like ones_like full_like empty_like zero fill.Scalar new_zeros new_ones new_full new_empty new_empty_strided"
 )
@@ -120,12 +150,25 @@ LIKES = _overloads(
 def rides(node: Node, rule: Rule) -> list[Ride]:
     """Everything that may ride through this call. Complex numbers and truths have sums at most."""
     count = len(rule.operands)
-    if rule.settles or not count:
+    if not count:
         return []
+    if rule.settles:
+        return [Ride((0,), how, how) for how in EXTREMES] if _rounds(node) else []
     if node.target in LIKES:
-        return [Ride((0,), how, "") for how in ("sum", *(() if _complex(node) else EXTREMES))]
-    found = [*_linear(node, rule, count), *_multilinear(node, count), *_extremes(node, rule, count)]
-    return list(dict.fromkeys(found))
+        return [Ride((0,), how, "") for how in ("sum", "avg", *(() if _complex(node) else EXTREMES))]
+    sums = [*_linear(node, rule, count), *_multilinear(node, count)]
+    return list(dict.fromkeys([*sums, *_averages(node, sums, count), *_extremes(node, rule, count)]))
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a cast keeps the order of numbers: as for sums, no rank's part may be beyond what the new type holds."""
+    source, target = dtype_of(operands(node)[0]), dtype_of(node)
+    return node.target is aten._to_copy.default and not _complex(node) and source != torch.bool and target not in (torch.bool, torch.uint8)
+
+
+def averages_parts(node: Node) -> bool:
+    """Whether what the rule sums, each rank's part divided by the size of the whole, is the average of what equal parts give."""
+    return node.target in MEANS or node.target in PLACES and reduction_of(node) == MEAN
 
 
 def _linear(node: Node, rule: Rule, count: int) -> list[Ride]:
@@ -159,22 +202,45 @@ def _multilinear(node: Node, count: int) -> list[Ride]:
     return [Ride(positions, "sum", "sum") for positions in alone]
 
 
+def _averages(node: Node, sums: list[Ride], count: int) -> list[Ride]:
+    """What lets sums through in operands J together lets averages through in any of J, the rest of J being whole on every rank.
+
+    For f additive jointly in J, f(t / n) = f(t) / n, and operands (x_i, y) of the ranks i, x_i in the part that is pending and y in the
+    rest, have the mean (mean of x_i, y). So the mean of f(x_i, y) is f(mean of x_i, y). A constant beside f, as in AFFINE, is its own mean;
+    a sum it would enter once a rank.
+    """
+    affine = [positions for positions in AFFINE.get(node.target, ()) if max(positions) < count]
+    together = [*(ride.positions for ride in sums), *affine]
+    some = [chosen for positions in together for size in range(len(positions)) for chosen in itertools.combinations(positions, size + 1)]
+    return [Ride(chosen, "avg", "avg") for chosen in some]
+
+
 def _extremes(node: Node, rule: Rule, count: int) -> list[Ride]:
     target, found = node.target, []
-    weighted = any(name in node.kwargs for name in ("alpha", "reduce"))
+    weighted = any(name in node.kwargs for name in ("alpha", "reduce")) or target is aten.index_put.default and True in node.args[3:]
     data = [position for position, operand in enumerate(operands(node)) if dtype_of(operand).is_floating_point]
     if _complex(node) or weighted:
         return []
-    if target in RISES and (count == 1 or target is aten.bucketize.Tensor) or target in PICKS:
+    if target in RISES_IN_FIRST or target in PICKS or _grows(node, count):
         found = [Ride((0,), how, how) for how in EXTREMES]
     elif target in FALLS:
         found = [Ride((0,), how, FLIPPED[how]) for how in EXTREMES]
+    elif target in RISES_FROM_SOMEWHERE:
+        found = [Ride((0,), "min", "min")]
+    elif target in FALLS_FROM_SOMEWHERE:
+        found = [Ride((0,), "min", "max")]
+    elif target in SCALED and count == 1 and isinstance(node.args[1], int | float):
+        found = [Ride((0,), how, how if node.args[1] >= 0 else FLIPPED[how]) for how in EXTREMES]
+    elif target is aten.lerp.Scalar and 0 <= _weight(node, "weight") <= 1:
+        found = [Ride((place,), how, how) for place, how in itertools.product((0, 1), EXTREMES)]
     elif target in BLANKS:
         found = [Ride((int(target is aten.where.ScalarOther),), how, how) for how in EXTREMES]
     elif target in RISES_IN_EACH or target in JOINS:
         found = [Ride((position,), how, how) for position, how in itertools.product(data, EXTREMES)]
-    elif target is aten.sub.Tensor:
+    elif target in (aten.sub.Tensor, aten.rsub.Tensor):
         rising, falling = ((0,), (1,)) if count == 2 else ((0,), ()) if isinstance(node.args[0], Node) else ((), (0,))
+        if target is aten.rsub.Tensor:
+            rising, falling = falling, rising
         found = [Ride((place,), how, how) for place in rising for how in EXTREMES]
         found += [Ride((place,), how, FLIPPED[how]) for place in falling for how in EXTREMES]
     if target in JOINS:
@@ -182,6 +248,24 @@ def _extremes(node: Node, rule: Rule, count: int) -> list[Ride]:
     if target in TOGETHER:
         found.append(Ride(tuple(range(count)), TOGETHER[target], TOGETHER[target]))
     return found
+
+
+def _grows(node: Node, count: int) -> bool:
+    """Whether the numbers of a call of what RISES, or has a bias, are such that it does grow with its first operand."""
+    if node.target in BIASED:
+        return _weight(node, "beta") >= 0 or node.target is aten.addcmul.default
+    if node.target is aten.threshold.default:
+        return _weight(node, "value") <= _weight(node, "threshold")
+    return node.target in RISES and count == 1 and all(_weight(node, name) >= 0 for name in UNLESS_NEGATIVE.get(node.target, ()))
+
+
+def _weight(node: Node, name: str) -> float:
+    """A number that the call gives, or what its schema has in its place; NaN, which is no bound, for what is no real number."""
+    for argument, given in itertools.zip_longest(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
+        if argument.name == name:
+            found = node.kwargs.get(name, argument.default_value) if given is None else given
+            return float(found) if isinstance(found, int | float) else nan
+    return nan
 
 
 def _complex(node: Node) -> bool:

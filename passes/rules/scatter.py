@@ -93,11 +93,26 @@ def _one_longer(local: Local, x: Node, dim: int) -> Node:
     return local.emit(aten.cat.default, [x, local.emit(aten.slice.Tensor, x, dim, 0, 1)], dim)
 
 
+def _masked_put(node: Node, tensors: list[Node]) -> Rule | None:
+    """x[mask] = values, for one mask over neighbouring dims: they are whole where there is a value for each of its truths."""
+    indices: Any = node.args[1]
+    masks = [place for place, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or dtype_of(tensors[1]) != torch.bool:
+        return None
+    (start,), (x, mask, values) = masks, map(shape_of, tensors)
+    end = start + len(mask)
+    several = len(values) > len(x) - end and values[len(values) - (len(x) - end) - 1] != 1
+    letters = [f"m{d}{'!' * several}" if start <= d < end else f"a{d}" for d in range(len(x))]
+    written = [*letters[:start], "n!" if several else ONE, *letters[end:]]
+    rows = (letters, letters[start:end], written[len(written) - len(values) :])
+    return einsum(f"{', '.join(map(' '.join, rows))} -> {' '.join(letters)}", node, tensors, lower=_lower_index_put)
+
+
 def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
     """Rows written one over the other must all be there; rows that add up may be split, and x then counts once."""
     found = indexed(node, tensors)
     if found is None:
-        return None
+        return _masked_put(node, tensors)
     x, letters, out = found
     values = out[len(out) - len(shape_of(tensors[-1])) :]
     text = f"{', '.join(' '.join(row) for row in (x, *letters, values))} -> {' '.join(x)}"

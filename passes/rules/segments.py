@@ -96,9 +96,7 @@ def _filled(local: Local, x: Node, amounts: list[int]) -> Node:
 
 
 def _searched(node: Node, tensors: list[Node]) -> Rule | None:
-    """searchsorted(sorted rows, values) and bucketize(values, borders): every value is looked for by itself in a whole row."""
-    if node.target is aten.bucketize.Tensor:
-        return einsum("..., s! -> ...", node, tensors)
+    """searchsorted(sorted rows, values): every value is looked for by itself in a whole row."""
     rows, values = (shape_of(tensor) for tensor in tensors[:2])
     if len(tensors) != 2 or dtype_of(node) not in (torch.int64, torch.int32):
         return None
@@ -110,6 +108,19 @@ def _searched(node: Node, tensors: list[Node]) -> Rule | None:
 
 def _text(text: str) -> RuleFunction:
     return lambda node, tensors: einsum(text, node, tensors)
+
+
+def _bucketize(node: Node, tensors: list[Node]) -> Rule:
+    """bucketize(values, borders): how many borders lie below, so that tiles of the borders add up."""
+    return einsum("..., s -> ... +s", node, tensors, lower=_lower_bucketize, self_masked=True, major=frozenset("s"))
+
+
+def _lower_bucketize(local: Local) -> Node:
+    values, borders = local.operands
+    made = local.call(values, local.neutralise(borders, "s", float("inf"), 1))
+    if not local.axes("s"):
+        return made
+    return local.emit(aten.clamp.default, made, None, local.count("s"))  # a value may lie above the borders of the padding too
 
 
 RULES: dict[object, RuleFunction] = {
@@ -126,5 +137,5 @@ RULES: dict[object, RuleFunction] = {
     meshc.grouped_mm.default: _text("r! k, g! k n, g! -> r! n +k"),
     meshc.grouped_outer.default: _text("r! k, r! n, g! -> g! k n"),
     aten.searchsorted.Tensor: _searched,
-    aten.bucketize.Tensor: _searched,
+    aten.bucketize.Tensor: _bucketize,
 }

@@ -1,6 +1,7 @@
 """Reductions that are not the sum of their parts: products, variances, norms, logarithms of sums of exponentials.
 
-Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is never pending.
+Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is not pending; but
+for norms that are sums or extremes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,22 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
 """(local, x, dims that go, axes that split them) -> the reduction of all ranks' x, with the dims kept as 1."""
+
+
+def _vector_norm(dim: int, keep: int) -> RuleFunction:
+    """Of 0 and 1 the ranks' norms add up, of infinities their extreme counts; others finish themselves."""
+    finish = _finished(_norm, dim, keep)
+
+    def rule(node: Node, tensors: list[Node]) -> Rule | None:
+        given: Any = argument(node, 1, "p", None)
+        how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(2.0 if given is None else float(given))
+        if how is None:
+            return finish(node, tensors)
+        dims = argument(node, dim, "dim", None) if dim >= 0 else None
+        kept = bool(argument(node, keep, "keepdim", False)) if keep >= 0 else False
+        return reduce(node, tensors[:1], dims, kept, how, neutral=inf if how == "min" else 0.0)
+
+    return rule
 
 
 def _finished(combine: Combine, dim: int, keep: int) -> RuleFunction:
@@ -90,10 +107,6 @@ def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     p = 2.0 if given is None else float(given)
     x = _masked(local, x, dims, inf if p < 0 else 0.0)
     mine = local.emit(aten.linalg_vector_norm.default, x, p, dims, True, **_result_dtype(local))
-    if p in (inf, -inf):
-        return local.all_reduce(mine, axes, "max" if p > 0 else "min")
-    if p in (0.0, 1.0):
-        return local.all_reduce(mine, axes, "sum")
     total = local.all_reduce(local.emit(aten.pow.Tensor_Scalar, mine, p), axes, "sum")
     return local.emit(aten.pow.Tensor_Scalar, total, 1.0 / p)
 
@@ -123,8 +136,8 @@ RULES: dict[object, RuleFunction] = {
     aten.var.dim: _finished(_var, 1, 3),
     aten.std.correction: _finished(_std, 1, 3),
     aten.std.dim: _finished(_std, 1, 3),
-    aten.linalg_vector_norm.default: _finished(_norm, 2, 3),
-    aten.norm.ScalarOpt_dim: _finished(_norm, 2, 3),
-    aten.norm.Scalar: _finished(_norm, -1, -1),
+    aten.linalg_vector_norm.default: _vector_norm(2, 3),
+    aten.norm.ScalarOpt_dim: _vector_norm(2, 3),
+    aten.norm.Scalar: _vector_norm(-1, -1),
     aten.logsumexp.default: _finished(_logsumexp, 1, 2),
 }

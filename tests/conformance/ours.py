@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from meshc.passes.rules.riding import rides
+from meshc.passes.rules.riding import averages_parts, rides
 from tests.conformance.dtensor import Combination
 from tests.rules.brute_force import OneOp, Sample, build
 
+EVERYWHERE = ("P(avg)", "P(max)", "P(min)")
+"""What is whole on every rank is its own mean, maximum and minimum over the ranks."""
 Dims = tuple[tuple[tuple[str, int], ...], ...]
 
 
@@ -18,16 +20,25 @@ def placements(sample: Sample) -> set[Combination]:
     for ride in rides(one.node, one.instance.rule):
         given = tuple(f"P({ride.reduction})" if place in ride.positions else "R" for place in range(len(one.tensors)))
         found.add((given, (f"P({ride.left})" if ride.left else "R",) * len(one.expected)))
+    whole = {given for given, made in found if all(place == "R" for place in made)}
+    found |= {(given, (name,) * len(one.expected)) for given in whole for name in EVERYWHERE}
     return {combination for combination in found if any(place != "R" for place in combination[0])}
 
 
 def _split(one: OneOp, token: tuple[str, int]) -> Combination | None:
-    """A letter's split; None where an inner factor of a dim is split, for which placements have no word."""
+    """A letter's split; None where an inner factor of a dim is split, for which placements have no word, or a window needs neighbours."""
     instance = one.instance
-    given = [_place(dims, token) for dims in instance.operands]
+    tied = instance.tied.get(token, token)
+    if tied != token:
+        window = instance.rule.windows[token[0]][1]
+        if window.offset != 0 or window.span > window.stride:
+            return None
+    read = {tied: token}
+    given = [_place(tuple(tuple(read.get(name, name) for name in row) for row in dims), token) for dims in instance.operands]
     made = []
     for dims, sums in zip(instance.results, instance.sums, strict=True):
-        made.append(f"P({sums[token]})" if token in sums else _place(dims, token))
+        how = "avg" if averages_parts(one.node) else sums.get(token)
+        made.append(f"P({how})" if token in sums else _place(dims, token))
     if None in given or None in made:
         return None
     return tuple(place or "" for place in given), tuple(place or "" for place in made)

@@ -226,6 +226,8 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
         for zero in (False, True) if chosen and knows else (False,):
             check(sample, one, run(one, mesh, chosen, zero=zero), f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}")
         ran += 1
+    if rule.settles:  # partition finishes what is pending before these; what rides is said of the operator itself
+        one.factors.instances[one.node] = replace(one.instance, rule=replace(rule, kind="compute", settles=False))
     for ride in rides(one.node, rule):
         if not all(one.tensors[position].is_floating_point() for position in ride.positions):
             continue

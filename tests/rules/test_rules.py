@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from meshc.mesh import Mesh
-from meshc.passes.rules import FAMILIES, convolution, elementwise, layout, pooling, reduction
+from meshc.passes.rules import FAMILIES, convolution, elementwise, layout, pooling, reduction, riding
 from meshc.passes.rules.rule import Rule, einsum, pointwise
 from tests.rules.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
@@ -299,4 +299,14 @@ def test_a_planted_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: 
         monkeypatch.delitem(family.RULES, op, raising=False)
     monkeypatch.setitem(FAMILIES[0].RULES, op, wrong)
     with pytest.raises((AssertionError, RuntimeError)):
+        prove(call)
+
+
+@pytest.mark.parametrize("op", [aten.exp.default, aten.sigmoid.default], ids=str)
+def test_a_planted_wrong_ride_is_caught(monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
+    """Averages do not pass through what is not affine."""
+    call = pointwise_sample(op)
+    assert call is not None
+    monkeypatch.setitem(riding.AFFINE, op, ((0,),))
+    with pytest.raises(AssertionError, match="avg"):
         prove(call)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.coverage_page import put
+from tests.zoo.operators import operators, used
 from tests.zoo.run import MESHES, NAMES, run
 from tests.zoo.table import key, table
 
@@ -23,6 +24,12 @@ def test_a_family_means_what_it_means_and_is_split(name: str, mesh: str) -> None
     assert (row["inference"], row["training"]) == ("ok", "ok")
     assert row["whole"] == []
     assert row["share_legal"]["tp"] >= 0.95, row["largest_whole"]
+
+
+def test_the_list_of_operators_has_those_of_a_family() -> None:
+    found = operators("mixer", train=True)
+    assert found >= {"aten.addmm", "aten.native_layer_norm", "aten.gelu_backward"}
+    assert found <= used()
 
 
 def rows() -> dict[str, dict[str, object]]:

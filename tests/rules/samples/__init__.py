@@ -18,6 +18,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     index,
     layout,
     linalg,
+    losses,
     normalisation,
     optimizer,
     pooling,

@@ -34,3 +34,7 @@ for _p in (1.0, 2.0, 3.0):
     sample(aten._cdist_backward.default, f(2, 5, 7), _near, _far, _p, _apart)
 sample(aten.addmv.default, f(5), f(5, 4), f(4), beta=0.5)
 sample(aten.addmv.default, f(()), f(5, 4), f(4))
+sample(aten.addr.default, f(5, 4), f(5), f(4), alpha=0.5)
+sample(aten.addr.default, f(4), f(5), f(4), beta=0.3)
+sample(aten.addr.default, f(5, 1), f(5), f(4))
+sample(aten.addmm.default, f(5, 7), f(5, 4), f(4, 7), beta=-0.5)

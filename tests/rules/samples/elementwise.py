@@ -58,3 +58,14 @@ sample(aten.rrelu_with_noise_backward.default, f(5, 4), f(5, 4), f(5, 4), 0.1, 0
 sample(aten.rsub.Tensor, f(5, 4), f(4))
 sample(aten.rsub.Scalar, f(5, 4), 2.0)
 sample(aten.log_sigmoid_forward.default, f(5, 4))
+for _number in (-0.5, 0.5):
+    for op in (aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor, aten.leaky_relu.default, aten.elu.default):
+        sample(op, f(5, 4), _number)
+    sample(aten.lerp.Scalar, f(5, 4), f(4), _number)
+sample(aten.lerp.Scalar, f(5, 4), f(4), 1.5)
+sample(aten.lerp.Tensor, f(5, 4), f(4), f(5, 1))
+sample(aten.addcdiv.default, f(5, 4), f(4), f(5, 1), value=-0.5)
+for _number in (-1.0, 1.0):
+    sample(aten.threshold.default, f(5, 4), 0.1, _number)
+for op in (aten.log, aten.log2, aten.log10, aten.log1p, aten.sqrt, aten.acosh, aten.rsqrt):
+    sample(op.default, 2 * f(5, 4))

@@ -39,3 +39,6 @@ sample(ours.grouped_outer.default, f(9, 6), f(9, 10), _runs, refine={0: (9, 2, 3
 sample(aten.searchsorted.Tensor, f(7).sort()[0], f(5, 4))
 sample(aten.searchsorted.Tensor, f(5, 7).sort()[0], f(5, 4), right=True)
 sample(aten.bucketize.Tensor, f(5, 4), f(7).sort()[0])
+sample(aten.bucketize.Tensor, f(7, 4), f(5).sort()[0], right=True)
+sample(aten.bucketize.Tensor, i(9, 4), i(9, 5).sort()[0], out_int32=True)
+sample(aten.bucketize.Tensor, torch.tensor([9.0, float("inf"), float("nan"), -1.0]), f(5).float().sort()[0], right=True)
