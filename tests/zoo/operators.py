@@ -15,14 +15,14 @@ from pathlib import Path
 
 from meshc.allowed import spelling
 from tests.captured import Captured
-from tests.zoo.run import NAMES, case, first_line, is_single
+from tests.zoo.run import NAMES, case, first_line
 
 LIST = Path(__file__).resolve().parent / "operators.txt"
 
 
 def operators(name: str, train: bool) -> set[str]:
     """Operators of one family's graph, as programs spell them."""
-    graph = Captured(case(name), train=train, double=not is_single(name)).draft.graph
+    graph = Captured(case(name), train=train, double=True).draft.graph
     return {spelling(node.target) for node in graph.nodes if node.op == "call_function"} - {"getitem", "_operator.getitem"}
 
 
