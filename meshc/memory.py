@@ -60,10 +60,18 @@ def updates(node: Node) -> Iterator[tuple[Node, Node]]:
         yield node.args[0], node.args[1]  # type: ignore[misc]
 
 
+def output_bytes(stage: Stage) -> dict[str, int]:
+    """Bytes of each tensor that a stage gives, by key, whatever storage it shares."""
+    (output,) = stage.graph.find_nodes(op="output")
+    given = zip(stage.outputs, output.args[0], strict=True)
+    return {key: ir.local_bytes(ir.record(value)) for key, value in given if isinstance(value, Node) and ir.is_tensor(value)}
+
+
 def peak(program: Program) -> Peak:
     """The peak over one call."""
     best = Peak()
     carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
+    made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
     walked: dict[str, tuple[Peak, dict[str, int]]] = {}
     for instruction in program.schedule:
         if instruction.op == "run":
@@ -77,8 +85,8 @@ def peak(program: Program) -> Peak:
                 best = Peak(waiting + inside.total, inside.gradients + grown, inside.at)
             carried.update(leaves)
         elif instruction.op == "add":
-            size = carried.pop(instruction.value, 0)
-            carried[instruction.into] = max(carried.get(instruction.into, 0), size)
+            carried.pop(instruction.value, None)
+            carried[instruction.into] = made[instruction.value]  # a sum of its own, also of a part that shared a larger storage
     return best
 
 

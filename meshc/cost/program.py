@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from meshc import ir, memory, spmd
+from meshc import memory, spmd
 from meshc.cost.devices import Device
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.errors import CompileError
 from meshc.mesh import Mesh
-from meshc.program import Program, Stage, sizes
+from meshc.program import Program, sizes
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def stage_seconds(graph: Graph, mesh: Mesh, device: Device) -> Seconds:
 def program_seconds(program: Program, device: Device) -> Seconds:
     """One call of a program: its schedule, instruction after instruction. Raises CompileError for one that it does not know."""
     stages = {name: stage_seconds(stage.graph, program.mesh, device) for name, stage in program.stages.items()}
-    made = {key: size for stage in program.stages.values() for key, size in _outputs(stage).items()}
+    made = {key: size for stage in program.stages.values() for key, size in memory.output_bytes(stage).items()}
     sums: set[str] = set()
     total = Seconds()
     for instruction in program.schedule:
@@ -84,16 +84,6 @@ def program_seconds(program: Program, device: Device) -> Seconds:
         else:
             raise CompileError(f"the cost model does not know the instruction {instruction.op} of the schedule")
     return total
-
-
-def _outputs(stage: Stage) -> dict[str, int]:
-    """Bytes of what a stage makes, by key."""
-    (output,) = stage.graph.find_nodes(op="output")
-    found = {}
-    for key, value in zip(stage.outputs, output.args[0], strict=True):
-        if isinstance(value, Node) and ir.is_tensor(value):
-            found[key] = ir.local_bytes(ir.record(value))
-    return found
 
 
 def rank_bytes(program: Program) -> int:
