@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 from xml.sax.saxutils import escape
 
@@ -30,29 +30,30 @@ def svg(timeline: Timeline) -> str:
     unit_s, unit = next(((s, name) for s, name in _UNITS if timeline.makespan_s >= s), _UNITS[-1])
     bottom = _TOP + timeline.ranks * (_ROW + _GAP)
     total = max(_LEFT + width + _RIGHT, 640.0)
+    shades = _shades(timeline)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{bottom + 44}" viewBox="0 0 {total:.0f} {bottom + 44}" '
         'font-family="DejaVu Sans, Helvetica, sans-serif" font-size="11">',
         f'<rect width="{total:.0f}" height="{bottom + 44}" fill="white"/>',
         f'<text x="{_LEFT}" y="18"><tspan font-size="14" font-weight="bold">{escape(timeline.name or "pipeline")}</tspan>'
         f'<tspan dx="16">{timeline.makespan_s / unit_s:.4g} {unit}, idle {100 * timeline.bubble:.1f} %</tspan></text>',
-        *_legend(timeline),
+        *_legend(timeline, shades),
         *_rows(timeline, width),
-        *(_box(event, _shade(timeline, event), first_s, scale, unit_s, unit) for event in events),
+        *(_box(event, shades[event.rank, _action(event).stage], first_s, scale, unit_s, unit) for event in events),
         *_axis(timeline.makespan_s, scale, bottom, unit_s, unit),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
-    used = {(_action(event).op, _shade(timeline, event)) for events in timeline.computed for event in events}
+def _legend(timeline: Timeline, shades: Mapping[tuple[int, int], int]) -> Iterator[str]:
+    used = {_action(event).op for events in timeline.computed for event in events}
     x = _LEFT
-    for op in (op for op in OPS if any(op == seen for seen, _ in used)):
+    for op in (op for op in OPS if op in used):
         yield f'<rect x="{x}" y="30" width="14" height="14" fill="{_fill(op, 0)}" stroke="#444" stroke-width="0.5"/>'
         yield f'<text x="{x + 19}" y="41">{OPS[op]} ({op})</text>'
         x += 50 + 7 * len(OPS[op])
-    if any(shade for _, shade in used):
+    if any(shades.values()):
         yield f'<text x="{x}" y="41">paler: later stages of the rank</text>'
 
 
@@ -71,9 +72,10 @@ def _rows(timeline: Timeline, width: float) -> Iterator[str]:
         yield f'<text x="{_LEFT + width + 8:.2f}" y="{y + 17}">idle {100 * idle:.1f} %, holds up to {peaks[rank]:g}</text>'
 
 
-def _shade(timeline: Timeline, event: Event) -> int:
-    """Which of its rank's stages an action is of, counted from 0."""
-    return sorted({_action(other).stage for other in timeline.computed[event.rank]}).index(_action(event).stage)
+def _shades(timeline: Timeline) -> Mapping[tuple[int, int], int]:
+    """(rank, stage) -> which of its rank's stages it is, counted from 0."""
+    stages = [sorted({_action(event).stage for event in events}) for events in timeline.computed]
+    return {(rank, stage): shade for rank, mine in enumerate(stages) for shade, stage in enumerate(mine)}
 
 
 def _fill(op: str, shade: int) -> str:
@@ -111,12 +113,13 @@ def _axis(makespan_s: float, scale: float, bottom: int, unit_s: float, unit: str
 def text(timeline: Timeline, unit_s: float = 1.0) -> str:
     """A line a rank, three columns for each ``unit_s`` seconds: ops and microbatches, in small letters for a rank's later stages."""
     lines = []
+    shades = _shades(timeline)
     start_s = min((event.start_s for events in timeline.computed for event in events), default=0.0)
     for rank, events in enumerate(timeline.computed):
         line = f"{rank}  "
         for event in events:
             label = f"{_action(event).op}{_action(event).microbatch}"
             column = 3 + 3 * round((event.start_s - start_s) / unit_s)
-            line = line.ljust(column) + (label.lower() if _shade(timeline, event) else label)
+            line = line.ljust(column) + (label.lower() if shades[rank, _action(event).stage] else label)
         lines.append(line.rstrip())
     return "\n".join(lines)

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from functools import cache
 
 from meshc.errors import ScheduleError
-from meshc.passes.schedules.kind import Kind
-from meshc.pipelining.schedule import Link, Schedule, chain, connect
+from meshc.passes.schedules.kind import Kind, Lists
+from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
 from meshc.pipelining.timing import Costs
 
 
@@ -36,19 +36,37 @@ def get(name: str) -> Kind:
 
 
 def build(
-    kind: Kind | str,
+    wanted: str | Kind | Lists | Schedule,
     ranks: int,
     microbatches: int,
     stages: int | None = None,
     links: Collection[Link] | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """A schedule with its messages, ready for `check`.
+    """A schedule with its messages, for `check` to look at. ScheduleError: there is no such schedule, or it does not suit the numbers.
 
-    stages  of the model; what the kind wants if not given
+    wanted  a name, a text (it has a colon), a `Kind`, a function like those of kinds, or a schedule
+    stages  of the model; if not given, what a kind wants, and one a rank for a function
     links   what stages give each other; a plain chain if not given
     """
-    kind = get(kind) if isinstance(kind, str) else kind
-    stages = kind.stages(ranks) if stages is None else stages
-    kind.refuse(ranks, stages, microbatches)
-    return connect(kind.lists(ranks, stages, microbatches, costs), chain(stages) if links is None else links, kind.name)
+    if isinstance(wanted, str) and ":" in wanted:
+        wanted = parse(wanted, links)
+    if isinstance(wanted, Schedule):
+        if wanted.ranks != ranks:
+            raise ScheduleError(f"{wanted.name or 'the schedule'} has lists for {wanted.ranks} ranks; the pipeline has {ranks}")
+        return wanted
+    if isinstance(wanted, (str, Kind)):
+        kind = get(wanted) if isinstance(wanted, str) else wanted
+        stages = kind.stages(ranks) if stages is None else stages
+        kind.refuse(ranks, stages, microbatches)
+        function, name = kind.lists, kind.name
+    else:
+        stages = ranks if stages is None else stages
+        function, name = wanted, getattr(wanted, "__name__", "the schedule")
+    lists = [list(actions) for actions in function(ranks, stages, microbatches, costs)]
+    if len(lists) != ranks:
+        raise ScheduleError(f"{name} made lists for {len(lists)} ranks; the pipeline has {ranks}")
+    for rank, position, item in ((r, p, item) for r, actions in enumerate(lists) for p, item in enumerate(actions)):
+        if not isinstance(item, Action):
+            raise ScheduleError(f"{name}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards")
+    return connect(lists, chain(stages) if links is None else links, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -211,4 +212,37 @@ def test_names_and_sources() -> None:
 def test_numbers_that_do_not_suit(name: str, ranks: int, microbatches: int, stages: int, says: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         build(name, ranks, microbatches, stages)
+    assert str(caught.value) == says
+
+
+# Schedules of a user's own.
+
+
+def plain(ranks: int, stages: int, microbatches: int, costs: object) -> list[list[Action]]:
+    """GPipe, with stage r on rank r."""
+    return [[Action(op, rank, microbatch) for op in "FB" for microbatch in range(microbatches)] for rank in range(ranks)]
+
+
+def test_a_function_a_text_and_a_schedule_are_taken_alike() -> None:
+    gpipe = build("gpipe", 3, 2)
+    assert build(plain, 3, 2) == gpipe
+    assert build("\n".join(f"{rank}: F{rank}.0 F{rank}.1 B{rank}.0 B{rank}.1" for rank in range(3)), 3, 2) == gpipe
+    assert build(str(gpipe), 3, 2) == gpipe
+    assert build(gpipe, 3, 2) is gpipe
+
+
+@pytest.mark.parametrize(
+    "wanted, says",
+    [
+        ("0: F0.0", "the schedule has lists for 1 ranks; the pipeline has 2"),
+        (lambda ranks, stages, microbatches, costs: [[]], "<lambda> made lists for 1 ranks; the pipeline has 2"),
+        (
+            lambda ranks, stages, microbatches, costs: [[Action("F", 0, 0)], ["F1.0"]],
+            "<lambda>: rank 1, position 0 is 'F1.0', no Action; messages are put in afterwards",
+        ),
+    ],
+)
+def test_schedules_of_a_users_own_that_do_not_suit(wanted: Any, says: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        build(wanted, 2, 1)
     assert str(caught.value) == says
