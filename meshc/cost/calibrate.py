@@ -47,16 +47,19 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
     rows.append(("attention", f"{100 * attention:.0f} % of that", ""))
     rows.append(("memory", f"{memory.figure / 1e9:.2f} GB/s", _within(memory.error)))
     rows.append(("an operator's overhead", f"{launch_s * 1e6:.2f} us", ""))
-    links = []
+    links, overheads = [], []
     for where, kept in zip((INSIDE, BETWEEN), before.links, strict=True):
         if samples.get(where):
-            found, error = fit.link(samples[where], launch_s)
+            found, overhead_s, error = fit.link(samples[where])
+            overheads.append(overhead_s)
             ranks = max(sample.ranks for sample in samples[where])
             rows.append((f"link {where}, {ranks} ranks", _link_text(found), _within(error)))
         else:
             found = kept
             rows.append((f"link {where}", _link_text(found), "not measured"))
         links.append(found)
+    if overheads:
+        rows.append(("a collective's overhead", f"{max(overheads) * 1e6:.1f} us", ""))
     made = replace(
         before,
         name=name,
@@ -64,6 +67,7 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
         memory_Bps=memory.figure,
         memory_bytes=_memory_bytes(hardware),
         launch_s=launch_s,
+        collective_s=max(overheads, default=before.collective_s),
         inside_node=links[0],
         between_nodes=links[1],
         ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,

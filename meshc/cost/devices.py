@@ -57,6 +57,7 @@ class Device:
 
     flops_per_s     by dtype (DTYPES); float32 is IEEE float32, not TF32
     launch_s        overhead of each operator, whatever its size
+    collective_s    overhead of each collective, beside its messages' latency
     attention_keys  keys that attention's kernels go through at once: a mask saves work by as many
     ranks_per_node  ranks r and s share a node if r // ranks_per_node == s // ranks_per_node
     source          where the figures come from, in words
@@ -67,6 +68,7 @@ class Device:
     memory_Bps: float
     memory_bytes: float
     launch_s: float
+    collective_s: float
     attention_keys: int
     inside_node: Link
     between_nodes: Link

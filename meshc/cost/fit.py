@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 from meshc.cost.devices import Link
-from meshc.cost.links import Way, fastest, ways
+from meshc.cost.links import fastest, ways
 
 Point = tuple[float, float]
 """(amount of work, seconds it took)"""
@@ -40,36 +44,46 @@ def rate(points: Sequence[Point], overhead_s: float) -> Fit:
     return Fit(1 / slope, max(abs((overhead_s + work * slope) / seconds - 1) for work, seconds in points))
 
 
-def link(samples: Sequence[Sample], launch_s: float) -> tuple[Link, float]:
-    """The link whose predictions fit best, and their largest relative error.
+ROUNDS: Final = 20
 
-    Which way a collective takes depends on the link: they are chosen, fitted, chosen again until they stay. A collective's launch is an
-    operator's; a `send` has none of its own.
+
+def link(samples: Sequence[Sample]) -> tuple[Link, float, float]:
+    """The link whose predictions fit best, a collective's overhead beside its messages (s), and the largest relative error.
+
+    Which way a collective takes depends on the link: they are chosen, fitted, and chosen again. What is made small is the squares of the
+    logarithms of predicted / measured, so that half is as wrong as twice, by weights from the round before. Raises ValueError if larger
+    messages took no longer.
     """
-    launches = [0.0 if sample.kind == "send" else launch_s for sample in samples]
-    sent = [max(sample.seconds - launch, 0.1 * sample.seconds) for sample, launch in zip(samples, launches, strict=True)]
+    overheads = [float(sample.kind != "send") for sample in samples]
     chosen = [ways(sample.kind, sample.ranks, sample.size)[0] for sample in samples]
-    for _ in range(20):
-        found = _fitted(list(zip(chosen, sent, strict=True)))
-        again = [fastest(sample.kind, sample.ranks, sample.size, found) for sample in samples]
-        if again == chosen:
-            break
-        chosen = again
-    predicted = [launch + way.seconds(found) for launch, way in zip(launches, again, strict=True)]
-    return found, max(abs(one / sample.seconds - 1) for one, sample in zip(predicted, samples, strict=True))
+    scale = [sample.seconds for sample in samples]
+    for _ in range(ROUNDS):
+        rows = [
+            [overhead / one, way.steps / one, way.moved / one, sample.seconds / one]
+            for overhead, way, sample, one in zip(overheads, chosen, samples, scale, strict=True)
+        ]
+        overhead_s, latency_s, per_byte = _not_negative(torch.tensor(rows, dtype=torch.float64))
+        if per_byte <= 0:
+            raise ValueError("larger messages did not take longer: the link's bandwidth cannot be told")
+        found = Link(latency_s, 1 / per_byte)
+        chosen = [fastest(sample.kind, sample.ranks, sample.size, found) for sample in samples]
+        predicted = [overhead * overhead_s + way.seconds(found) for overhead, way in zip(overheads, chosen, strict=True)]
+        scale = [math.sqrt(one * _logarithmic_mean(one, sample.seconds)) for sample, one in zip(samples, predicted, strict=True)]
+    return found, overhead_s, max(abs(one / sample.seconds - 1) for one, sample in zip(predicted, samples, strict=True))
 
 
-def _fitted(rows: Sequence[tuple[Way, float]]) -> Link:
-    """latency a and seconds a byte b with the least sum of ((steps * a + moved * b) / seconds - 1)^2, neither below zero."""
-    scaled = [(way.steps / seconds, way.moved / seconds) for way, seconds in rows]
-    aa, ab, bb = sum(a * a for a, _ in scaled), sum(a * b for a, b in scaled), sum(b * b for _, b in scaled)
-    a_one, b_one = sum(a for a, _ in scaled), sum(b for _, b in scaled)
-    determinant = aa * bb - ab * ab
-    a = (a_one * bb - b_one * ab) / determinant if determinant > 0 else -1.0
-    b = (b_one * aa - a_one * ab) / determinant if determinant > 0 else -1.0
-    if a < 0:
-        a, b = 0.0, b_one / bb
-    elif b <= 0:
-        raise ValueError("larger messages did not take longer: the link's bandwidth cannot be told")
-    return Link(a, 1 / b)
+def _logarithmic_mean(x: float, y: float) -> float:
+    return x if abs(x - y) < 1e-9 * x else (x - y) / math.log(x / y)
 
+
+def _not_negative(rows: torch.Tensor) -> list[float]:
+    """x of the least |A x - b|, [A, b] = rows, where whatever came out negative is zero."""
+    kept = list(range(rows.shape[1] - 1))
+    while True:
+        found = torch.linalg.lstsq(rows[:, kept], rows[:, -1:], driver="gelsd").solution.flatten().tolist()
+        if not any(value < 0 for value in found):
+            values = dict(zip(kept, found, strict=True))
+            return [values.get(column, 0.0) for column in range(rows.shape[1] - 1)]
+        kept = [column for column, value in zip(kept, found, strict=True) if value > 0]
+        if not kept:
+            return [0.0] * (rows.shape[1] - 1)

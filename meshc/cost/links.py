@@ -1,6 +1,6 @@
 """What a collective takes: alpha-beta for the ways there are to do it, and the fastest of them.
 
-    seconds = launch + steps * latency + bytes through a rank's link / bandwidth        S: bytes of the operand, of the result for a gather
+    seconds = overhead + steps * latency + bytes through a rank's link / bandwidth       S: bytes of the operand, of the result for a gather
 
     all_reduce       ring    2 (n - 1) steps    2 (n - 1) / n * S     each rank sums one part and hands it round
                      tree    2 log2(n) steps    2 * S                 up and down two trees, each for half, in pieces
@@ -116,4 +116,4 @@ def collective_seconds(node: Node, mesh: Mesh, device: Device) -> float:
         return 0.0
     size = payload(node, {axis.name: axis.size for axis in mesh.axes})
     link = link_of(mesh, axes, device)
-    return device.launch_s + fastest(node.target.__name__, ranks, size, link).seconds(link)  # type: ignore[union-attr]
+    return device.collective_s + fastest(node.target.__name__, ranks, size, link).seconds(link)  # type: ignore[union-attr]

@@ -14,7 +14,8 @@ from meshc.ir import Record
 F32 = torch.float32
 
 ROUND = Device(
-    "round", {"float64": 1e9, "float32": 1e12, "bfloat16": 4e12, "float16": 4e12}, 2e9, 1e9, 1e-6, 128, Link(1e-5, 1e9), Link(1e-4, 1e8), 4,
+    "round", {"float64": 1e9, "float32": 1e12, "bfloat16": 4e12, "float16": 4e12}, 2e9, 1e9, 1e-6, 1e-6, 128,
+    Link(1e-5, 1e9), Link(1e-4, 1e8), 4,
     Efficiency(flops=0.5, attention=0.25, memory=0.5),
 )  # fmt: skip
 """0.5 TFLOP/s in float32, 2 in bfloat16; 1 GB/s of memory; a microsecond an operator."""

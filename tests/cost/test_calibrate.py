@@ -42,32 +42,38 @@ def test_a_rate_needs_something_that_takes_time() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("truth", [Link(5e-5, 2e9), Link(2e-6, 3e11)])
-def test_a_link_is_found_whichever_way_its_collectives_take(ranks: int, truth: Link) -> None:
-    launch_s = 3e-6
+@pytest.mark.parametrize("overhead_s", [0.0, 2e-5])
+def test_a_link_is_found_whichever_way_its_collectives_take(ranks: int, truth: Link, overhead_s: float) -> None:
     samples = [
-        Sample("all_reduce", ranks, size, launch_s + fastest("all_reduce", ranks, size, truth).seconds(truth)) for size in SIZES
+        Sample("all_reduce", ranks, size, overhead_s + fastest("all_reduce", ranks, size, truth).seconds(truth)) for size in SIZES
     ] + [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]
-    found, error = fit.link(samples, launch_s)
-    assert found.latency_s == pytest.approx(truth.latency_s, rel=1e-3)
+    found, overhead, error = fit.link(samples)
+    assert found.latency_s == pytest.approx(truth.latency_s, rel=1e-3) and overhead == pytest.approx(overhead_s, rel=1e-3, abs=1e-9)
     assert found.bandwidth_Bps == pytest.approx(truth.bandwidth_Bps, rel=1e-3) and error < 1e-3
 
 
 def test_noise_moves_a_link_by_no_more_than_itself() -> None:
-    truth, generator = Link(5e-5, 2e9), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     noise = (0.9 + 0.2 * torch.rand(len(SIZES), generator=generator)).tolist()
-    samples = [Sample("send", 2, size, part * (truth.latency_s + size / 2e9)) for size, part in zip(SIZES, noise, strict=True)]
-    found, error = fit.link(samples, 0.0)
+    samples = [Sample("send", 2, size, part * (5e-5 + size / 2e9)) for size, part in zip(SIZES, noise, strict=True)]
+    found, _, error = fit.link(samples)
     assert 0.9 * 5e-5 <= found.latency_s <= 1.1 * 5e-5 and 0.9 * 2e9 <= found.bandwidth_Bps <= 1.12 * 2e9 and error < 0.2
 
 
+def test_twice_and_half_are_equally_wrong() -> None:
+    """Messages of one size took 1 and 4 ms: the link says 2."""
+    found, _, error = fit.link([Sample("send", 2, 1 << 25, 1e-3), Sample("send", 2, 1 << 25, 4e-3)])
+    assert found.latency_s + (1 << 25) / found.bandwidth_Bps == pytest.approx(2e-3, rel=0.02) and error == pytest.approx(1.0, rel=0.05)
+
+
 def test_a_link_without_latency_has_none() -> None:
-    found, _ = fit.link([Sample("send", 2, size, size / 1e9 * (0.5 if size == SIZES[0] else 1)) for size in SIZES], 0.0)
+    found, _, _ = fit.link([Sample("send", 2, size, size / 1e9 * (0.5 if size == SIZES[0] else 1)) for size in SIZES])
     assert found.latency_s == 0.0 and found.bandwidth_Bps == pytest.approx(1e9, rel=0.4)
 
 
 def test_a_link_that_cannot_be_told_is_refused() -> None:
     with pytest.raises(ValueError, match="larger messages did not take longer"):
-        fit.link([Sample("send", 2, 1 << 20, 2e-3), Sample("send", 2, 1 << 25, 1e-3)], 0.0)
+        fit.link([Sample("send", 2, 1 << 20, 2e-3), Sample("send", 2, 1 << 25, 1e-3)])
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ def test_the_table_has_every_figure_of_every_device() -> None:
     assert tuple(read(TABLE)) == NAMES
     for one in map(device, NAMES):
         assert set(one.flops_per_s) == set(DTYPES)
-        figures = [*one.flops_per_s.values(), one.memory_Bps, one.memory_bytes, one.launch_s, one.attention_keys, one.ranks_per_node]
+        figures = [*one.flops_per_s.values(), one.memory_Bps, one.memory_bytes, one.launch_s, one.collective_s]
+        figures += [one.attention_keys, one.ranks_per_node]
         figures += [figure for link in (one.inside_node, one.between_nodes) for figure in (link.latency_s, link.bandwidth_Bps)]
         assert min(figures) > 0 and one.source
         assert all(0 < part <= 1 for part in vars(one.efficiency).values())
@@ -30,7 +31,7 @@ def test_the_table_has_every_figure_of_every_device() -> None:
 
 def test_every_figure_says_where_it_comes_from() -> None:
     lines = [line for line in TABLE.read_text().splitlines() if "=" in line and not line.startswith(("source", "#"))]
-    assert len(lines) == len(NAMES) * (5 + 4 + 4 + 2 + 2)
+    assert len(lines) == len(NAMES) * (6 + 4 + 4 + 2 + 2)
     assert [line for line in lines if not re.search(r"  # (https://|chosen|the |tuning\.cc)", line)] == []
     for section in re.split(r"\n(?=\[\w+\]\n)", TABLE.read_text())[2:]:  # of a GPU
         assert section.count("https://") >= 2, section
