@@ -69,7 +69,8 @@ def test_a_local_batch_of_another_shape() -> None:
     ids=lambda route: " to ".join(mesh for mesh, _ in route),
 )
 def test_resume_under_another_mesh(route: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    """GPT-2, whose fused c_attn lies by heads under tp, with dropout: the losses are those of training that never stopped."""
+    """GPT-2, whose fused c_attn lies by heads under tp, with dropout, and a model that draws in every way that there is: the losses
+    are those of training that never stopped."""
     ranks = {"dp=2,tp=2": 4, "dp=4,tp=1": 4, "tp=2": 2, "dp=2": 2, "dp=1": 1}
     for (mesh, plan), do in zip(route, ("save", "load", "load"), strict=True):
         run("resume", ranks[mesh], mesh, plan, str(tmp_path), do)
