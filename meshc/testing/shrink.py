@@ -1,4 +1,4 @@
-"""Makes a failing case smaller: fewer outputs, fewer steps, a shorter plan, as long as it fails in the same way.
+"""Makes a failing case smaller: fewer axes, outputs and steps, a shorter plan, as long as it fails in the same way.
 
 A step is taken out by putting an input of its result's shape in its place; what only it needed goes with it.
 """
@@ -21,10 +21,14 @@ Fails = Callable[["Case"], bool]
 def shrink(case: Case, fails: Fails, seconds: float = 60.0) -> Case:
     """The smallest failing case found within the time."""
     end = time.monotonic() + seconds
+    tried: set[Case] = set()
     while True:
         for smaller in candidates(case):
             if time.monotonic() > end:
                 return case
+            if smaller in tried:
+                continue
+            tried.add(smaller)
             if fails(smaller):
                 case = smaller
                 break
@@ -35,6 +39,7 @@ def shrink(case: Case, fails: Fails, seconds: float = 60.0) -> Case:
 def candidates(case: Case) -> Iterator[Case]:
     """Smaller cases, the greatest steps first."""
     sketch = case.sketch
+    yield from _fewer_axes(case)  # first: it makes each further try cheaper
     for count in (len(sketch.outputs) // 2, 1):
         if count and count < len(sketch.outputs):
             for start in range(0, len(sketch.outputs), count):
@@ -69,6 +74,15 @@ def candidates(case: Case) -> Iterator[Case]:
             plain = replace(leaf, kind="input", grad=False, name=name)
             leaves = tuple(plain if x is leaf else x for x in sketch.leaves)
             yield from _as_case(case, renamed(replace(sketch, leaves=leaves), leaf.name, name))
+
+
+def _fewer_axes(case: Case) -> Iterator[Case]:
+    axes = case.mesh.split(",")
+    for axis in axes if len(axes) > 1 else ():
+        name = axis.split("=")[0]
+        plan = tuple(line for line in case.plan if not line.startswith(f"{name}: "))
+        if name != "dp" or case.how.inputs == "global":
+            yield replace(case, mesh=",".join(other for other in axes if other != axis), plan=plan)
 
 
 def _as_case(case: Case, sketch: Sketch) -> Iterator[Case]:

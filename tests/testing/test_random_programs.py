@@ -157,3 +157,11 @@ def test_another_failure_is_no_smaller_case(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.kind == "broken" and "KeyError" in found.cause
     small = smallest(case, found, 20.0)
     assert "KeyError" in check_once(small).cause and small.size < case.size
+
+
+def test_axes_that_do_not_matter_go_first() -> None:
+    case = Case(MEAN, False, "dp=2,b=2", ("dp: batch", "b: p0.1", "pin p0: _, p0.1/b"))
+    assert next(candidates(case)) == Case(MEAN, False, "b=2", ("b: p0.1", "pin p0: _, p0.1/b"))
+    local = replace(case, how=How(inputs="local"))
+    assert next(candidates(local)).mesh == "dp=2"
+    assert all("dp=2" in one.mesh for one in candidates(local) if one.how.inputs == "local")

@@ -1,0 +1,41 @@
+"""Cases as a hypothesis strategy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, find, given, settings
+
+import meshc.testing
+from meshc.testing import Case, cases, check_once
+from meshc.testing.strategy import sketches
+
+EVERY = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@settings(EVERY, max_examples=6)
+@given(cases(most=6))
+def test_cases_of_hypothesis(case: Case) -> None:
+    found = check_once(case)
+    assert not found.failed, found.why
+
+
+def test_steps_are_left_out() -> None:
+    """What a matmul needs is left of a program that has one."""
+    limits = settings(EVERY, max_examples=60)
+    small = find(sketches(most=6), lambda sketch: any("matmul" in step.op for step in sketch.steps), settings=limits)
+    assert len(small.steps) <= 2
+
+
+def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "meshc.testing.strategy")
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(ImportError, match="pip install hypothesis"):
+        meshc.testing.cases()
+
+
+def test_the_command_line_needs_no_hypothesis() -> None:
+    code = "import sys, meshc.testing.__main__; sys.exit('hypothesis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
