@@ -60,11 +60,17 @@ UNLESS_NEGATIVE: dict[object, tuple[str, ...]] = {
     aten.elu.default: ("alpha", "scale", "input_scale"),
 }
 RISES_IN_FIRST = _overloads("bucketize.Tensor ldexp.Tensor native_dropout_backward")
-RISES_FROM_SOMEWHERE = _overloads("log log2 log10 log1p sqrt acosh")
-FALLS_FROM_SOMEWHERE = _overloads(
-    "rsqrt special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1"
-)
-"""They grow, or fall, where they are defined, which is above some number: if a minimum lies there, so does every rank's part of it."""
+MINIMA: dict[object, dict[int, str]] = {
+    **{op: {0: "min"} for op in _overloads("log log2 log10 log1p sqrt acosh")},
+    **{op: {0: "max"} for op in _overloads("rsqrt special_modified_bessel_k0 special_modified_bessel_k1")},
+    **{op: {0: "max"} for op in _overloads("special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1")},
+    aten.igamma.default: {0: "max", 1: "min"},
+    aten.igammac.default: {0: "min", 1: "max"},
+}
+"""They grow, or fall, where they are defined, which is above some number: if a minimum lies there, so does every rank's part of it.
+
+Operand that may be pending over a minimum -> what the result is then pending over.
+"""
 FALLS = _overloads("neg erfc rsub.Scalar special_erfcx")
 RISES_IN_EACH = _overloads(
     "maximum minimum fmax fmin add.Tensor where.self clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp logaddexp2"
@@ -145,6 +151,7 @@ LIKES = _overloads(
     "zeros_like ones_like full_like empty_like zero fill.Scalar new_zeros new_ones new_full new_empty new_empty_strided"
 )
 """Nothing of their operand matters but its shape or its dtype."""
+ZEROS = _overloads("zeros_like zero new_zeros")
 
 
 def rides(node: Node, rule: Rule) -> list[Ride]:
@@ -155,7 +162,8 @@ def rides(node: Node, rule: Rule) -> list[Ride]:
     if rule.settles:
         return [Ride((0,), how, how) for how in EXTREMES] if _rounds(node) else []
     if node.target in LIKES:
-        return [Ride((0,), how, "") for how in ("sum", "avg", *(() if _complex(node) else EXTREMES))]
+        made = ("", "sum") if node.target in ZEROS else ("",)  # zeros add up to zero
+        return [Ride((0,), how, left) for how in ("sum", "avg", *(() if _complex(node) else EXTREMES)) for left in made]
     sums = [*_linear(node, rule, count), *_multilinear(node, count)]
     return list(dict.fromkeys([*sums, *_averages(node, sums, count), *_extremes(node, rule, count)]))
 
@@ -225,10 +233,8 @@ def _extremes(node: Node, rule: Rule, count: int) -> list[Ride]:
         found = [Ride((0,), how, how) for how in EXTREMES]
     elif target in FALLS:
         found = [Ride((0,), how, FLIPPED[how]) for how in EXTREMES]
-    elif target in RISES_FROM_SOMEWHERE:
-        found = [Ride((0,), "min", "min")]
-    elif target in FALLS_FROM_SOMEWHERE:
-        found = [Ride((0,), "min", "max")]
+    elif target in MINIMA:
+        found = [Ride((position,), "min", left) for position, left in MINIMA[target].items()]
     elif target in SCALED and count == 1 and isinstance(node.args[1], int | float):
         found = [Ride((0,), how, how if node.args[1] >= 0 else FLIPPED[how]) for how in EXTREMES]
     elif target is aten.lerp.Scalar and 0 <= _weight(node, "weight") <= 1:
