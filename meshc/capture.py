@@ -30,6 +30,7 @@ from meshc.ir import Source
 from meshc.output_tree import OutputTree
 from meshc.paths import input_names
 from meshc.sizes import Dynamic
+from meshc.stock_experts import unsorted_experts
 from meshc.symbols import Symbols
 
 ROOT = "module."
@@ -176,7 +177,8 @@ def torch_graph(
     with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
         torch._dynamo.reset()
         try:
-            graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
+            with unsorted_experts():
+                graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode

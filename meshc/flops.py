@@ -51,6 +51,8 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "aten._grouped_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],  # each row meets one matrix
     "meshc.grouped_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "meshc.grouped_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "meshc.routed_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "meshc.routed_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
     "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],

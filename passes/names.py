@@ -253,7 +253,7 @@ def _products(factors: Factors) -> list[Product]:
             continue
         if node.target in MATMULS:
             into, out = instance.operands[-2][-1], instance.operands[-1][-1]
-        elif node.target is meshc.grouped_mm.default:
+        elif node.target in (meshc.grouped_mm.default, meshc.routed_mm.default):
             into, out = instance.operands[0][-1], instance.operands[1][-1]
         elif node.target is aten.convolution.default:
             into, out = instance.operands[0][1], instance.results[0][1]

@@ -4,7 +4,8 @@
     grouped_outer(left [r, k], right [r, n], ends [g]) -> [g, k, n]       of each run, the sum over its rows of left (x) right
 
 Run i is the rows from ends[i - 1] (0 for the first) to ends[i], exclusive; ends are integers that do not fall. Rows behind the last run
-give zeros. Each is the gradient of the other, so that a backward has one node for every gradient that is wanted.
+give zeros. Each is the gradient of the other, so that a backward has one node for every gradient that is wanted. `routed.py` has the same
+for rows in any order.
 
 Kernels: CUDA in bfloat16, torch's grouped kernel, which asks for rows that lie multiples of 16 bytes apart: narrower operands are filled up
 with zeros. Elsewhere, a product for each run that has rows; that waits for `ends` on the host, as torch's own way does.
@@ -24,6 +25,11 @@ KERNEL_BYTES = 16
 
 @torch.library.custom_op("meshc::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return mm_of_runs(rows, matrices, ends)
+
+
+def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """The kernel of `grouped_mm`."""
     if _has_kernel(rows):
         found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=ends.int())[:, : matrices.shape[2]]
         kept = torch.arange(rows.shape[0], device=rows.device) < ends[-1:]
@@ -43,6 +49,11 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("meshc::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return outer_of_runs(left, right, ends)
+
+
+def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """The kernel of `grouped_outer`."""
     if _has_kernel(left):
         found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=ends.int())
         return found[:, : left.shape[1], : right.shape[1]].contiguous()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshc.ops import attention, grouped, norm, take, upsample
+from meshc.ops import attention, grouped, norm, routed, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -20,6 +20,7 @@ def _collect() -> None:
         (take, ("take", "take_backward")),
         (norm, ("square_sum",)),
         (grouped, ("grouped_mm", "grouped_outer")),
+        (routed, ("routed_mm", "routed_outer")),
         (upsample, ("upsample", "upsample_backward")),
     ):
         for name in names:

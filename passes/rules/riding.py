@@ -106,7 +106,7 @@ LINEAR_IN_FIRST = _overloads(
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "
     "replication_pad3d_backward cholesky_solve"
 )
-RUNS = (torch.ops.meshc.grouped_mm.default, torch.ops.meshc.grouped_outer.default)
+RUNS = {getattr(torch.ops.meshc, name).default for name in ("grouped_mm", "grouped_outer", "routed_mm", "routed_outer")}
 LINEAR_IN_SECOND = _overloads("linalg_solve_triangular")
 LINEAR_IN_THIRD = _overloads("linalg_lu_solve")
 LINEAR_TOGETHER: dict[object, tuple[int, ...]] = {

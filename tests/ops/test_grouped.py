@@ -1,4 +1,4 @@
-"""Products of runs of rows against one product a row, and torch's own."""
+"""Products of runs of rows, and of rows that choose, against one product a row, and torch's own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshc.ops.grouped import NAMED, functional_grouped_mm, grouped_mm, grouped_outer, torch_grouped_mm
+from meshc.ops.routed import routed_mm, routed_outer
 from meshc.runtime.widened import Widened
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -29,6 +30,20 @@ def test_rows_behind_the_last_run_give_zeros() -> None:
     rows, matrices = f(9, 5), f(3, 5, 4)
     assert torch.equal(grouped_mm(rows, matrices, ENDS)[7:], torch.zeros(2, 4, dtype=torch.float64))
     assert torch.equal(grouped_outer(rows, f(9, 4), ENDS)[1], torch.zeros(5, 4, dtype=torch.float64))
+
+
+def test_rows_in_any_order_meet_the_matrix_that_they_choose() -> None:
+    rows, matrices, choice = f(7, 5), f(3, 5, 4), torch.tensor([2, 0, 2, 3, -1, 0, 2])
+    wanted = torch.einsum("rk,rkn->rn", rows, matrices[choice.clamp(0, 2)])
+    wanted[[3, 4]] = 0.0
+    torch.testing.assert_close(routed_mm(rows, matrices, choice), wanted)
+
+
+@pytest.mark.parametrize("product, shape", [(routed_mm, (3, 5, 4)), (lambda a, b, choice: routed_outer(a, b, choice, 3), (7, 4))])
+def test_gradients_of_rows_in_any_order(product, shape) -> None:  # type: ignore[no-untyped-def]
+    operands, choice = (f(7, 5).requires_grad_(), f(*shape).requires_grad_()), torch.tensor([2, 0, 2, 3, -1, 0, 2])
+    assert torch.autograd.gradcheck(lambda a, b: product(a, b, choice), operands)
+    assert torch.autograd.gradgradcheck(lambda a, b: product(a, b, choice), operands)
 
 
 @pytest.mark.parametrize("product, shape", [(grouped_mm, (3, 5, 4)), (grouped_outer, (9, 4))])

@@ -88,6 +88,8 @@ def test_what_may_be_split() -> None:
     assert splittable(aten.stack.default, [f(5, 4), f(5, 4)], 1) == "d0 d1"
     assert splittable(ours.grouped_mm.default, f(7, 5), f(3, 5, 4), torch.tensor([2, 2, 7])) == "+k n"
     assert splittable(ours.grouped_outer.default, f(7, 5), f(7, 4), torch.tensor([2, 2, 7])) == "k n"
+    assert splittable(ours.routed_mm.default, f(7, 5), f(3, 5, 4), i(3, 7)) == "+k n r"
+    assert splittable(ours.routed_outer.default, f(7, 5), f(7, 4), i(3, 7), 3) == "+r k n"
     assert splittable(aten.histc.default, f(5, 7), 4, -1, 1) == "+d0 +d1"
     assert splittable(aten.histc.default, f(5, 7), 4) == ""
     q, k = f(2, 3, 5, 4), f(2, 3, 7, 4)

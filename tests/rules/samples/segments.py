@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import meshc.ops.grouped  # noqa: F401
+import meshc.ops.routed  # noqa: F401
 from tests.rules.samples.calls import f, i, sample
 
 aten = torch.ops.aten
@@ -36,6 +37,11 @@ sample(ours.grouped_mm.default, f(7, 5), f(3, 5, 4), _runs)
 sample(ours.grouped_mm.default, f(9, 6), f(3, 6, 10), _runs.long(), refine={0: (9, 2, 3), ~0: (9, 2, 5)})
 sample(ours.grouped_outer.default, f(7, 5), f(7, 4), _runs)
 sample(ours.grouped_outer.default, f(9, 6), f(9, 10), _runs, refine={0: (9, 2, 3), 1: (9, 2, 5)})
+_choice = torch.tensor([2, 0, 2, 3, -1, 0, 2])
+sample(ours.routed_mm.default, f(7, 5), f(3, 5, 4), _choice)
+sample(ours.routed_mm.default, f(6, 6), f(3, 6, 10), _choice[:6], refine={0: (2, 3, 2, 3), ~0: (2, 3, 2, 5)})
+sample(ours.routed_outer.default, f(7, 5), f(7, 4), _choice, 3)
+sample(ours.routed_outer.default, f(6, 6), f(6, 10), _choice[:6], 3, refine={0: (2, 3, 2, 3), 1: (2, 3, 2, 5)})
 sample(aten.searchsorted.Tensor, f(7).sort()[0], f(5, 4))
 sample(aten.searchsorted.Tensor, f(5, 7).sort()[0], f(5, 4), right=True)
 sample(aten.bucketize.Tensor, f(5, 4), f(7).sort()[0])

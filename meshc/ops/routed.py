@@ -1,0 +1,69 @@
+"""Products of rows with the matrix that each has chosen, as routed experts are, in whatever order the rows lie.
+
+    routed_mm(rows [r, k], matrices [g, k, n], choice [r]) -> [r, n]              row i times matrix choice[i]
+    routed_outer(left [r, k], right [r, n], choice [r], count) -> [count, k, n]   of each choice, the sum over its rows of left (x) right
+
+A row whose choice is no matrix, less than 0 or more than there are, gives zeros. No row knows of another, so that a rank may have some of
+them: experts as models write them sort the rows of all first, and a sort needs them all. The kernels sort what they are given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshc.ops.grouped import mm_of_runs, outer_of_runs
+
+
+@torch.library.custom_op("meshc::routed_mm", mutates_args=())
+def routed_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
+    order, ends = _runs(choice, matrices.shape[0])
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    return out.index_copy_(0, order, mm_of_runs(rows[order], matrices, ends))
+
+
+@routed_mm.register_fake
+def _(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
+    if rows.shape[1] != matrices.shape[1] or rows.shape[0] != choice.shape[0]:
+        raise ValueError(f"meshc::routed_mm: rows {list(rows.shape)} with {list(matrices.shape)}, chosen by {list(choice.shape)}")
+    return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+@torch.library.custom_op("meshc::routed_outer", mutates_args=())
+def routed_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
+    order, ends = _runs(choice, count)
+    return outer_of_runs(left[order], right[order], ends)
+
+
+@routed_outer.register_fake
+def _(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
+    return left.new_empty(count, left.shape[1], right.shape[1])
+
+
+def _runs(choice: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(the order of the rows by choice, those of no matrix last; where the runs end)."""
+    ordered, order = torch.sort(torch.where(choice < 0, count, choice), stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(count, dtype=ordered.dtype, device=choice.device), right=True)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    tensors, ctx.rest = inputs[:3], inputs[3:]
+    ctx.save_for_backward(*tensors)
+
+
+def _routed_mm_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    rows, matrices, choice = ctx.saved_tensors
+    of_rows = routed_mm(grad, matrices.transpose(1, 2), choice) if ctx.needs_input_grad[0] else None
+    of_matrices = routed_outer(rows, grad, choice, matrices.shape[0]) if ctx.needs_input_grad[1] else None
+    return of_rows, of_matrices, None
+
+
+def _routed_outer_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    left, right, choice = ctx.saved_tensors
+    of_left = routed_mm(right, grad.transpose(1, 2), choice) if ctx.needs_input_grad[0] else None
+    of_right = routed_mm(left, grad, choice) if ctx.needs_input_grad[1] else None
+    return of_left, of_right, None, None
+
+
+routed_mm.register_autograd(_routed_mm_backward, setup_context=_save)
+routed_outer.register_autograd(_routed_outer_backward, setup_context=_save)
