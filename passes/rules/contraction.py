@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integers, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Local
@@ -64,7 +64,18 @@ def _addbmm(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{bias}, b m k, b k n -> m n +b +k", node, tensors, lower=_lower_addmm)
 
 
+def _trilinear(node: Node, tensors: list[Node]) -> Rule:
+    """The product of three, each without the dims in which it is expanded, summed over some dims: a bilinear layer and its gradients."""
+    without = [set(integers(argument)) for argument in node.args[3:6]]
+    summed = set(integers(node.args[6]))
+    rank = len(shape_of(tensors[0])) + len(without[0])
+    letters = [[f"d{d}" for d in range(rank) if d not in expanded] for expanded in without]
+    made = [f"d{d}" for d in range(rank) if d not in summed] + [f"+d{d}" for d in sorted(summed)]
+    return einsum(f"{', '.join(map(' '.join, letters))} -> {' '.join(made)}", node, tensors)
+
+
 RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
+RULES[aten._trilinear.default] = _trilinear
 RULES[aten.addmm.default] = _addmm
 RULES[aten.baddbmm.default] = _baddbmm
 RULES[aten.addbmm.default] = _addbmm

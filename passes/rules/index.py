@@ -182,6 +182,13 @@ def _index(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(f"{', '.join(operands)} -> {' '.join(out)}", node, tensors, clean=tuple(range(1, len(tensors))))
 
 
+def _take_flat(node: Node, tensors: list[Node]) -> Rule:
+    """Entries of the whole by their place in it."""
+    x = " ".join(f"x{d}!" for d in range(len(shape_of(tensors[0]))))
+    index = " ".join(_index_letters(tensors[1]))
+    return einsum(f"{x}, {index} -> {index}", node, tensors, clean=(1,))
+
+
 RULES: dict[object, RuleFunction] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
@@ -190,6 +197,7 @@ RULES: dict[object, RuleFunction] = {
     aten.take.default: _flat_take,
     aten.gather.default: _gather,
     aten.index_select.default: _index_select,
+    aten.take.default: _take_flat,
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
 }

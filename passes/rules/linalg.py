@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ TEXTS = {
     aten.linalg_matrix_exp.default: f"{MATRIX} -> {OTHER}",
     aten.linalg_householder_product.default: f"{MATRIX}, ... v! -> {OTHER}",
     aten.cholesky_solve.default: f"... n! k, {MATRIX} -> ... n! k",
+    aten.linalg_ldl_factor_ex.default: f"{MATRIX} -> {OTHER} | ... v! | ...",
+    aten.triangular_solve.default: f"... n! k, {MATRIX} -> ... n! k | {OTHER}",
 }
 """In padding matrices are zero: the operators that would refuse those (a Cholesky factorisation without a report) have no rule."""
 
@@ -47,6 +50,24 @@ def _solve_triangular(node: Node, tensors: list[Node]) -> Rule:
 def _lu_solve(node: Node, tensors: list[Node]) -> Rule:
     b = "... n! k" if node.kwargs.get("left", True) else "... k n!"
     return einsum(f"{MATRIX}, ... v!, {b} -> {b}", node, tensors, clean=(0, 1), lower=_lower_pivots)
+
+
+def _ormqr(node: Node, tensors: list[Node]) -> Rule:
+    """Q of a factorisation times a matrix, or that times Q with left=False."""
+    other = "... r! k" if argument(node, 3, "left", True) else "... k r!"
+    return einsum(f"{MATRIX}, ... v!, {other} -> {other}", node, tensors, clean=(0, 1))
+
+
+def _ldl_solve(node: Node, tensors: list[Node]) -> Rule:
+    return einsum(f"{MATRIX}, ... v!, ... n! k -> ... n! k", node, tensors, clean=(0, 1), lower=_lower_ldl_solve)
+
+
+def _lower_ldl_solve(local: Local) -> Node:
+    """Pivots count from 1, below zero for blocks of two; LAPACK trusts those in padding too."""
+    ld, pivots, b = local.operands
+    for letter in local.rule.operands[1][:-1]:
+        pivots = local.neutralise(pivots, letter, 1, index=1)
+    return local.call(ld, pivots, b)
 
 
 def _lu_unpack(node: Node, tensors: list[Node]) -> Rule:
@@ -85,6 +106,8 @@ def _cross(node: Node, tensors: list[Node]) -> Rule:
 RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
 RULES[aten.linalg_solve_triangular.default] = _solve_triangular
 RULES[aten.linalg_lu_solve.default] = _lu_solve
+RULES[aten.linalg_ldl_solve.default] = _ldl_solve
+RULES[aten.ormqr.default] = _ormqr
 RULES[aten.lu_unpack.default] = _lu_unpack
 RULES[aten._linalg_solve_ex.default] = _solve_ex
 RULES[aten.linalg_cross.default] = _cross

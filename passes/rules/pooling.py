@@ -220,6 +220,27 @@ def _sum_back(local: Local, pool: _Pool, x: Node) -> Node:
     return x
 
 
+# --------------------------------------------------------------------------------------------------------------------- fractional
+
+
+def _fractional(node: Node, tensors: list[Node]) -> Rule:
+    """Regions lie where random numbers of each image and channel say: the space is whole."""
+    lead, read, made = _fractional_letters(node, shape_of(tensors[0]))
+    samples = "b c" if lead == "b c" else "_ c"
+    return einsum(f"{lead} {read}, {samples} s! -> {lead} {made} | {lead} {made}", node, tensors, clean=(1,))
+
+
+def _fractional_backward(node: Node, tensors: list[Node]) -> Rule:
+    lead, read, made = _fractional_letters(node, shape_of(tensors[1]))
+    return einsum(f"{lead} {made}, {lead} {read}, {lead} {made} -> {lead} {read}", node, tensors, clean=(2,))
+
+
+def _fractional_letters(node: Node, shape: tuple[int, ...]) -> tuple[str, str, str]:
+    count = len(arguments(node)["output_size"])
+    read, made = (" ".join(f"{letter}{index}!" for index in range(count)) for letter in "xy")
+    return ("b c" if len(shape) == count + 2 else "c"), read, made
+
+
 RULES: dict[object, RuleFunction] = {
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
@@ -229,4 +250,7 @@ RULES: dict[object, RuleFunction] = {
     aten.avg_pool2d_backward.default: _avg_pool_backward,
     aten.avg_pool3d.default: _avg_pool,
     aten.avg_pool3d_backward.default: _avg_pool_backward,
+    aten.fractional_max_pool2d.default: _fractional,
+    aten.fractional_max_pool2d_backward.default: _fractional_backward,
+    aten.fractional_max_pool3d.default: _fractional,
 }

@@ -70,3 +70,4 @@ for op in (aten.index_put.default, aten._unsafe_index_put.default):
     sample(op, f(5, 7, 3), [b(5, 7)], f(()))
     sample(op, f(3, 7, 5), [None, torch.arange(7) % 2 == 0], f(3, 4, 5))
 sample(aten.take.default, f(5, 7), i(35, 4, 3))
+sample(aten.take.default, f(5, 7), i(35, 4, 3))

@@ -41,3 +41,13 @@ sample(aten.linalg_cross.default, f(5, 3), f(5, 3))
 sample(aten.linalg_cross.default, f(3, 1, 5), f(3, 4, 5), dim=0)
 sample(aten.linalg_pinv.atol_rtol_tensor, f(5, 4, 3), atol=f(5).abs() / 100, rtol=f(()).abs() / 100)
 sample(aten.linalg_pinv.atol_rtol_tensor, f(5, 4, 3))
+for _left, _transpose in ((True, False), (True, True), (False, False)):
+    _other = f(5, 4, 2) if _left else f(5, 2, 4)
+    sample(aten.ormqr.default, *aten.geqrf(f(5, 4, 3)), _other, _left, _transpose)
+sample(aten.triangular_solve.default, f(5, 3, 4), _lower, False)
+sample(aten.linalg_ldl_factor_ex.default, _positive)
+_indefinite = f(5, 4, 4) + f(5, 4, 4).mT
+_indefinite = _indefinite + _indefinite.mT
+_ld, _ldl_pivots, _ = aten.linalg_ldl_factor_ex(_indefinite)
+assert (_ldl_pivots < 0).any(), "no block of two"
+sample(aten.linalg_ldl_solve.default, _ld, _ldl_pivots, f(5, 4, 7))

@@ -70,3 +70,12 @@ for shape, factors in (((2, 3, 5), [2]), ((2, 3, 4, 5), [2, 3]), ((2, 2, 3, 1, 2
     sample(ours.upsample.default, x, factors)
     sample(ours.upsample_backward.default, f(*ours.upsample(x, factors).shape), factors)
 sample(aten.avg_pool2d.default, f(1, 3, 1, 9), [1, 3], [1, 1], [0, 1], True, False)
+for _dims in (2, 3):
+    _forward = getattr(aten, f"fractional_max_pool{_dims}d").default
+    for _lead in ((5, 3), (3,)):
+        _x, _kernel, _size = f(*_lead, *[7] * _dims), [2] * _dims, [3] * _dims
+        _where = f(*(_lead if len(_lead) == 2 else (1, 3)), _dims).sigmoid()
+        sample(_forward, _x, _kernel, _size, _where)
+        _out, _indices = _forward(_x, _kernel, _size, _where)
+        if _dims == 2:  # torch has no meta kernel for the other
+            sample(aten.fractional_max_pool2d_backward.default, f(*_out.shape), _x, _kernel, _size, _indices)
