@@ -46,7 +46,7 @@ def check(
     faults = faults or [*_messages(listing, links)]
     faults = faults or [*_channels(listing)]
     faults = faults or [*_deadlock(listing)]
-    if stage_bytes is not None and budget is not None:
+    if not faults and stage_bytes is not None and budget is not None:
         faults += _memory(listing, stage_bytes, budget)
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []

@@ -6,22 +6,29 @@ Three ranks, six microbatches, the second stages in small letters:
     1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 F5 I1 W1 f4 i3 w3 I2 W2 f5 i4 w4 I3 i5 I4 W3 I5 W4 w5 W5
     2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 F5 I2 W2 f5 i3 w3 I3 i4 I4 i5 I5 W3 w4 w5 W4 W5
 
-With F = I = W and m >= 2p - 1 no rank idles between its first and its last action; the stairs at both ends are (p - 1) F seconds a rank,
-and no schedule has less, since the last rank must wait so long for its first input. Every rank holds no more than 2p pairs of stage and
-microbatch, half as large as the p of 1F1B's first rank. Fewer microbatches leave gaps where the others would be.
+With F = I = W each rank idles (p - 1) F seconds for m >= p, and no schedule less, since the last rank waits as long for its first input:
+for m >= 2p - 1 they are the stairs at both ends, and no rank idles between its first and its last action. With fewer microbatches, or
+under other costs, gradients of weights go where they fit best (`fill.py`). Every rank holds no more than 2p pairs of stage and microbatch,
+each half as large as the p of 1F1B's first rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from meshc.passes.schedules.fill import fastest
 from meshc.passes.schedules.kind import Kind
 from meshc.passes.schedules.steps import Step, numbered, without
 from meshc.pipelining.schedule import Action
-from meshc.pipelining.timing import Costs
+from meshc.pipelining.timing import Costs, equal
 
 
-def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> list[list[Action]]:
+def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> Sequence[Sequence[Action]]:
     full = max(microbatches, 2 * ranks - 1)
-    return without([numbered(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
+    drawn = without([numbered(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
+    if costs is None and full == microbatches:
+        return drawn  # no stage and no rank can be any faster
+    return fastest(drawn, equal(stages) if costs is None else costs)
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshc.errors import ScheduleError
 from meshc.passes.schedules import build, get, names
 from meshc.pipelining.check import check
-from meshc.pipelining.schedule import Action, Instruction, Link, Recv, Schedule, Send, chain, connect, parse
+from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, parse
 from meshc.pipelining.timing import equal, simulate
 
 GOOD = """\
@@ -209,6 +209,34 @@ def test_a_backward_before_its_forward(schedule: Schedule, data: st.DataObject) 
     with pytest.raises(ScheduleError) as caught:
         check(edited(schedule, rank, items), chain(schedule.stages))
     assert f"{backward}: needs F{backward.stage}.{backward.microbatch}, which comes after it" in str(caught.value)
+
+
+SMALL = st.builds(Action, st.sampled_from("FBIW"), st.integers(0, 2), st.integers(0, 1))
+POSTED = st.builds(Message, SMALL, st.integers(0, 2))
+
+
+@settings(max_examples=300)
+@given(st.lists(st.lists(st.one_of(SMALL, st.builds(Send, POSTED), st.builds(Recv, POSTED)), max_size=6), min_size=1, max_size=3))
+def test_anything_at_all_is_refused_in_words(lists: list[list[Instruction]]) -> None:
+    """Lists drawn from a hat: three stages are never right by chance, and no list is so odd that `check` itself fails."""
+    with pytest.raises(ScheduleError):
+        check(Schedule(tuple(map(tuple, lists))), chain(4), stage_bytes=[1], budget=1)
+
+
+@settings(max_examples=300)
+@given(schedules(), st.data())
+def test_a_schedule_with_anything_put_in_is_refused_in_words(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    items = list(schedule.lists[rank])
+    items.insert(data.draw(st.integers(0, len(items))), data.draw(st.one_of(SMALL, st.builds(Send, POSTED), st.builds(Recv, POSTED))))
+    with pytest.raises(ScheduleError):
+        check(
+            edited(schedule, rank, items),
+            chain(schedule.stages),
+            stages=schedule.stages,
+            microbatches=schedule.microbatches,
+            trains=schedule.trains,
+        )
 
 
 # Any order at all, against the graph of what must come before what.

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
 from meshc.passes import schedules
-from meshc.passes.schedules import build, get, names
+from meshc.passes.schedules import build, fill, get, names
+from meshc.passes.schedules.steps import without
 from meshc.pipelining import draw
+from meshc.pipelining.activations import peaks
 from meshc.pipelining.check import check
-from meshc.pipelining.schedule import Action, chain, parse
-from meshc.pipelining.timing import Timeline, equal, simulate
+from meshc.pipelining.schedule import Action, chain, connect, parse
+from meshc.pipelining.timing import Costs, Timeline, equal, simulate
 
 RANKS = range(2, 9)
 MICROBATCHES = (1, 2, 3, 5, 8, 13, 16, 24, 32)
@@ -58,7 +60,7 @@ def test_the_drawing_in_a_docstring_is_what_the_schedule_does() -> None:
         "dualpipe_v": run("dualpipe_v", 3, 6),
         "inference": run("inference", 4, 4, stages=4),
     }
-    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")} - {"__init__", "kind", "steps"}
+    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")} - {"__init__", "fill", "kind", "steps"}
     assert files == set(drawn)
     for file, timeline in drawn.items():
         module = importlib.import_module(f"meshc.passes.schedules.{file}")
@@ -128,6 +130,10 @@ def test_zb_v(ranks: int) -> None:
             assert (events[0].start_s, events[-1].end_s) == (rank, rank + 6 * microbatches)
         assert idles(timeline) == [ranks - 1] * ranks
         assert max(timeline.peaks()) == 2 * ranks
+    for microbatches in range(ranks, 2 * ranks - 1):
+        timeline = run("zb_v", ranks, microbatches)
+        assert idles(timeline) == [ranks - 1] * ranks, "gradients of weights go into the gaps"
+        assert max(timeline.peaks()) <= 2 * ranks
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -187,6 +193,45 @@ def needed(action: Action, stages: int) -> list[tuple[str, int, int]]:
         return [("F", action.stage - 1, action.microbatch)] if action.stage else []
     after = [("B", action.stage + 1, action.microbatch)] if action.stage + 1 < stages else []
     return [("F", action.stage, action.microbatch), *after] if action.op in "BI" else []
+
+
+# Where gradients of weights go.
+
+
+def drawn_zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
+    """The first 2p - 1 microbatches' schedule less those that are not there."""
+    full = max(microbatches, 2 * ranks - 1)
+    return without(build("zb_v", ranks, full).actions, microbatches)
+
+
+def test_the_drawing_of_filling() -> None:
+    drawn, filled = (simulate(connect(lists, chain(4)), equal(4)) for lists in (drawn_zb_v(2, 2), build("zb_v", 2, 2).actions))
+    for timeline in (drawn, filled):
+        assert "".join(f"    {line}\n" for line in draw.text(timeline).splitlines()) in str(fill.__doc__)
+    assert (drawn.makespan_s, filled.makespan_s) == (14, 13)
+
+
+TIMES = st.floats(0.1, 3)
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.lists(TIMES, min_size=24, max_size=24), st.sampled_from([0.0, 0.2]))
+def test_filling_is_never_slower_and_never_holds_more(ranks: int, microbatches: int, times: list[float], send_s: float) -> None:
+    stages = 2 * ranks
+    costs = Costs(dict(zip([(op, stage) for op in "FIW" for stage in range(stages)], times, strict=False)), send_s)
+    before = connect(drawn_zb_v(ranks, microbatches), chain(stages))
+    after = build("zb_v", ranks, microbatches, costs=costs)
+    check(after, chain(stages), microbatches=microbatches, trains=True)
+    assert [[a for a in actions if a.op != "W"] for actions in after.actions] == [[a for a in b if a.op != "W"] for b in before.actions]
+    assert simulate(after, costs).makespan_s <= simulate(before, costs).makespan_s * (1 + 1e-9)
+    assert all(new <= old for new, old in zip(peaks(after.actions), peaks(before.actions), strict=True))
+
+
+def test_filling_pays_where_stages_differ() -> None:
+    """A head that takes half as much again: rank 0 is the busiest with 120 s; as drawn it idles 1.5 s more."""
+    costs = Costs({(op, stage): 1.5 if stage == 7 else 1.0 for op in "FIW" for stage in range(8)})
+    drawn = simulate(connect(drawn_zb_v(4, 16), chain(8)), costs)
+    filled = simulate(build("zb_v", 4, 16, costs=costs), costs)
+    assert (drawn.makespan_s, filled.makespan_s) == (121.5, 120)
 
 
 # Finding them.
