@@ -11,6 +11,7 @@ import torch
 
 from meshc.cost.devices import Link
 from meshc.cost.links import fastest, ways
+from meshc.errors import StateError
 
 Point = tuple[float, float]
 """(amount of work, seconds it took)"""
@@ -35,10 +36,10 @@ class Fit:
 
 
 def rate(points: Sequence[Point], overhead_s: float) -> Fit:
-    """Work a second where `seconds = overhead_s + work / rate`. Raises ValueError if nothing took longer than the overhead."""
+    """Work a second where `seconds = overhead_s + work / rate`. Raises StateError if nothing took longer than the overhead."""
     usable = [(work, seconds) for work, seconds in points if seconds > overhead_s]
     if not usable:
-        raise ValueError(f"nothing of what was measured took longer than the overhead of {overhead_s} s")
+        raise StateError(f"nothing of what was measured took longer than the overhead of {overhead_s} s; measure again on an idle machine")
     squares = sum((work / seconds) ** 2 for work, seconds in usable)
     slope = sum(work * (seconds - overhead_s) / seconds**2 for work, seconds in usable) / squares
     return Fit(1 / slope, max(abs((overhead_s + work * slope) / seconds - 1) for work, seconds in points))
@@ -51,7 +52,7 @@ def link(samples: Sequence[Sample]) -> tuple[Link, float, float]:
     """The link whose predictions fit best, a collective's overhead beside its messages (s), and the largest relative error.
 
     Which way a collective takes depends on the link: they are chosen, fitted, and chosen again. What is made small is the squares of the
-    logarithms of predicted / measured, so that half is as wrong as twice, by weights from the round before. Raises ValueError if larger
+    logarithms of predicted / measured, so that half is as wrong as twice, by weights from the round before. Raises StateError if larger
     messages took no longer.
     """
     overheads = [float(sample.kind != "send") for sample in samples]
@@ -64,7 +65,7 @@ def link(samples: Sequence[Sample]) -> tuple[Link, float, float]:
         ]
         overhead_s, latency_s, per_byte = _not_negative(torch.tensor(rows, dtype=torch.float64))
         if per_byte <= 0:
-            raise ValueError("larger messages did not take longer: the link's bandwidth cannot be told")
+            raise StateError("larger messages did not take longer, so nothing is known of the link; measure again on an idle machine")
         found = Link(latency_s, 1 / per_byte)
         chosen = [fastest(sample.kind, sample.ranks, sample.size, found) for sample in samples]
         predicted = [overhead * overhead_s + way.seconds(found) for overhead, way in zip(overheads, chosen, strict=True)]

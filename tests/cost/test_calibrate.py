@@ -17,6 +17,7 @@ from meshc.cost.calibrate import BETWEEN, INSIDE
 from meshc.cost.devices import DTYPES, Link, device, for_mesh, read, write
 from meshc.cost.fit import Sample
 from meshc.cost.links import fastest
+from meshc.errors import StateError
 from meshc.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def test_small_and_large_sizes_count_alike() -> None:
 
 
 def test_a_rate_needs_something_that_takes_time() -> None:
-    with pytest.raises(ValueError, match="longer than the overhead"):
+    with pytest.raises(StateError, match="longer than the overhead"):
         fit.rate([(1.0, 1e-6)], 1e-5)
 
 
@@ -72,7 +73,7 @@ def test_a_link_without_latency_has_none() -> None:
 
 
 def test_a_link_that_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ValueError, match="larger messages did not take longer"):
+    with pytest.raises(StateError, match="larger messages did not take longer"):
         fit.link([Sample("send", 2, 1 << 20, 2e-3), Sample("send", 2, 1 << 25, 1e-3)])
 
 
