@@ -68,7 +68,7 @@ def bundle(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | N
 
 def _kind(node: Node, matrices: bool) -> str:
     """Why a collective may travel with others of its kind; "" if it may not."""
-    if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or not node.users:
+    if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node) or not node.users:
         return ""
     if node.target is spmd.all_reduce:
         if local_bytes(record(node)) < ALONE and _read_late(node):

@@ -157,6 +157,11 @@ class Mesh:
             index, found[axis.name] = divmod(index, axis.size)
         return dict(reversed(found.items()))
 
+    @property
+    def pipeline_axis(self) -> Axis | None:
+        """The axis of pipeline stages, if there is one with more than one rank."""
+        return next((axis for axis in self.axes if role(axis.name) == "pp" and axis.size > 1), None)
+
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates, one for each axis."""
         faults = [f"axis {name} is not in the mesh" for name in coordinates if name not in self.names]

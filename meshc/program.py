@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph
 
 from meshc.mesh import Mesh
+from meshc.pipelining.cut import Pipeline
 from meshc.plan import Plan
 from meshc.sharding import Sharding
 from meshc.sizes import Dynamic
@@ -62,6 +63,8 @@ class Instruction:
 
     run     run `stage`; `microbatch` is its index where the stage has one
     add     add the stage output `value` into the accumulator `into`
+    send    post the values `keys` (of `microbatch`, which `stage` has made) to the rank at coordinate `peer` of the pipeline axis
+    recv    post a receive of `keys` from there; the first instruction that reads one waits for it
     """
 
     op: str
@@ -69,6 +72,8 @@ class Instruction:
     microbatch: int = 0
     value: str = ""
     into: str = ""
+    keys: tuple[str, ...] = ()
+    peer: int = -1
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Program:
 
     dynamic      sizes that calls choose, within their ranges; `meshc.instance.at` puts them in
     constraints  what else must hold of them: `n_seq % 4 == 0`
+    pipeline     where the mesh has an axis of pipeline stages: each rank's list, in the place of `schedule`
     """
 
     stages: dict[str, Stage]
@@ -93,12 +99,17 @@ class Program:
     info: dict[str, Any] = field(default_factory=dict)
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
 
     def port(self, key: str) -> Port:
         for port in (*self.inputs, *self.outputs):
             if port.key == key:
                 return port
         raise KeyError(key)
+
+    def owns(self, key: str, coordinates: Mapping[str, int]) -> bool:
+        """Whether the rank at these coordinates has a port's value: with pipeline stages not every rank has every parameter."""
+        return self.pipeline is None or self.pipeline.owners.get(key, at := coordinates[self.pipeline.axis]) == at
 
     @property
     def stage(self) -> Stage:

@@ -71,7 +71,6 @@ ROLE_RECIPES: Final[Mapping[str, str]] = {
 
 _NOT_YET: Final[Mapping[str, str]] = {
     "ep": "experts are not split over ranks; use these ranks as dp or tp",
-    "pp": "the model is not cut into pipeline stages; use these ranks as dp, dp_shard or tp",
 }
 
 
@@ -166,7 +165,7 @@ def _by_role(axis: Axis) -> AxisEntry:
             f"axis {axis.name} has neither a role nor a plan entry; names with a role are {', '.join(ROLES)}; "
             f"or add a line such as `{axis.name}: batch`, or `{axis.name}: -` to use it for nothing"
         )
-    if found in _NOT_YET:
+    if found in _NOT_YET or found == "pp":
         return AxisEntry(axis.name, source=f"role {found}")
     recipe = RECIPES[ROLE_RECIPES[found]]
     return _entry(axis, recipe, f"role {found}, {_source(recipe)}")

@@ -12,6 +12,7 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     all_reduce(x, axes, reduction)
     all_gather(x, axes, dim)                        tiles concatenated along `dim`
     reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank
+    broadcast(x, axes, index)                       what the rank at `index` has
     all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
     halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
     halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
@@ -27,7 +28,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
+from meshc.mesh import role
 from meshc.sharding import tile_count, tile_start
 
 
@@ -69,13 +72,14 @@ def _collective(name: str) -> Callable[..., Any]:
 
 
 all_reduce = _collective("all_reduce")
+broadcast = _collective("broadcast")
 all_gather = _collective("all_gather")
 reduce_scatter = _collective("reduce_scatter")
 all_to_all = _collective("all_to_all")
 halo = _collective("halo")
 halo_sum = _collective("halo_sum")
 
-COLLECTIVES = {function.__name__: function for function in (all_reduce, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
+COLLECTIVES = {function.__name__: function for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
 INTEGERS: dict[str, Callable[..., Any]] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
 LOCAL: dict[str, Callable[..., Any]] = {"shard": shard, "mask": mask, "keep_first": keep_first}
 FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
@@ -83,3 +87,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
 
 def is_collective(target: Any) -> bool:
     return getattr(target, "__name__", None) in COLLECTIVES and target is COLLECTIVES[target.__name__]
+
+
+def joins_stages(node: Node) -> bool:
+    """Whether a node is a collective between pipeline stages. Their graphs differ, so what they do together keeps its order in each."""
+    return is_collective(node.target) and any(role(axis) == "pp" for axis in node.args[1])  # type: ignore[union-attr, arg-type]

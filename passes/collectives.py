@@ -56,7 +56,7 @@ def _start_reductions(graph: Graph) -> None:
     if not placeholders:
         return
     for node in list(graph.nodes):
-        if node.target in (spmd.all_reduce, spmd.reduce_scatter) and node.args[1] != ["mb"]:
+        if node.target in (spmd.all_reduce, spmd.reduce_scatter) and node.args[1] != ["mb"] and not spmd.joins_stages(node):
             _hoist(node, place, placeholders[-1])
 
 

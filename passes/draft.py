@@ -19,6 +19,7 @@ from meshc.parts import Parts
 from meshc.passes.factorize import Factors
 from meshc.passes.names import Names
 from meshc.passes.propagate import Assignment
+from meshc.pipelining.cut import Pipeline
 from meshc.plan import Plan
 from meshc.program import Instruction, Port, Stage
 from meshc.sharding import Sharding
@@ -34,6 +35,8 @@ class Request:
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
     dynamic       which dims of the inputs are left open
+    schedule      of a pipeline: a name, or each rank's list as text
+    pp_splits     modules at which the second and further stages of a pipeline begin
     """
 
     module: nn.Module
@@ -56,6 +59,8 @@ class Request:
     batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
     dynamic: DynamicDims = DynamicDims()
+    schedule: str | None = None
+    pp_splits: tuple[str, ...] = ()
 
 
 @dataclass
@@ -91,6 +96,7 @@ class Draft:
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
     parts: Parts | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -24,6 +24,7 @@ from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
+from meshc.passes.stages import cut_stages
 from meshc.paths import input_names
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
@@ -268,6 +269,7 @@ PASSES: tuple[Entry, ...] = (
     Entry("propagate", _propagate),
     Entry("partition", _partition),
     Entry("microbatch", microbatch.split_microbatches),  # after partition: a microbatch is one more axis there
+    Entry("stages", cut_stages.cut_stages),  # likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts
     Entry("cut", cut.cut_backward),  # likewise: what lies where decides what is saved
     Entry("collectives", collectives.schedule_collectives),  # once it is settled which stage a collective is in
     Entry("emit", emit.fuse_updates),
@@ -319,6 +321,7 @@ def finish(draft: Draft) -> Program:
         notes=draft.notes,
         dynamic=draft.dynamic,
         constraints=draft.constraints,
+        pipeline=draft.pipeline,
         info={
             "output_paths": draft.output_tree.paths() if draft.output_tree else [], "random_calls": draft.random_calls,
             "inputs": request.inputs, "outputs": request.outputs,

@@ -41,8 +41,31 @@ class Meeting:
         return f"{self.kind}({self.node.args[0]}, {list(self.axes)}{rest}) of shape {list(self.tensor.shape)} at {self.node.name}"
 
 
+@dataclass(frozen=True)
+class Letter:
+    """What a rank posts to another, which it does not wait for. `name` says what it is."""
+
+    sender: int
+    receiver: int
+    name: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank's stop until a letter has come. Letters of one sender are read in the order in which they were posted."""
+
+    receiver: int
+    sender: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"recv({self.name}) from rank {self.sender}"
+
+
 Observer = Callable[[Node, list[Any]], None]
-RankProgram = Generator[Meeting, torch.Tensor, list[Any]]
+Stop = Meeting | Letter | Wait
+RankProgram = Generator[Stop, Any, Any]
 
 
 def run_stage(
@@ -72,35 +95,42 @@ def run_stage(
         return note
 
     ranks = [
-        _rank(stage, list(inputs[rank]), {**mesh.coordinates(rank), "mb": microbatch}, sizes, watch(rank), poison) for rank in range(world)
+        rank_program(stage, list(inputs[rank]), {**mesh.coordinates(rank), "mb": microbatch}, sizes, watch(rank), poison)
+        for rank in range(world)
     ]
     return lock_step(ranks, mesh)
 
 
-def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[list[Any]]:
-    """Run rank coroutines to their end, performing collectives as all members arrive."""
-    waiting: dict[int, Meeting] = {}
-    results: dict[int, list[Any]] = {}
+def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[Any]:
+    """Run rank coroutines to their end, performing collectives as all members arrive and handing letters over as they are waited for."""
+    waiting: dict[int, Meeting | Wait] = {}
+    results: dict[int, Any] = {}
+    letters: dict[tuple[int, int], list[Letter]] = {}
 
-    def advance(rank: int, value: torch.Tensor | None) -> None:
+    def advance(rank: int, value: Any) -> None:
         try:
-            waiting[rank] = ranks[rank].send(value)  # type: ignore[arg-type]
+            while isinstance(stop := ranks[rank].send(value), Letter):
+                letters.setdefault((stop.sender, stop.receiver), []).append(stop)
+                value = None
+            waiting[rank] = stop
         except StopIteration as stop:
             results[rank] = stop.value
 
     for rank in range(len(ranks)):
         advance(rank, None)
     while waiting:
-        ready = None
-        for rank, meeting in waiting.items():
-            members = _group(mesh, rank, meeting.axes)
-            if all(m in waiting and waiting[m].axes == meeting.axes for m in members):
-                ready = members
-                break
+        ready = next((found for rank, stop in waiting.items() if (found := _ready(mesh, rank, stop, waiting, letters))), None)
         if ready is None:
             raise DeadlockError(_stuck(waiting, results, mesh))
-        meetings = [waiting.pop(member) for member in ready]
-        first = meetings[0]
+        stops = [waiting.pop(member) for member in ready]
+        first = stops[0]
+        if isinstance(first, Wait):
+            letter = letters[(first.sender, first.receiver)].pop(0)
+            if letter.name != first.name:
+                raise DeadlockError(f"messages do not match: rank {first.receiver} waits in {first}, where {letter.name} comes first")
+            advance(ready[0], letter.values)
+            continue
+        meetings = [stop for stop in stops if isinstance(stop, Meeting)]
         for member, meeting in zip(ready, meetings, strict=True):
             if meeting.signature() != first.signature():
                 raise DeadlockError(
@@ -109,13 +139,28 @@ def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[list[Any]]:
         counts = [mesh.size(axis) for axis in first.axes]
         for member, value in zip(ready, perform(first, [m.tensor for m in meetings], counts), strict=True):
             advance(member, value)
+    unread = [letter for posted in letters.values() for letter in posted]
+    if unread:
+        raise DeadlockError(f"{unread[0].name}, which rank {unread[0].sender} sends to rank {unread[0].receiver}, is never received")
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _stuck(waiting: Mapping[int, Meeting], results: Mapping[int, Any], mesh: Mesh) -> str:
+def _ready(
+    mesh: Mesh, rank: int, stop: Meeting | Wait, waiting: Mapping[int, Meeting | Wait], letters: Mapping[tuple[int, int], list[Letter]]
+) -> list[int]:
+    """The ranks that can go on together with this one; none if it has to wait."""
+    if isinstance(stop, Wait):
+        return [rank] if letters.get((stop.sender, rank)) else []
+    members = _group(mesh, rank, stop.axes)
+    here = [waiting.get(member) for member in members]
+    return members if all(isinstance(other, Meeting) and other.axes == stop.axes for other in here) else []
+
+
+def _stuck(waiting: Mapping[int, Meeting | Wait], results: Mapping[int, Any], mesh: Mesh) -> str:
     lines = ["ranks wait for each other for ever:"]
-    for rank, meeting in sorted(waiting.items()):
-        lines.append(f"  rank {rank} waits in {meeting} for ranks {[m for m in _group(mesh, rank, meeting.axes) if m != rank]}")
+    for rank, stop in sorted(waiting.items()):
+        others = [stop.sender] if isinstance(stop, Wait) else [m for m in _group(mesh, rank, stop.axes) if m != rank]
+        lines.append(f"  rank {rank} waits in {stop} for ranks {others}")
     lines += [f"  rank {rank} has finished" for rank in sorted(results)]
     return "\n".join(lines)
 
@@ -133,6 +178,8 @@ def perform(meeting: Meeting, tensors: Sequence[torch.Tensor], counts: Sequence[
     count = len(tensors)
     if meeting.kind == "all_reduce":
         return [_reduced(tensors, meeting.rest[0]).clone() for _ in tensors]
+    if meeting.kind == "broadcast":
+        return [tensors[meeting.rest[0]].clone() for _ in tensors]
     if meeting.kind == "all_gather":
         return [torch.cat(list(tensors), meeting.rest[0]) for _ in tensors]
     if meeting.kind == "reduce_scatter":
@@ -189,7 +236,7 @@ def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     return total
 
 
-def _rank(
+def rank_program(
     stage: Stage,
     inputs: list[Any],
     coordinates: Mapping[str, int],
@@ -197,6 +244,7 @@ def _rank(
     note: Callable[[Node, Any], None] | None,
     poison: bool,
 ) -> RankProgram:
+    """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
     env: dict[Node, Any] = {}
     remaining = {node: len(node.users) for node in stage.graph.nodes}
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from meshc.errors import DeadlockError, VerifyError
+from meshc.pipelining.cut import slot
+from meshc.pipelining.steps import steps_of
 from meshc.program import Port, Program
 from meshc.runtime.layouts import put_tiles, take_tile
-from meshc.runtime.simulate import Observer, run_stage
+from meshc.runtime.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
 from meshc.sharding import Sharding, padded_parts
 
 Values = Mapping[str, torch.Tensor]
@@ -32,6 +34,9 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
                 value = values[port.key]
                 env[port.key] = take_tile(value, port.sharding, sizes, coordinates).clone() if port.sharding else value.clone()
         ranks.append(env)
+    if program.pipeline is not None:
+        lock_step([_walk(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
+        return {port.key: gather(program, port, ranks) for port in program.outputs}
     for instruction in program.schedule:
         if instruction.op == "run":
             stage = program.stages[instruction.stage]
@@ -45,7 +50,43 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
                 env[instruction.into] = env[instruction.into] + part if instruction.into in env else part
         else:
             raise DeadlockError(f"unknown instruction {instruction.op}")
-    return {port.key: gather(program, port, [env[port.key] for env in ranks]) for port in program.outputs}
+    return {port.key: gather(program, port, ranks) for port in program.outputs}
+
+
+def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> RankProgram:
+    """One rank's whole list. What it does not own it does not have."""
+    assert program.pipeline is not None
+    coordinates = program.mesh.coordinates(rank)
+    axis = program.pipeline.axis
+    for key, owner in program.pipeline.owners.items():
+        if owner != coordinates[axis]:
+            env.pop(key, None)
+    coming: dict[str, Wait] = {}
+    for step in steps_of(program, coordinates):
+        slots = tuple(slot(key, step.microbatch) for key in step.keys)
+        peer = program.mesh.rank({**coordinates, axis: step.peer}) if step.peer >= 0 else -1
+        name = ", ".join(slots)
+        if step.op == "recv":
+            coming |= dict.fromkeys(slots, Wait(rank, peer, name))
+            continue
+        stage = program.stages.get(step.stage)
+        read = [slot(key, step.microbatch) for key in stage.inputs] if step.op == "run" and stage is not None else list(slots)
+        if step.op == "add":
+            part = env.pop(step.value)
+            env[step.into] = env[step.into] + part if step.into in env else part
+        while late := [key for key in read if key in coming]:
+            message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the first that it posts
+            values = yield message
+            for key, value in zip(message.name.split(", "), values, strict=True):
+                del coming[key]
+                env[key] = value
+        if step.op == "send":
+            yield Letter(rank, peer, name, tuple(env[key] for key in slots))
+        elif step.op == "run" and stage is not None:
+            where = {**coordinates, "mb": step.microbatch}
+            results = yield from rank_program(stage, [env[key] for key in read], where, program.axis_sizes, None, poison)
+            env.update({slot(key, step.microbatch): value for key, value in zip(stage.outputs, results, strict=True)})
+    return env
 
 
 def first_microbatch(program: Program) -> Program:
@@ -53,12 +94,13 @@ def first_microbatch(program: Program) -> Program:
     return replace(program, schedule=tuple(instruction for instruction in program.schedule if instruction.microbatch == 0))
 
 
-def gather(program: Program, port: Port, tiles: list[torch.Tensor]) -> torch.Tensor:
-    """The global value of an output from its tiles; every rank's copy must be the same."""
+def gather(program: Program, port: Port, ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """The global value of an output from the tiles of the ranks that have it; every rank's copy must be the same."""
+    tiles = {rank: env[port.key] for rank, env in enumerate(ranks) if program.owns(port.key, program.mesh.coordinates(rank))}
     if port.sharding is None:
-        return tiles[0]
-    full = whole(tiles, port.sharding, program)
-    for rank, tile in enumerate(tiles):
+        return next(iter(tiles.values()))
+    full = put_tiles([(program.mesh.coordinates(rank), tile) for rank, tile in tiles.items()], port.sharding, program.axis_sizes)
+    for rank, tile in tiles.items():
         coordinates = program.mesh.coordinates(rank)
         mine = take_tile(full, port.sharding, program.axis_sizes, coordinates)
         if padded_parts(port.sharding, program.axis_sizes):

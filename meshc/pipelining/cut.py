@@ -1,0 +1,55 @@
+"""How a program is cut into pipeline stages: what the stages hand to each other, and which rank owns what.
+
+A program with an axis `pp` has a graph for each half of each stage (`forward_1`, `backward_1`; or `input_1` and `weight_1` where backward
+is in two), which a rank runs once a microbatch, and two for each rank, before the first and after the last microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshc.pipelining.schedule import Action, Link, Schedule
+
+STAGE_NAMES: Final = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+FLOW: Final = "flow:"
+"""Keys of values that belong to one microbatch begin so."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value that one rank of the axis hands to another once a call: a tied parameter before the microbatches, its gradient after them."""
+
+    key: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """
+    axis      the mesh axis
+    schedule  each rank's list
+    messages  link -> keys of the values that go
+    owners    the rank that a parameter, a state or a gradient lives on, by the key of its port; what is not there lives on all ranks
+    shared    before the first microbatch
+    returned  after the last
+    """
+
+    axis: str
+    schedule: Schedule
+    messages: Mapping[Link, tuple[str, ...]]
+    owners: Mapping[str, int]
+    shared: tuple[Move, ...] = ()
+    returned: tuple[Move, ...] = ()
+
+
+def stage_name(action: Action) -> str:
+    """The name of the program's stage that an action runs."""
+    return f"{STAGE_NAMES[action.op]}_{action.stage}"
+
+
+def slot(key: str, microbatch: int) -> str:
+    """What a rank keeps a value under: one that belongs to a microbatch apart from those of others."""
+    return f"{key}@{microbatch}" if key.startswith(FLOW) else key

@@ -1,0 +1,104 @@
+"""Flows: what one microbatch's stages hand to each other, and what a stage's forward half keeps for its backward half.
+
+    stage 0, F:  h = mlp(x)                    flow:h goes to stage 1, and stays for stage 0's own backward
+    stage 1, F:  y = mlp(h)                    flow:y stays
+    stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
+
+A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips. Values
+that need only the call's inputs are made again where they are read, which costs less than a message, unless they are worth their memory:
+then the stage that made them forward keeps them for backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from meshc import spmd
+from meshc.ir import is_getitem, is_tensor
+from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds
+
+
+@dataclass
+class Flows:
+    """Of each half of each stage: what it reads that others made, and what it hands on, by node.
+
+    messages   (half, from stage, to stage) -> values
+    """
+
+    reads: dict[Home, dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
+    gives: dict[Home, dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
+    messages: dict[tuple[str, int, int], dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def key_of(node: Node) -> str:
+    """What a flow is called; a value of one microbatch."""
+    return f"flow:{node.name}"
+
+
+def flows(found: Kinds, placed: Mapping[Node, Home], results: Iterable[tuple[Node, Home]]) -> Flows:
+    """`results`: values that a half must make whoever reads them, each with the half that does."""
+    made = Flows()
+    work: dict[Home, list[Node]] = defaultdict(list)
+    for node, home in placed.items():
+        work[home].append(node)
+    for node, home in results:
+        work[home].append(node)
+    forward = {home.stage: _closure(nodes, home, placed) for home, nodes in work.items() if home.half == FORWARD}
+    for home in sorted(work, key=lambda home: (home.half != FORWARD, home.stage)):
+        own = forward[home.stage] if home.half == FORWARD else _closure(work[home], home, placed)
+        for node in own:
+            source = placed.get(node)
+            if source == home:
+                continue
+            if source is None:
+                keeper = Home(home.stage, FORWARD)
+                if home.half != FORWARD and node in found.given and _worth_keeping(node) and node in forward.get(home.stage, ()):
+                    made.reads[home][node] = None
+                    made.gives[keeper][node] = None
+                continue
+            made.reads[home][node] = None
+            _carry(made, node, source, home)
+    return made
+
+
+def _closure(nodes: Iterable[Node], home: Home, placed: Mapping[Node, Home]) -> dict[Node, None]:
+    """What these nodes need: up to values at home elsewhere, those included, each as one tensor."""
+    seen: dict[Node, None] = {}
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node in seen:
+            continue
+        seen[node] = None
+        if placed.get(node, home) == home:
+            work += node.all_input_nodes
+    return seen
+
+
+def _carry(made: Flows, node: Node, source: Home, reader: Home) -> None:
+    """The way of a value from where it is made to a half that reads it."""
+    if source.stage == reader.stage:
+        made.gives[source][node] = None
+    elif source.half == FORWARD and source.stage < reader.stage:
+        made.gives[source][node] = None
+        made.messages[(FORWARD, source.stage, reader.stage)][node] = None
+    else:  # towards stage 0: a gradient, or what the later stage's forward half has kept
+        giver = Home(source.stage, BACKWARD)
+        made.gives[source][node] = None
+        if source != giver:
+            made.reads[giver][node] = None
+        made.messages[(BACKWARD, source.stage, reader.stage)][node] = None
+
+
+def _worth_keeping(node: Node) -> bool:
+    """Values that are not made twice for nothing: draws, what ranks have exchanged, products."""
+    target = node.target
+    if spmd.is_collective(target):
+        return True
+    heavy = isinstance(target, torch._ops.OpOverload) and (target.namespace == "meshc" or target.overloadpacket is torch.ops.aten.mm)
+    return is_tensor(node) and not is_getitem(node) and heavy

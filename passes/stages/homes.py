@@ -1,0 +1,119 @@
+"""Homes: which pipeline stage makes each value of one microbatch, and in which half of it.
+
+    forward order   embed  block.0  block.1 | block.2  block.3  head        cuts: [3]
+    home            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)
+    backward of block.2: (1, B)      of block.1: (0, B), and so on
+
+An operator of the forward half is at home where its place in the trace falls between the cuts; an operator of the backward half where the
+forward operator is at home that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later stage than the gradient that it
+reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has no home: each stage
+that reads it makes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch.fx import Graph, Node
+
+from meshc.ir import is_getitem, operands, records
+
+FORWARD: Final = "F"
+BACKWARD: Final = "B"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a value is made: the stage, and F or B."""
+
+    stage: int
+    half: str
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What each node of a graph depends on.
+
+    learned  parameters and integers alone
+    given    inputs, buffers, constants and integers alone: every stage could make it from the call's inputs
+    forward  the other nodes of the forward half, in order: what cuts divide
+    backward the other nodes of the backward half, in order
+    """
+
+    learned: frozenset[Node]
+    given: frozenset[Node]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+
+
+def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
+    """`keys`: of the placeholders."""
+    learned: set[Node] = set()
+    given: set[Node] = set()
+    forward: list[Node] = []
+    backward: list[Node] = []
+    late: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            (learned if keys[node].startswith(("parameter:", "state:")) else given).add(node)
+        elif node.op == "call_function":
+            read = node.all_input_nodes
+            if any(operand in late for operand in read):
+                backward.append(node)
+                late.add(node)
+            elif all(operand in given for operand in read):
+                given.add(node)
+            elif all(operand in learned or _integer(operand) for operand in read):
+                learned.add(node)
+            elif records(node)[0].phase == "backward":
+                backward.append(node)
+                late.add(node)
+            else:
+                forward.append(node)
+    return Kinds(frozenset(learned), frozenset(given), tuple(forward), tuple(backward))
+
+
+def _integer(node: Node) -> bool:
+    return node.op == "call_function" and not is_getitem(node) and records(node)[0].dtype is None and len(records(node)) == 1
+
+
+def homes(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dict[Node, Home]:
+    """The home of each node that has one.
+
+    cuts     positions in `found.forward` at which stages 1, 2, ... begin
+    numbers  `seq_nr` of a node's global-view value, where it has one
+    """
+    placed: dict[Node, Home] = {}
+    by_number: dict[int, int] = {}
+    for position, node in enumerate(found.forward):
+        stage = placed[node.args[0]].stage if is_getitem(node) and node.args[0] in placed else bisect_right(cuts, position)  # type: ignore[index]
+        placed[node] = Home(stage, FORWARD)
+        if node in numbers:
+            by_number[numbers[node]] = stage  # the last of its operators: what backward begins with
+    order = sorted(by_number)
+    last = len(cuts)
+    for node in found.backward:
+        read = [placed[operand] for operand in operands(node) if operand in placed]
+        above = min((home.stage for home in read if home.half == BACKWARD), default=last)
+        below = max((home.stage for home in read if home.half == FORWARD), default=above)
+        wanted = below
+        if node in numbers:
+            place = bisect_right(order, numbers[node]) - 1
+            wanted = by_number[order[place]] if place >= 0 else 0
+        if is_getitem(node):
+            wanted = above
+        placed[node] = Home(min(wanted, above), BACKWARD)
+    return placed
+
+
+def numbers(graph: Graph, whole: Graph) -> dict[Node, int]:
+    """`seq_nr` of each node of a per-rank graph, from the global-view value that it is a form of."""
+    known = {node.name: node.meta["seq_nr"] for node in whole.nodes if node.meta.get("seq_nr") is not None}
+    return {
+        node: known[name]
+        for node in graph.nodes
+        if node.op == "call_function" and (name := records(node)[0].of.partition(".")[0]) in known
+    }

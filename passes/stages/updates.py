@@ -1,0 +1,156 @@
+"""Updates: what follows the last microbatch, cut by ranks: each updates the parameters of its own stages.
+
+    total = sq(g0) + sq(g1) + sq(g2)          rank 0:  part = sq(g0) + sq(g1)      total = all_reduce(part, ["pp"], "sum")
+    w2 = adam(w2, g2 * f(total))      becomes  rank 1:  part = sq(g2)               total = all_reduce(part, ["pp"], "sum")
+                                                        w2 = adam(w2, g2 * f(total))
+
+The gradient norm is the one value that parameters of different stages share: a sum, which is taken of each rank's own first. What follows
+from it alone is computed on every rank. Outputs, metrics and buffers are sent to all by the rank that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.errors import CompileError
+from meshc.ir import Record, record, records, set_record, update
+from meshc.passes.microbatch import Splitter
+from meshc.program import Stage
+
+aten = torch.ops.aten
+
+ALL: Final = -1
+"""At home on every rank."""
+
+
+@dataclass
+class Updates:
+    """Where each node of the stage after the last microbatch is at home: a rank, ALL, or nowhere (made where it is read)."""
+
+    placed: dict[Node, int] = field(default_factory=dict)
+    totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, and what each adds up
+
+
+def place(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], labels: Mapping[str, str]) -> Updates:
+    """
+    entering  rank of a key that enters: parameters, states, sums
+    owners    rank of a parameter by its name
+    labels    global-view value -> the parameter whose update it belongs to
+    """
+    found = Updates()
+    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    for node in stage.graph.nodes:
+        if node.op == "placeholder" and keys[node] in entering:
+            found.placed[node] = entering[keys[node]]
+        elif node.op == "call_function":
+            name = labels.get(records(node)[0].of.partition(".")[0])
+            homes = {found.placed[x] for x in node.all_input_nodes if x in found.placed}
+            if name is not None and name in owners:
+                found.placed[node] = owners[name]
+            elif len(homes - {ALL}) > 1 or (len(homes) > 1 and _adds_two(node)):
+                found.totals[node] = _terms(node, found)
+                found.placed[node] = ALL
+            elif homes:
+                found.placed[node] = (sorted(homes - {ALL}) or [ALL])[0]
+    _only_roots(found)
+    return found
+
+
+def _terms(node: Node, found: Updates) -> list[Node]:
+    """What an addition over several ranks adds up; an operand that is such an addition gives its own terms."""
+    if not _adds_two(node):
+        raise CompileError(
+            f"{node.name} at {record(node).source} mixes parameters of several pipeline stages in the update, which only a sum may\n"
+            "  what to do: an optimizer that updates each parameter by itself, or a mesh without pp"
+        )
+    terms: list[Node] = []
+    for operand in node.args:
+        assert isinstance(operand, Node)
+        terms += found.totals[operand] if operand in found.totals else [operand]
+    return terms
+
+
+def _adds_two(node: Node) -> bool:
+    return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
+
+
+def _only_roots(found: Updates) -> None:
+    """Additions inside a sum are no sums of their own."""
+    for node in list(found.totals):
+        if node.users and all(user in found.totals for user in node.users):
+            del found.totals[node]
+
+
+def cut_updates(stage: Stage, found: Updates, ranks: int, axis: str, kept: Mapping[str, int]) -> list[Stage]:
+    """The stage of each rank. `kept`: the rank of each output that leaves on one rank only; the others leave on all."""
+    return [_of_rank(stage, found, rank, axis, kept) for rank in range(ranks)]
+
+
+def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[str, int]) -> Stage:
+    copy = Graph()
+    env: dict[Node, Node] = {}
+    (output,) = stage.graph.find_nodes(op="output")
+    copy.graph_copy(stage.graph, env)
+    keys = {env[node]: key for node, key in zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)}
+    for total, terms in found.totals.items():
+        homes = {term: found.placed.get(term, ALL) for term in terms}
+        mine, shared = ([env[term] for term in terms if homes[term] == home] for home in (rank, ALL))
+        _sum_over_ranks(copy, env[total], mine, shared, axis)
+    results: dict[str, Node] = {}
+    for key, old in zip(stage.outputs, output.args[0], strict=True):
+        new = env[old]
+        home = found.placed.get(old, ALL)
+        if key in kept:
+            if kept[key] == rank:
+                results[key] = new
+        else:
+            results[key] = new if home == ALL else _to_all(copy, new, home, rank, axis)
+    copy.output(tuple(results.values()))
+    return Splitter(copy, keys).stage(f"after_{rank}", results, {})
+
+
+def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[Node], axis: str) -> None:
+    """`mine`: what this rank adds; `shared`: what all have, which comes in once."""
+    made = record(total)
+    part: Node | None = None
+    with graph.inserting_before(total):
+        for term in mine:
+            part = term if part is None else _add(graph, made, aten.add.Tensor, part, term)
+        if part is None:
+            part = _zeros(graph, total)
+        whole = _add(graph, made, spmd.all_reduce, part, [axis], "sum")
+        update(whole, reason="the gradient norm, over all stages")
+        for term in shared:
+            whole = _add(graph, made, aten.add.Tensor, whole, term)
+    total.replace_all_uses_with(whole)
+    graph.erase_node(total)
+
+
+def _to_all(graph: Graph, node: Node, home: int, rank: int, axis: str) -> Node:
+    """An output on every rank: what its own has, sent to the others."""
+    last = next(reversed(list(graph.nodes)))
+    with graph.inserting_after(last):
+        sent = node if home == rank else _zeros(graph, node)
+    with graph.inserting_after(sent if home != rank else last):
+        everywhere = graph.call_function(spmd.broadcast, (sent, [axis], home))
+    set_record(everywhere, replace(record(node), reason="an output, for every stage"))
+    return everywhere
+
+
+def _add(graph: Graph, made: Record, target: Callable[..., Any], *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    set_record(node, made)
+    return node
+
+
+def _zeros(graph: Graph, like: Node) -> Node:
+    found = record(like)
+    made = graph.call_function(aten.full.default, (list(found.shape), 0), {"dtype": found.dtype, "device": torch.device("cpu")})
+    set_record(made, replace(found, reason="", of=""))
+    return made
