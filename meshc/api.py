@@ -237,7 +237,8 @@ class Program:
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=self.spec,
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=(step.microbatches or 1) if step else 1,
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
-            autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic,
+            autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic, schedule=self.options.schedule,
+            pp_splits=tuple(self.options.pp_splits or ()), owners=dict(store.owners) if store is not None else {},
         )  # fmt: skip
         return Request(**{**ask, **changes})
 
@@ -271,6 +272,7 @@ class Program:
         with refusable(self._board), calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
             if request.grad and self.step is None:
                 calling.refuse_partial_storage(self.plan)
+                calling.refuse_stages(self.mesh)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
             if "has no rule" in note or "nothing but padding" in note:
@@ -305,7 +307,8 @@ class Program:
         if self._board is not None:
             agree(self._board, "compile", {"the compiled program": text.hash_program(compiled)})
         first = Store.of(self.traced.module) is None
-        self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups)
+        owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
+        self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups, owners)
         if isinstance(self.what, nn.Module) or self.step is not None:
             guard_calls(self.traced.module)
         if self.step is not None:

@@ -153,6 +153,16 @@ def unequal_parts(text: str) -> str:
     )
 
 
+def refuse_stages(mesh: Mesh) -> None:
+    """A module that takes part in autograd is not cut into pipeline stages: its backward runs when torch asks for it, on every rank."""
+    axis = mesh.pipeline_axis
+    if axis is not None:
+        raise PlanError(
+            f"axis {axis}: pipeline stages need the whole step, forward and backward, and this module is called by itself\n"
+            "  what to do: meshc.compile(meshc.TrainStep(model, optimizer=...), mesh), or call it under torch.no_grad()"
+        )
+
+
 def refuse_partial_storage(plan: Plan) -> None:
     """In module mode gradients and optimizer state are torch.optim's, and follow the parameters' placement."""
     faults = [entry for entry in plan.axes if entry.store and "params" not in entry.store]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ class Options:
     cuda_graph     "auto", True or False: capture a step in one CUDA graph
     dynamic        sizes that calls choose, in the form of torch.export's dynamic_shapes:
                    {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
-    pp_splits      not yet: pipelines
+    pp_splits      names of modules at which the second and further stages of a pipeline begin: ["model.layers.8", ...];
+                   default: stages of equal predicted time
+    schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text
     memory_budget  not yet: the search's budget, in bytes
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     """
@@ -24,14 +27,16 @@ class Options:
     seed: int | None = None
     cuda_graph: str | bool = "auto"
     dynamic: Any = None
-    pp_splits: tuple[str, ...] | None = None
+    pp_splits: Sequence[str] | None = None
+    schedule: str | None = None
     memory_budget: int | None = None
     local_loss: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pp_splits", "memory_budget"):
-            if getattr(self, name) is not None:
-                raise PlanError(f"Options({name}=...) is not supported yet: leave it out")
+        if self.memory_budget is not None:
+            raise PlanError("Options(memory_budget=...) is not supported yet: leave it out")
+        if isinstance(self.pp_splits, str):
+            raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         dynamic.read(self.dynamic)
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")

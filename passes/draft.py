@@ -37,6 +37,7 @@ class Request:
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, or each rank's list as text
     pp_splits     modules at which the second and further stages of a pipeline begin
+    owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
     module: nn.Module
@@ -61,6 +62,7 @@ class Request:
     dynamic: DynamicDims = DynamicDims()
     schedule: str | None = None
     pp_splits: tuple[str, ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass

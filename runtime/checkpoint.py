@@ -84,7 +84,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
     error: list[str | None] = [None]
     with torch.no_grad():
         for held in held_ones:
-            whole = store.transfers.whole(held.buffer, held.sharding)
+            whole = held.home.whole(held.buffer, held.sharding)
             if root and held.name in unfilled:
                 values.append(_empty(held))
             elif root:
@@ -102,7 +102,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
         raise StateError(f"init_weights: the function failed on rank 0\n  why: {error[0]}")
     with torch.no_grad():
         for index, held in enumerate(held_ones):
-            held.buffer.copy_(store.transfers.scatter(values[index] if root else None, held.sharding, held.dtype))
+            held.buffer.copy_(held.home.scatter(values[index] if root else None, held.sharding, held.dtype))
             held.stale = not held.shared
     store.sync()
 
@@ -236,7 +236,7 @@ def _full(store: Store, state: dict[str, Any]) -> dict[str, Any]:
         if held is None:
             return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         if held.key not in done:
-            gathered = store.transfers.whole(held.buffer, held.sharding)
+            gathered = held.home.whole(held.buffer, held.sharding)
             done[held.key] = gathered.to("cpu", copy=True) if root else gathered.new_empty(0)
         return done[held.key]
 

@@ -55,6 +55,8 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Ten
         if overwrites:
             return lambda x: collectives.all_reduce(x, group, how, out=x if x.is_contiguous() else None)  # type: ignore[arg-type]
         return lambda x: collectives.all_reduce(x, group, how)  # type: ignore[arg-type]
+    if name == "broadcast":
+        return lambda x: collectives.broadcast(x, group, rest[0])  # type: ignore[arg-type]
     if name == "all_gather":
         return lambda x: collectives.gather_dim(x, rest[0], group)  # type: ignore[arg-type]
     if name == "reduce_scatter":

@@ -76,6 +76,10 @@ class Pending:
         self._held = None
         return self._tensor
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """The same communication, with `change` applied to its result when it is waited for."""
         return Pending(self._tensor, (self,), lambda: change(self._tensor))
@@ -161,6 +165,25 @@ def send(x: Tensor, group: ProcessGroup, to: int) -> Pending:
 def recv(out: Tensor, group: ProcessGroup, source: int) -> Pending:
     """Receives into `out`, which is contiguous, from the rank at place `source`."""
     return Pending(out, (dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG),))
+
+
+def send_all(values: Sequence[Tensor], group: ProcessGroup, to: int) -> list[Pending]:
+    """Sends several tensors to the rank at place `to`, at once where the backend can. The other side calls `receive_all` in turn."""
+    return _post(dist.isend, [value.contiguous() for value in values], group, to)
+
+
+def receive_all(into: Sequence[Tensor], group: ProcessGroup, source: int) -> list[Pending]:
+    """Receives what `send_all` sent, into contiguous tensors of the same shapes and dtypes."""
+    return _post(dist.irecv, into, group, source)
+
+
+def _post(how: Callable[..., Any], tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[Pending]:
+    full = [x for x in tensors if x.numel()]
+    if not full or _direct(full[0]):
+        place = "group_dst" if how is dist.isend else "group_src"
+        return [Pending(x, (how(_plain(x), group=group, tag=_TAG, **{place: peer}),) if x.numel() else ()) for x in tensors]
+    works = dist.batch_isend_irecv([dist.P2POp(how, _plain(x), group=group, group_peer=peer) for x in full])
+    return [Pending(x, tuple(works) if x.numel() else ()) for x in tensors]
 
 
 def gather_dim(x: Tensor, dim: int, group: ProcessGroup | None) -> Pending:

@@ -6,7 +6,7 @@ Nothing here is special to a program of one stage; a schedule of one instruction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,10 @@ import torch
 
 from meshc import spmd
 from meshc.errors import StateError
+from meshc.pipelining.cut import FLOW, slot
+from meshc.pipelining.steps import steps_of
 from meshc.program import Instruction, Program, Stage
+from meshc.runtime.channels import Channels
 from meshc.runtime.codegen import generate
 from meshc.runtime.failure import FailureBoard
 from meshc.runtime.groups import Groups
@@ -32,9 +35,12 @@ class LoadedStage:
     outputs: tuple[str, ...]
     run: RunStage
 
-    def perform(self, env: dict[str, Any], microbatch: int = 0) -> None:
-        results = self.run([env[key] for key in self.inputs], microbatch)
-        env.update(zip(self.outputs, results, strict=True))
+    def perform(self, env: dict[str, Any], microbatch: int = 0, last: Collection[str] = ()) -> None:
+        """`last`: what nothing reads any more after this; the stage frees it as it goes."""
+        slots = [slot(key, microbatch) for key in self.inputs]
+        inputs = [env.pop(name) if name in last else env[name] for name in slots]
+        results = self.run(inputs, microbatch)
+        env.update({slot(key, microbatch): value for key, value in zip(self.outputs, results, strict=True)})
 
 
 def needed_groups(program: Program) -> list[tuple[str, ...]]:
@@ -65,6 +71,9 @@ class Executor:
         self.device = device
         self.board = board
         groups.prepare(needed_groups(program))
+        self.steps = steps_of(program, coordinates)
+        self.lasts = last_reads(program, self.steps)
+        self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
         if board is not None:
             known = {id(group) for group in board.groups}
             board.groups += [group for group in groups.all_groups() if id(group) not in known]
@@ -73,7 +82,8 @@ class Executor:
         if make is None:
             raise StateError(f"backend={backend!r} is not known: use 'eager' or 'inductor'")
         self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
-        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in program.stages.items()}
+        mine = {step.stage for step in self.steps if step.op == "run"}
+        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in program.stages.items() if name in mine}
         self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
@@ -87,23 +97,56 @@ class Executor:
     def run(self, values: dict[str, Any], step: int = 0) -> dict[str, Any]:
         """Run the whole schedule. `values` holds every input port by key; parameters and states are updated in place."""
         env = {**values, **self.constants}
-        for instruction in self.program.schedule:
-            with self.guarded(step, f"{instruction.op} {instruction.stage} {instruction.microbatch}"):
-                self.perform(instruction, env)
+        for step_of_list, last in zip(self.steps, self.lasts, strict=True):
+            with self.guarded(step, told(step_of_list)):
+                self.perform(step_of_list, env, last)
         return env
 
     def guarded(self, step: int, text: str) -> AbstractContextManager[None]:
         """A context in which this rank's failure reaches the others, and theirs this one."""
         return nullcontext() if self.board is None else self.board.guard(step, text)
 
-    def perform(self, instruction: Instruction, env: dict[str, Any]) -> None:
+    def perform(self, instruction: Instruction, env: dict[str, Any], last: Collection[str] = ()) -> None:
+        """One instruction of the list. `last`: values that no later one reads."""
         if instruction.op == "run":
-            self.stages[instruction.stage].perform(env, instruction.microbatch)
+            stage = self.stages[instruction.stage]
+            if self.channels is not None:
+                self.channels.arrived([slot(key, instruction.microbatch) for key in stage.inputs], env)
+                if instruction.stage.startswith("after_"):
+                    self.channels.settle()  # what it sent it may write now
+            stage.perform(env, instruction.microbatch, last)
         elif instruction.op == "add":
             part = env.pop(instruction.value)
             if instruction.into in env:
                 env[instruction.into].add_(part)
             else:
                 env[instruction.into] = part.clone() if part._is_view() else part
+        elif instruction.op == "send" and self.channels is not None:
+            self.channels.arrived([slot(key, instruction.microbatch) for key in instruction.keys], env)
+            self.channels.send(instruction, env)
+            for name in last:
+                env.pop(name, None)
+        elif instruction.op == "recv" and self.channels is not None:
+            self.channels.receive(instruction)
         else:
             raise StateError(f"the schedule has an instruction that this runtime does not know: {instruction.op}")
+
+
+def told(step: Instruction) -> str:
+    """An instruction as messages about failures name it."""
+    if step.op in ("send", "recv"):
+        what = f"{step.stage} of microbatch {step.microbatch}" if step.stage else ", ".join(step.keys)
+        return f"{step.op} {what} {'to' if step.op == 'send' else 'from'} pipeline rank {step.peer}"
+    return f"{step.op} {step.stage} {step.microbatch}"
+
+
+def last_reads(program: Program, steps: Sequence[Instruction]) -> list[frozenset[str]]:
+    """For each instruction, the values of its microbatch that it is the last to read."""
+    found: list[frozenset[str]] = []
+    seen: set[str] = set()
+    for step in reversed(steps):
+        keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
+        slots = {slot(key, step.microbatch) for key in keys if key.startswith(FLOW)}
+        found.append(frozenset(slots - seen))
+        seen |= slots
+    return found[::-1]

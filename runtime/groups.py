@@ -46,6 +46,8 @@ class Groups:
         self._rank_of = rank_of.reshape(tuple(self.sizes.values()))
         self._device_mesh = device_mesh
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+        self._pairs: dict[tuple[str, int, int], ProcessGroup] = {}
+        self._paired: set[tuple[str, int, int]] = set()
 
     def prepare(self, wanted: Iterable[Iterable[str]]) -> None:
         """Makes the groups over each of these axes. All ranks call it, with the same list, before any calls `group`."""
@@ -70,9 +72,27 @@ class Groups:
         size = math.prod(self._rank_of.shape[dim] for dim in inner)
         return [list(map(int, row)) for row in self._rank_of.permute(*outer, *inner).reshape(-1, size).tolist()]
 
+    def pairs(self, axis: str, wanted: Iterable[tuple[int, int]]) -> dict[tuple[int, int], ProcessGroup]:
+        """For each pair (coordinate that sends, one that receives) on an axis, a group of the two; those that this rank is in.
+
+        All ranks call it, with the same pairs in the same order. A pair and its reverse have different groups.
+        """
+        wanted = list(wanted)
+        for pair in wanted:
+            if (axis, *pair) in self._paired:
+                continue
+            self._paired.add((axis, *pair))
+            for row in self.members([axis]):
+                ranks = [row[place] for place in pair]
+                made = dist.new_group(sorted(ranks))
+                if self._rank in ranks:
+                    self._pairs[(axis, *pair)] = made
+        return {pair: self._pairs[(axis, *pair)] for pair in wanted if (axis, *pair) in self._pairs}
+
     def all_groups(self) -> list[ProcessGroup]:
         """Every group of this rank so far, each once."""
-        return list({id(group): group for group in self._groups.values() if group is not None}.values())
+        found = [*self._groups.values(), *self._pairs.values()]
+        return list({id(group): group for group in found if group is not None}.values())
 
     def _group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         if axes in self._groups:

@@ -61,10 +61,10 @@ def adopt(store: Store, optimizer: torch.optim.Optimizer, ports: Sequence[Port],
 def fresh(store: Store, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, parameter: Held, slot: Slot | None) -> Tensor:
     """A tile of state as torch creates it: zeros, another constant, or a copy of the parameter."""
     if slot is not None and slot.fill is None:
-        return store.transfers.reshard(parameter.buffer, parameter.sharding, sharding).to(dtype)
+        return parameter.home.reshard(parameter.buffer, parameter.sharding, sharding).to(dtype)
     fill = 0.0 if slot is None or slot.fill is None else slot.fill
     value = torch.full((), fill, dtype=dtype, device=store.device)
-    return layouts.take_tile(value.expand(shape), sharding, store.transfers.sizes, store.transfers.coordinates)
+    return (parameter.home if shape else store.transfers).take_tile(value.expand(shape), sharding)
 
 
 def _slots(store: Store, spec: OptimizerSpec | None) -> dict[tuple[str, str], Slot]:
@@ -83,10 +83,10 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
         tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)
     elif isinstance(present, DTensor):
         whole = present.full_tensor().to(store.device, port.dtype)
-        tile = layouts.take_tile(whole, sharding, store.transfers.sizes, store.transfers.coordinates)
+        tile = (parameter.home if port.shape else store.transfers).take_tile(whole, sharding)
     else:
         whole = present if isinstance(present, Tensor) else torch.tensor(present)
-        tile = store.transfers.scatter(whole, sharding, port.dtype)
+        tile = (parameter.home if port.shape else store.transfers).scatter(whole, sharding, port.dtype)
     if not port.shape and not (isinstance(present, Tensor) and present.device.type != "cpu"):
         tile = tile.cpu()  # where torch keeps counts of steps
     held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape))

@@ -61,7 +61,9 @@ class Session:
         self.results = [port for port in program.outputs if port.kind == "output"]
         self.written = [port for port in program.outputs if port.kind in ("parameter", "buffer", "state")]
         self._buffers = {port.key: store.buffer(port.key) for port in self.kept}  # the same tensors for as long as the session lives
+        mine = program.mesh.coordinates(dist.get_rank())
         self._written = [port.key for port in self.written]
+        self._owned = [key for key in self._written if program.owns(key, mine)]
         self.numbers: dict[str, torch.Tensor] = {
             port.key: torch.zeros((), dtype=torch.float64, device=self.device if _on_device(port) else "cpu")
             for port in program.inputs
@@ -149,7 +151,7 @@ class Session:
 
     def finish(self, env: Mapping[str, Any]) -> None:
         """Write back what a stage made anew, and note what has changed."""
-        for key in self._written:
+        for key in self._owned:
             buffer, value = self._buffers[key], env[key]
             if value is not buffer:
                 buffer.copy_(value)

@@ -34,6 +34,7 @@ from meshc.optimizer import HIDDEN, OptimizerSpec, Slot
 from meshc.program import Port
 from meshc.runtime import adoption, checkpoint, layouts, optimizer_state, ownership
 from meshc.runtime.groups import Groups
+from meshc.runtime.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.transfers import Transfers
 from meshc.sharding import Sharding
 
@@ -43,7 +44,8 @@ class Held:
     """One stored tensor.
 
     `live` is what the user sees, `local` its memory on this rank: a view of `buffer` if `shared`. `places` are the module dicts it stands
-    in; state has instead `of`, its parameter's key, `slot`, its name there, and `fresh`, what it is before the first step.
+    in; state has instead `of`, its parameter's key, `slot`, its name there, and `fresh`, what it is before the first step. `home` moves it
+    between the ranks on which it lives; `lags`: ranks of other pipeline stages have it too, but only `sync` brings it up to date there.
     """
 
     key: str
@@ -56,11 +58,13 @@ class Held:
     local: Tensor
     placements: tuple[Placement, ...]
     shared: bool
+    home: Transfers
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     of: str = ""
     slot: str = ""
     fresh: Slot | None = None
     stale: bool = False
+    lags: bool = False
     seen: tuple[int, int] = (0, 0)
 
     def version(self) -> tuple[int, int]:
@@ -84,6 +88,8 @@ class Store:
         self.seed = 0
         self.step = 0
         self.transfers = Transfers(mesh, groups, rank, device)
+        self.owners: dict[str, int] = {}
+        self._stages: Mapping[int, StageTransfers] = {}
         self.held: dict[str, Held] = {}
         self._alias: dict[str, str] = {}
         self._unfilled: set[str] = set()
@@ -99,17 +105,27 @@ class Store:
         return ownership.store_of(owner)
 
     @classmethod
-    def adopt(cls, model: nn.Module, ports: Iterable[Port], mesh: Mesh, device: torch.device | str, groups: Groups | None = None) -> Store:
+    def adopt(
+        cls,
+        model: nn.Module,
+        ports: Iterable[Port],
+        mesh: Mesh,
+        device: torch.device | str,
+        groups: Groups | None = None,
+        owners: Mapping[str, int] | None = None,
+    ) -> Store:
         """Replaces the model's parameters by DTensors, stored as the ports of kind parameter say, and makes its buffers equal on all ranks.
 
         Initial values are rank 0's; what is on `meta` there becomes empty storage, listed in `unfilled`. Parameters without a port are
-        stored whole. A model that has a store keeps it: its further programs' ports must ask for the storage that it has. Raises
-        StateError, on all ranks, if the model is not the same on all.
+        stored whole. A model that has a store keeps it: its further programs' ports must ask for the storage that it has. `owners` are
+        the coordinates on the pipeline axis of parameters that live on one stage. Raises StateError, on all ranks, if the model is not
+        the same on all.
         """
         ports = [port for port in ports if port.kind in ("parameter", "buffer")]
         store = cls.of(model)
         if store is None:
             store = cls(model, mesh, torch.device(device), groups)
+            store.settle(owners or {})
             store._adopt_model(model, ports)
         elif mesh != store.mesh:
             raise StateError(f"the model's parameters live on the mesh {store.mesh}: a second program of it cannot be for {mesh}")
@@ -135,6 +151,17 @@ class Store:
 
     # What a program uses.
 
+    def settle(self, owners: Mapping[str, int]) -> None:
+        """Says on which pipeline stage's ranks things live, by key, before they are held."""
+        axis = self.mesh.pipeline_axis
+        self.owners |= owners
+        if owners and axis is not None and not self._stages:
+            self._stages = of_stages(self.transfers, axis.name)
+
+    def home(self, key: str) -> Transfers:
+        """What moves a stored tensor."""
+        return self._stages[self.owners[key]] if key in self.owners else self.transfers
+
     def find(self, key: str) -> Held | None:
         """What is stored under a port's key (`port.key`); any of the names of a tied parameter will do."""
         return self.held.get(self._alias.get(key, key))
@@ -150,13 +177,17 @@ class Store:
         """A program has written these buffers (all, by default): copies of them are out of date."""
         for held in self.held.values() if keys is None else map(self.find, keys):
             if held is not None:
-                held.stale = not held.shared
+                held.stale = held.lags or not held.shared
 
     def sync(self) -> None:
         """Brings the live tensors up to date."""
         with torch.no_grad():
             for held in self.held.values():
-                if held.stale:
+                if held.stale and held.lags:
+                    assert isinstance(held.home, StageTransfers)
+                    held.home.to_all(held.buffer)
+                    held.stale = False
+                elif held.stale:
                     _check_untouched(held)
                     self._refresh(held)
 
@@ -230,7 +261,7 @@ class Store:
                 f"{held.name} is {held.dtype} of shape {list(held.shape)}; it cannot become {value.dtype} of shape {list(value.shape)}"
             )
         with torch.no_grad():
-            chunk = self.transfers.chunk_of(value.detach(), held.placements)
+            chunk = held.home.chunk_of(value.detach(), held.placements)
             if chunk.data_ptr() != held.local.data_ptr() or chunk.dtype != held.dtype:
                 held.local.copy_(chunk)
             self._read_back(held)
@@ -249,7 +280,7 @@ class Store:
             key = next((key for key, _, _ in places if key in wanted), places[0][0])
             self._alias |= {other: key for other, _, _ in places}
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
-            tile = None if key in unfilled else self.transfers.scatter(tensor, sharding, tensor.dtype)
+            tile = None if key in unfilled else self.home(key).scatter(tensor, sharding, tensor.dtype)
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key))
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
@@ -273,20 +304,25 @@ class Store:
         if strangers or sharding.pending or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
             raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
+        home = self.home(key)
+        there = distributed and isinstance(home, StageTransfers) and not home.member
+        self.transfers.groups.prepare([home.splitting(sharding)])
         unfilled = tile is None
         if tile is None:
-            tile = torch.zeros(layouts.local_shape(sharding, self.transfers.sizes), dtype=dtype, device=self.device)
+            local_tile = (0,) if there else layouts.local_shape(sharding, home.sizes)
+            tile = torch.zeros(local_tile, dtype=dtype, device=self.device)
         live = local = tile
         placements: tuple[Placement, ...] = ()
         if distributed:
-            placements = layouts.torch_placements(sharding, self.mesh)
-            local = self.transfers.to_chunk(tile, sharding)
-            if not layouts.shares_memory(sharding, self.mesh):
+            placements = layouts.torch_placements(sharding, home.mesh)
+            local = home.to_chunk(tile, sharding)
+            if not layouts.shares_memory(sharding, home.mesh):
                 local = local.clone(memory_format=torch.contiguous_format)
             stride = torch.empty(shape, device="meta").stride()
-            live = DTensor.from_local(local, self.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-        shared = not distributed or layouts.shares_memory(sharding, self.mesh)
-        held = Held(key, key.partition(":")[2], shape, dtype, sharding, tile, live, local, placements, shared)
+            live = DTensor.from_local(local, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
+        held = Held(key, key.partition(":")[2], shape, dtype, sharding, tile, live, local, placements, shared, home)
+        held.lags = not distributed and isinstance(home, StageTransfers)
         if unfilled:
             adoption.mark_empty(local)
             self._unfilled.add(key)
@@ -353,12 +389,12 @@ class Store:
 
     def _refresh(self, held: Held) -> None:
         if not held.shared:
-            held.local.copy_(self.transfers.to_chunk(held.buffer, held.sharding))
+            held.local.copy_(held.home.to_chunk(held.buffer, held.sharding))
         held.stale, held.seen = False, held.version()
 
     def _read_back(self, held: Held) -> None:
         if not held.shared:
-            held.buffer.copy_(self.transfers.to_tile(held.local, held.sharding))
+            held.buffer.copy_(held.home.to_tile(held.local, held.sharding))
         held.stale, held.seen = False, held.version()
 
 

@@ -19,16 +19,17 @@ from meshc.sharding import Sharding, local_shape
 
 
 class Transfers:
-    """Scatter, gather and convert, for one rank of a mesh. `source` is the place in the mesh of global rank 0."""
+    """Scatter, gather and convert, for one rank of a mesh (None: not one of its own). `source` is the place in it of global rank 0."""
 
-    def __init__(self, mesh: Mesh, groups: Groups, rank: int, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, groups: Groups, rank: int | None, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
         self.sizes = layouts.axis_sizes(mesh)
-        self.coordinates = mesh.coordinates(rank)
-        self.source = mesh.ranks.index(0)
-        self._groups = groups
-        self._place = mesh.ranks.index(rank)
+        self.groups = groups
+        if rank is not None:
+            self.coordinates = mesh.coordinates(rank)
+            self.source = mesh.ranks.index(0)
+            self._place = mesh.ranks.index(rank)
 
     def scatter(self, value: Tensor | None, sharding: Sharding, dtype: torch.dtype) -> Tensor:
         """Each rank's tile of rank 0's `value`, which the other ranks need not have: a new tensor on the device."""
@@ -63,7 +64,11 @@ class Transfers:
 
     def whole(self, tile: Tensor, sharding: Sharding) -> Tensor:
         """The whole tensor on every rank; the tile itself if it is that."""
-        axes = layouts.splitting_axes(sharding, self.mesh)
+        return self.inside(tile, sharding)
+
+    def inside(self, tile: Tensor, sharding: Sharding) -> Tensor:
+        """The whole tensor on every rank of this mesh."""
+        axes = self.splitting(sharding)
         if not axes:
             return tile.view(sharding.shape)
         return layouts.put_tiles(self._gathered(tile, axes), sharding, self.sizes)
@@ -72,14 +77,21 @@ class Transfers:
         """A new tensor: the tile under another sharding of the same shape."""
         if layouts.same_layout(sharding, wanted, self.mesh):
             return tile.clone()
-        return layouts.take_tile(self.whole(tile, sharding), wanted, self.sizes, self.coordinates)
+        return layouts.take_tile(self.inside(tile, sharding), wanted, self.sizes, self.coordinates)
+
+    def take_tile(self, full: Tensor, sharding: Sharding) -> Tensor:
+        """This rank's tile of a whole tensor that it has."""
+        return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
+
+    def splitting(self, sharding: Sharding) -> tuple[str, ...]:
+        return layouts.splitting_axes(sharding, self.mesh)
 
     def to_chunk(self, tile: Tensor, sharding: Sharding) -> Tensor:
         """The live DTensor's local tensor: a view of the tile where the two are aligned, else of a new tensor."""
         if layouts.aligned(sharding, self.mesh):
             return layouts.tile_to_chunk(tile, sharding, self.mesh, self.coordinates)
         placements = layouts.torch_placements(sharding, self.mesh)
-        return layouts.take_chunk(self.whole(tile, sharding), placements, self.mesh, self.coordinates)
+        return layouts.take_chunk(self.inside(tile, sharding), placements, self.mesh, self.coordinates)
 
     def to_tile(self, chunk: Tensor, sharding: Sharding) -> Tensor:
         """The program's tile of a live DTensor's local tensor, zero in the padding; the chunk itself if it is that."""
@@ -108,5 +120,5 @@ class Transfers:
             yield self.coordinates | at, piece
 
     def _group(self, axes: Sequence[str]) -> torch.distributed.ProcessGroup | None:
-        self._groups.prepare([axes])
-        return self._groups.group(axes)
+        self.groups.prepare([axes])
+        return self.groups.group(axes)

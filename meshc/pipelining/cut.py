@@ -44,6 +44,12 @@ class Pipeline:
     shared: tuple[Move, ...] = ()
     returned: tuple[Move, ...] = ()
 
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranks that send, each with one that it sends to; in an order that is the same everywhere."""
+        rank_of = self.schedule.rank_of
+        found = {(rank_of(link.source), rank_of(link.target)) for link in self.messages}
+        return sorted(found | {(move.source, move.target) for move in (*self.shared, *self.returned)})
+
 
 def stage_name(action: Action) -> str:
     """The name of the program's stage that an action runs."""

@@ -120,7 +120,8 @@ class Cutter:
         for name in names:
             key = f"parameter:{name}"
             first = next((stage for stage in forward_first if key in stage.inputs), None)
-            owners[key] = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
+            here = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
+            owners[key] = self.draft.request.owners.get(key, here)
         for port in (*self.draft.inputs, *self.draft.outputs):
             of = f"parameter:{port.of}"
             if port.kind in ("state", "gradient") and of in owners:

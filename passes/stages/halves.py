@@ -13,6 +13,7 @@ from typing import Final
 
 from torch.fx import Node
 
+from meshc.ir import is_getitem
 from meshc.passes.stages.homes import BACKWARD, Home, Kinds
 
 WEIGHTS: Final = "W"
@@ -30,4 +31,7 @@ def split_backward(found: Kinds, placed: Mapping[Node, Home], parts: Collection[
         weight[node] = next(iter(gradients)) if alone else None
         if weight[node] is not None and home.stage in stages and home.half == BACKWARD:
             made[node] = Home(home.stage, WEIGHTS)
+    for node in found.backward:
+        if is_getitem(node):
+            made[node] = made[node.args[0]]  # type: ignore[index]
     return made

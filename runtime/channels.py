@@ -1,0 +1,87 @@
+"""Messages between pipeline stages: posted, and not waited for until what they carry is needed.
+
+    recv(flow:h@1)  posted      F1.0 runs      F1.1 reads flow:h@1: now its rank waits
+    send(flow:h@1)  posted      F0.2 runs      the next call begins: now its rank waits, if the message has not left
+
+Each ordered pair of ranks of the pipeline axis is a channel with a process group of its own, so that what goes forward never waits for what
+comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from meshc.ir import record
+from meshc.pipelining.cut import slot
+from meshc.program import Instruction, Program
+from meshc.runtime import collectives
+from meshc.runtime.groups import Groups
+from meshc.sharding import local_shape
+
+Like = tuple[tuple[int, ...], torch.dtype]
+
+
+class Channels:
+    """The messages of one program on this rank, between its runs of stages."""
+
+    def __init__(self, program: Program, groups: Groups, coordinates: Mapping[str, int], device: torch.device) -> None:
+        pipeline = program.pipeline
+        assert pipeline is not None
+        self.device = device
+        self.here = coordinates[pipeline.axis]
+        self._groups: dict[tuple[int, int], ProcessGroup] = groups.pairs(pipeline.axis, pipeline.pairs())
+        self._like = _likes(program)
+        self._coming: dict[str, collectives.Pending] = {}
+        self._leaving: list[collectives.Pending] = []
+
+    def groups(self) -> list[ProcessGroup]:
+        return list(self._groups.values())
+
+    def send(self, step: Instruction, env: Mapping[str, Any]) -> None:
+        """Posts the values of a message."""
+        self._leaving = [pending for pending in self._leaving if not pending.done()]
+        group = self._groups[self.here, step.peer]
+        values = [env[slot(key, step.microbatch)] for key in step.keys]
+        self._leaving += collectives.send_all(values, group, _other(group))
+
+    def receive(self, step: Instruction) -> None:
+        """Posts the receives of a message."""
+        group = self._groups[step.peer, self.here]
+        into = [torch.empty(self._like[key][0], dtype=self._like[key][1], device=self.device) for key in step.keys]
+        slots = [slot(key, step.microbatch) for key in step.keys]
+        self._coming |= dict(zip(slots, collectives.receive_all(into, group, _other(group)), strict=True))
+
+    def arrived(self, slots: Sequence[str], env: dict[str, Any]) -> None:
+        """Waits for those of these values that are on their way."""
+        for name in slots:
+            if name in self._coming:
+                env[name] = self._coming.pop(name).wait()
+
+    def settle(self) -> None:
+        """Waits until everything posted has left: from then on its memory may be written."""
+        for pending in self._leaving:
+            pending.wait()
+        self._leaving = []
+
+
+def _other(group: ProcessGroup) -> int:
+    return 1 - group.rank()
+
+
+def _likes(program: Program) -> dict[str, Like]:
+    """Local shape and dtype of whatever a message may carry."""
+    found: dict[str, Like] = {}
+    for port in program.inputs:
+        shape = port.shape if port.sharding is None else local_shape(port.sharding, program.axis_sizes)
+        found[port.key] = (shape, port.dtype)
+    for stage in program.stages.values():
+        (output,) = stage.graph.find_nodes(op="output")
+        for key, node in zip(stage.outputs, output.args[0], strict=True):
+            made = record(node)
+            if made.dtype is not None:
+                found.setdefault("sum:" + key.removeprefix("part:") if key.startswith("part:") else key, (made.shape, made.dtype))
+    return found
