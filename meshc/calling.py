@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshc.errors import InputError, PlanError
+from meshc.mesh import Mesh
 from meshc.plan import Plan
 
 BATCH_MIX = ("refuse", "mean_of_parts")

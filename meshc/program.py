@@ -73,7 +73,7 @@ class Instruction:
     value: str = ""
     into: str = ""
     keys: tuple[str, ...] = ()
-    peer: int = -1
+    peer: int = 0
 
 
 @dataclass

@@ -64,7 +64,7 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
     coming: dict[str, Wait] = {}
     for step in steps_of(program, coordinates):
         slots = tuple(slot(key, step.microbatch) for key in step.keys)
-        peer = program.mesh.rank({**coordinates, axis: step.peer}) if step.peer >= 0 else -1
+        peer = program.mesh.rank({**coordinates, axis: step.peer})
         name = ", ".join(slots)
         if step.op == "recv":
             coming |= dict.fromkeys(slots, Wait(rank, peer, name))

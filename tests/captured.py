@@ -76,11 +76,14 @@ class Captured:
         self.reference.module.load_state_dict(self.initial)
 
     def verify_training(
-        self, mesh: str, plan: str, make: Make, *, clip: float | None = None, microbatches: int = 1, steps: int = 2
+        self, mesh: str, plan: str, make: Make, *, clip: float | None = None, microbatches: int = 1, steps: int = 2, **changes: Any
     ) -> verification.Report:
-        """What `meshc.verify` does with a train step: loss and every gradient; then losses and updated parameters of some steps."""
+        """What `meshc.verify` does with a train step: loss and every gradient; then losses and updated parameters of some steps.
+
+        `changes`: further fields of the request.
+        """
         report = verification.Report(verification.TOLERANCE[torch.float64 if self.double else torch.float32])
-        cut = dict(clip_grad_norm=clip, microbatches=microbatches)
+        cut = dict(clip_grad_norm=clip, microbatches=microbatches, **changes)
         self.restore()
         verification.compare_gradients(self.program(mesh, plan, **cut), self.reference, report)
         optimizer = make(self.reference.module.parameters())

@@ -42,7 +42,7 @@ def test_data_dependent_control_flow_names_the_line() -> None:
         ("dp=2", "dp: bach", "the model has no factor 'bach'; did you mean batch"),
         ("dp=2", "zero9", "there is no recipe 'zero9'; recipes are ddp,"),
         ("dp=2", "dp: batch\npin down.bais: -/dp", "down.bais"),
-        ("pp=2", "auto", "not yet: the model is not cut into pipeline stages"),
+        ("pp=2", "auto", "axis pp=2: pipeline stages need the whole step, forward and backward"),
     ],
 )
 def test_a_mesh_or_plan_that_does_not_fit(mesh: str, plan: str, said: str) -> None:

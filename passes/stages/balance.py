@@ -2,16 +2,20 @@
 
     seconds  3 1 1 1 1 5      2 stages:  3 1 1 1 1 | 5        3 stages:  3 1 | 1 1 1 | 5
 
-Dynamic programming over the places where a cut may be: best(k, j) = min over i < j of max(best(k - 1, i), stage(i, j)), which is the best of
-all ways to cut. A stage takes what its operators take, forward and backward, and what it sends. Of ways that are equally fast, the one that
-sends least is taken.
+Dynamic programming over the places where a cut may be: best(k, j) = min over i < j of max(best(k - 1, i), stage(i, j)), which is the best
+of all ways to cut. Among the ways that are no more than SLACK slower than that, the one that sends least is taken: cuts then stand between
+layers rather than inside one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Final
+
+SLACK: Final = 0.03
+"""How much slower the slowest stage may be than it could be, for the sake of fewer bytes sent."""
 
 
 @dataclass(frozen=True)
@@ -21,50 +25,52 @@ class Place:
     position  operators before it
     seconds   that these take, forward and backward
     send_s    what goes over the cut takes, there and back
-    bytes     that stages before it hold: parameters with their state, and what is kept of one microbatch
     """
 
     position: int
     seconds: float
     send_s: float = 0.0
-    bytes: float = 0.0
 
 
-def best_cuts(places: Sequence[Place], end: Place, stages: int, budgets: Sequence[float] = ()) -> tuple[list[int], float] | None:
-    """Positions of the cuts, and the seconds of the slowest stage. None: there are fewer places than cuts, or no way is within the budgets.
+def best_cuts(places: Sequence[Place], end: Place, stages: int) -> tuple[list[int], float] | None:
+    """Positions of the cuts, and the seconds of the slowest stage. None: there are fewer places than cuts.
 
     places   ascending, without the beginning and the end
     end      behind the last operator
-    budgets  bytes that each stage may hold; no bound if empty
     """
     points = [Place(0, 0.0), *places, end]
+    if len(places) < stages - 1:
+        return None
+    found = _search(points, stages, lambda score, first, last: max(score, stage_seconds(first, last)))
+    assert found is not None
+    bound = found[1] * (1 + SLACK)
+    cheap = _search(points, stages, lambda score, first, last: score + last.send_s if stage_seconds(first, last) <= bound else inf)
+    cuts = (cheap or found)[0]
+    ends = [points[0], *(points[i] for i in cuts), end]
+    return [points[i].position for i in cuts], max(stage_seconds(a, b) for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _search(points: Sequence[Place], stages: int, joined: Callable[[float, Place, Place], float]) -> tuple[list[int], float] | None:
+    """Indices of the cuts with the least score: that of the stages so far `joined` with the stage between two points."""
     count = len(points)
-    limits = list(budgets) or [inf] * stages
-    score: list[tuple[float, float]] = [(inf, inf)] * count
-    score[0] = (0.0, 0.0)
-    chosen: list[list[int]] = []
+    score = [0.0] + [inf] * (count - 1)
+    origins: list[list[int]] = []
     for stage in range(stages):
-        after: list[tuple[float, float]] = [(inf, inf)] * count
-        origin = [-1] * count
-        last = stage == stages - 1
-        for j in [count - 1] if last else range(stage + 1, count - 1):
-            for i in range(j):
-                slowest, sent = score[i]
-                if slowest == inf or points[j].bytes - points[i].bytes > limits[stage]:
-                    continue
-                found = (max(slowest, stage_seconds(points[i], points[j])), sent + points[j].send_s)
-                if found < after[j]:
+        after, origin = [inf] * count, [-1] * count
+        for j in [count - 1] if stage == stages - 1 else range(stage + 1, count - 1):
+            for i in range(stage, j):
+                if score[i] < inf and (found := joined(score[i], points[i], points[j])) < after[j]:
                     after[j], origin[j] = found, i
         score = after
-        chosen.append(origin)
-    if score[-1][0] == inf:
+        origins.append(origin)
+    if score[-1] == inf:
         return None
-    cuts: list[int] = []
+    cuts = []
     j = count - 1
-    for origin in reversed(chosen[1:]):
+    for origin in reversed(origins[1:]):
         j = origin[j]
-        cuts.append(points[j].position)
-    return cuts[::-1], score[-1][0]
+        cuts.append(j)
+    return cuts[::-1], score[-1]
 
 
 def stage_seconds(first: Place, last: Place) -> float:

@@ -22,10 +22,12 @@ from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
 from meshc.passes.stages.flows import flows, key_of
 from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, homes, kinds, numbers
+from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, kinds, numbers
 from meshc.passes.stages.shape import Shape, shape_of
 from meshc.passes.stages.updates import cut_updates, place
+from meshc.pipelining.check import check
 from meshc.pipelining.cut import Move, Pipeline
+from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import Link
 from meshc.program import Stage
 
@@ -44,8 +46,7 @@ def cut_stages(draft: Draft) -> Draft:
     found = kinds(each.graph, keys)
     known = numbers(each.graph, draft.the_graph())
     shape = shape_of(draft, found, known)
-    placed = homes(found, shape.cuts, known)
-    Cutter(draft, axis.name, shape.ranks, found, placed).run(shape)
+    Cutter(draft, axis.name, shape.ranks, found, shape.placed).run(shape)
     return draft
 
 
@@ -61,10 +62,11 @@ class Cutter:
         assert each is not None and after is not None
         (output,) = each.graph.find_nodes(op="output")
         parts: dict[str, tuple[Node, Home]] = {}
+        end = Home(len(self.ranks) - 1, FORWARD)
         for key, node in zip(each.outputs, output.args[0], strict=True):
             terms = _terms(node, self.placed) if key.startswith("part:") else [node]
             for term in terms:
-                parts[f"part:{term.name}" if len(terms) > 1 else key] = (term, self.placed.get(term, Home(len(self.ranks) - 1, FORWARD)))
+                parts[f"part:{term.name}" if len(terms) > 1 else key] = (term, self.placed.get(term, end))
             if len(terms) > 1:
                 after = _summed_apart(after, "sum:" + key.removeprefix("part:"), [f"sum:{term.name}" for term in terms])
         split = Splitter(each.graph, dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True)))
@@ -98,10 +100,14 @@ class Cutter:
         early = self._before([*stages, *late], count)
         self.draft.stages = {stage.name: stage for stage in (*early, *stages, *late)}
         self.draft.schedule = ()
-        self.draft.pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners, tuple(shared), tuple(returned))
+        pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners, tuple(shared), tuple(returned))
+        costs = costs_of(pipeline, self.draft.stages, self.draft.mesh)
+        pipeline = replace(pipeline, schedule=shape.schedule(messages, costs))
+        check(pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
+        self.draft.pipeline = pipeline
 
     def _ways(self, shape: Shape, parts: Sequence[Node]) -> dict[tuple[tuple[str, str], ...], Mapping[Node, Home]]:
-        """Homes, with what the halves are called: backward whole, and in two where the schedule wants it so. Forward is in the first way."""
+        """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""
         found: dict[tuple[tuple[str, str], ...], Mapping[Node, Home]] = {}
         halved = {stage for name, stage in shape.graphs if name == "weight"}
         if not halved or any(name == "backward" for name, _ in shape.graphs):

@@ -5,8 +5,8 @@
     backward of block.2: (1, B)      of block.1: (0, B), and so on
 
 An operator of the forward half is at home where its place in the trace falls between the cuts; an operator of the backward half where the
-forward operator is at home that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later stage than the gradient that it
-reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has no home: each stage
+forward operator is at home that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later stage than the gradient that
+it reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has no home: each stage
 that reads it makes it.
 """
 
@@ -89,7 +89,9 @@ def homes(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dic
     placed: dict[Node, Home] = {}
     by_number: dict[int, int] = {}
     for position, node in enumerate(found.forward):
-        stage = placed[node.args[0]].stage if is_getitem(node) and node.args[0] in placed else bisect_right(cuts, position)  # type: ignore[index]
+        stage = bisect_right(cuts, position)
+        if is_getitem(node) and node.args[0] in placed:
+            stage = placed[node.args[0]].stage  # type: ignore[index]
         placed[node] = Home(stage, FORWARD)
         if node in numbers:
             by_number[numbers[node]] = stage  # the last of its operators: what backward begins with

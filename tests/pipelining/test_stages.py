@@ -1,0 +1,139 @@
+"""Programs of pipeline stages on simulated ranks against the model on one device, and how they are cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshc
+from meshc.passes.stages.balance import SLACK, Place, best_cuts, stage_seconds
+from meshc.pipelining.predict import costs_of
+from meshc.pipelining.schedule import Link
+from meshc.pipelining.timing import simulate
+from meshc.program import Program
+from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, verify
+
+SAMPLE = sorted(random.Random(4).sample(list(itertools.product(FAMILIES, SCHEDULES, MESHES)), 10))
+
+
+@pytest.mark.parametrize("family, schedule, mesh", SAMPLE)
+def test_a_sample_of_the_table(family: str, schedule: str, mesh: str) -> None:
+    assert verify(family, schedule, mesh).ok
+
+
+class Blocks(nn.Module):
+    """Four layers between a table and its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        for layer in self.layers:
+            h = h + F.gelu(layer(h))
+        return h @ self.table.weight.t()
+
+
+def step(**options: object) -> tuple[meshc.Program, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Blocks()
+    microbatches = options.pop("microbatches", 2)
+    train = meshc.TrainStep(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+        microbatches=microbatches, clip_grad_norm=1.0,
+    )  # fmt: skip
+    inputs = {"x": torch.randint(11, (4, 6)), "y": torch.randint(11, (4, 6))}
+    program = meshc.compile(train, meshc.Mesh("pp=2"), kwargs=inputs, options=meshc.Options(**options))  # type: ignore[arg-type]
+    return program, inputs
+
+
+def compiled(**options: object) -> Program:
+    return step(**options)[0].compiled
+
+
+def test_a_tied_weight_travels_once_a_call() -> None:
+    program, inputs = step(schedule="1f1b", microbatches=4)
+    pipeline = program.compiled.pipeline
+    assert pipeline is not None
+    assert [(move.key, move.source, move.target) for move in pipeline.shared] == [("parameter:table.weight", 0, 1)]
+    assert [(move.source, move.target) for move in pipeline.returned] == [(1, 0)]
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+def test_cuts_at_named_modules() -> None:
+    program, inputs = step(schedule="1f1b", pp_splits=["layers.1"])
+    pipeline = program.compiled.pipeline
+    assert pipeline is not None
+    here = {key.removeprefix("parameter:layers."): rank for key, rank in pipeline.owners.items() if key.startswith("parameter:layers.")}
+    assert {name: rank for name, rank in here.items() if name.endswith("weight")} == {
+        "0.weight": 0, "1.weight": 1, "2.weight": 1, "3.weight": 1,
+    }  # fmt: skip
+    assert set(pipeline.messages) == {Link("F", 0, 1), Link("B", 1, 0)}
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"pp_splits": ["layer.1"]}, "no operator of the model is in a module 'layer.1'; there are table"),
+        ({"pp_splits": ["layers.2", "layers.1"]}, "name modules in the order in which they run"),
+        ({"pp_splits": ["layers.1", "layers.2"], "schedule": "1f1b"}, "2 ranks take 2 stages, not 3"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b': use one of 1f1b, dualpipe_v, gpipe"),
+        ({"schedule": "inference"}, "the schedule inference is not one of a training step: use 1f1b"),
+        ({"schedule": "0: F0.0 B0.0\n1: F1.0 B1.0"}, "the schedule is for 2 ranks and 1 microbatches, the program for pp=2 and 2"),
+        ({"schedule": "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 X1.0 F1.1 B1.1"}, "line 2"),
+        ({"schedule": "0: F0.0 F0.1 B0.0 B0.1\n1: B1.0 F1.0 F1.1 B1.1"}, "rank 1, position"),
+    ],
+)
+def test_what_cannot_be_cut_or_scheduled_is_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises((meshc.PlanError, meshc.ScheduleError), match=said.replace("(", r"\(")):
+        compiled(**options)
+
+
+def test_a_schedule_of_the_users_own() -> None:
+    program, inputs = step(schedule="0: F0.0 F0.1 B0.1 B0.0\n1: F1.0 F1.1 B1.1 B1.0  # last in, first out")
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+def test_inference_in_stages() -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randint(11, (4, 6))}
+    with torch.no_grad():
+        program = meshc.compile(Blocks(), meshc.Mesh("pp=2,tp=2"), kwargs=inputs)
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_are_within_five_percent_of_the_best(seed: int) -> None:
+    chance = random.Random(seed)
+    takes = [chance.uniform(0.5, 3) for _ in range(chance.randint(4, 16))]
+    points = [Place(0, 0.0)]
+    for index, seconds in enumerate(takes, 1):
+        points.append(Place(index, points[-1].seconds + seconds, chance.uniform(0, 0.3) if index < len(takes) else 0.0))
+    stages = chance.randint(2, min(4, len(takes)))
+    best = min(
+        max(stage_seconds(points[a], points[b]) for a, b in itertools.pairwise((0, *inner, len(takes))))
+        for inner in itertools.combinations(range(1, len(takes)), stages - 1)
+    )
+    found = best_cuts(points[1:-1], points[-1], stages)
+    assert found is not None
+    assert best <= found[1] <= best * (1 + SLACK) < best * 1.05
+
+
+def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
+    program = compiled(microbatches=4)
+    assert program.pipeline is not None
+    costs = costs_of(program.pipeline, program.stages, program.mesh)
+    mine = simulate(program.pipeline.schedule, costs).makespan_s
+    for name in SCHEDULES:
+        other = compiled(microbatches=4, schedule=name)
+        assert other.pipeline is not None
+        costs = costs_of(other.pipeline, other.stages, other.mesh)
+        assert mine <= simulate(other.pipeline.schedule, costs).makespan_s * 1.1, name
