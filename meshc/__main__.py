@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--backend", default="eager", choices=("eager", "inductor"))
     one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
     one.add_argument("--seed", type=int, help="of the program's random numbers")
+    one.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zbv, ...; by default the one predicted to be fastest")
+    told = "modules at which the second and further stages of a pipeline begin; by default stages of equal time"
+    one.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
     one.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
     one.add_argument("--no-weights", action="store_true", help="save the program alone")
     one.set_defaults(run=_compile)
@@ -170,7 +173,8 @@ def _compile(options: argparse.Namespace) -> None:
     differentiate = isinstance(what, TrainStep) or options.grad
     with nullcontext() if differentiate else torch.no_grad():
         asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs, backend=options.backend)
-        program = api.compile(what, mesh, **asked, options=Options(seed=options.seed))
+        more = Options(seed=options.seed, schedule=options.schedule, pp_splits=options.pp_splits)
+        program = api.compile(what, mesh, **asked, options=more)
     out = Path(options.out or f"{options.target.rpartition(':')[2]}.meshc")
     program.save(out, weights=not options.no_weights)
     print(program.summary())
@@ -201,7 +205,9 @@ def _verify(options: argparse.Namespace) -> None:
         raise PlanError(f"{options.path} is {said}, but {options.model} returns {given}")
     mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
-        program = api.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"))
+        asked = Options(schedule=saved.info.get("schedule"), pp_splits=saved.info.get("pp_splits") or None)
+        inputs = saved.info.get("inputs", "global")
+        program = api.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=inputs, options=asked)
         if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")
@@ -224,7 +230,8 @@ def same_program(one: Program, other: Program) -> bool:
     """Whether two programs do the same, whatever their sources, notes and devices."""
 
     def hashes(program: Program) -> Any:
-        return {name: text.hash_stage(stage) for name, stage in program.stages.items()}, program.schedule, program.constants.keys()
+        stages = {name: text.hash_stage(stage) for name, stage in program.stages.items()}
+        return stages, program.schedule, program.pipeline, program.constants.keys()
 
     return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
 

@@ -1,7 +1,7 @@
 """A saved program: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
 
     manifest.json            format and version, mesh, torch version, size and SHA-256 of each file
-    program.json             ports, schedule, plan, mesh, mode, microbatches, notes, the stages' side tables
+    program.json             ports, schedule or pipeline, plan, mesh, mode, microbatches, notes, the stages' side tables
     stages/NAME.py           the stages, as `meshc.text` prints them
     constants.safetensors    constant tensors
     weights.safetensors      parameters and buffers, if they were saved along
@@ -28,11 +28,13 @@ from safetensors.torch import save_file
 
 from meshc import ir
 from meshc.allowed import name_of
-from meshc.errors import ArtifactError, MeshcError
+from meshc.errors import ArtifactError, MeshcError, ScheduleError
 from meshc.folders import beside, may_replace, put, to_disk
 from meshc.instance import relation
 from meshc.mesh import Mesh
 from meshc.parse import parse_one_type, parse_sizes, parse_stage
+from meshc.pipelining import written
+from meshc.pipelining.complete import refuse_incomplete
 from meshc.plan import Plan
 from meshc.program import KINDS, Instruction, Port, Program
 from meshc.sizes import parse as parse_size
@@ -187,6 +189,7 @@ def _described(program: Program) -> dict[str, Any]:
         "outputs": [_port_row(port) for port in program.outputs],
         "stages": list(program.stages),
         "schedule": [_without_defaults(instruction) for instruction in program.schedule],
+        **({"pipeline": written.described(program.pipeline)} if program.pipeline is not None else {}),
         "notes": list(program.notes),
         **({"sizes": print_sizes(program.dynamic), "constraints": list(program.constraints)} if program.dynamic else {}),
         "info": {name: value for name, value in program.info.items() if _is_json(value)},
@@ -209,7 +212,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
             raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
     with _readable(folder / CONSTANTS), safe_open(folder / CONSTANTS, framework="pt", device="cpu") as file:
         constants = {name: file.get_tensor(name) for name in file.keys()}
-    return Program(
+    program = Program(
         stages,
         Mesh(told["mesh"]),
         Plan(told["plan"]),
@@ -225,6 +228,16 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         dynamic,
         tuple(_constraint(text, hints) for text in told.get("constraints", [])),
     )
+    return _with_pipeline(program, told, folder) if "pipeline" in told else program
+
+
+def _with_pipeline(program: Program, told: Mapping[str, Any], folder: Path) -> Program:
+    try:
+        program.pipeline = written.read(told["pipeline"])
+        refuse_incomplete(program)
+    except ScheduleError as error:
+        raise ArtifactError(f"{folder / PROGRAM}, pipeline: {error}") from None
+    return program
 
 
 def _port_row(port: Port) -> dict[str, Any]:

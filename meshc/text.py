@@ -45,6 +45,7 @@ from torch.fx import Graph, Node
 from meshc import allowed, ir
 from meshc.errors import ArtifactError
 from meshc.ir import Record, Source
+from meshc.pipelining import written
 from meshc.program import Port, Program, Stage, sizes
 from meshc.sharding import local_shape
 from meshc.sizes import Dynamic, Ratio, Size, braced
@@ -130,7 +131,7 @@ def hash_stage(stage: Stage, program: Program | None = None) -> str:
 
 
 def print_program(program: Program, *, comments: bool = True) -> str:
-    """The whole program: mesh, plan, mode; ports; stages; schedule. Constants stand there with the hash of their values."""
+    """The whole program: mesh, plan, mode; ports; stages; schedule or pipeline. Constants stand there with the hash of their values."""
     head = {"mesh": str(program.mesh), "plan": str(program.plan), "mode": program.mode}
     blocks = ["\n".join([*(f"{name} = {_long(text)}" for name, text in head.items()), f"microbatches = {program.microbatches}"])]
     for title, ports in (("inputs", program.inputs), ("outputs", program.outputs)):
@@ -142,7 +143,11 @@ def print_program(program: Program, *, comments: bool = True) -> str:
     if program.constants:
         blocks.append(_listing("constants", [_constant(name, value) for name, value in program.constants.items()]))
     blocks += [print_stage(stage, program, comments=comments).rstrip("\n") for stage in program.stages.values()]
-    blocks.append(_listing("schedule", [_instruction(vars(instruction)) for instruction in program.schedule]))
+    if program.pipeline is None:
+        blocks.append(_listing("schedule", [_instruction(vars(instruction)) for instruction in program.schedule]))
+    else:
+        blocks.append(f"pipeline = {quote(program.pipeline.axis)}")
+        blocks += [_listing(title, items) for title, items in written.listings(program.pipeline)]
     return "\n\n".join(blocks) + "\n"
 
 

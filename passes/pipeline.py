@@ -327,6 +327,7 @@ def finish(draft: Draft) -> Program:
             "inputs": request.inputs, "outputs": request.outputs,
             "work": [row.plain() for row in work.account(draft)],
             **({"batch_mix": request.batch_mix} if draft.parts is not None else {}),
+            **({"schedule": request.schedule, "pp_splits": list(request.pp_splits)} if draft.pipeline is not None else {}),
         },
     )
 

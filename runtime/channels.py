@@ -61,6 +61,10 @@ class Channels:
             if name in self._coming:
                 env[name] = self._coming.pop(name).wait()
 
+    def finish(self, env: dict[str, Any]) -> None:
+        """Waits for what no stage of this rank reads: values that leave the program here."""
+        self.arrived(list(self._coming), env)
+
     def settle(self) -> None:
         """Waits until everything posted has left: from then on its memory may be written."""
         for pending in self._leaving:

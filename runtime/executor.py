@@ -100,6 +100,9 @@ class Executor:
         for step_of_list, last in zip(self.steps, self.lasts, strict=True):
             with self.guarded(step, told(step_of_list)):
                 self.perform(step_of_list, env, last)
+        if self.channels is not None:
+            with self.guarded(step, "recv what the last stages have sent"):
+                self.channels.finish(env)
         return env
 
     def guarded(self, step: int, text: str) -> AbstractContextManager[None]:

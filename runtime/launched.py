@@ -96,7 +96,8 @@ def _run_rank(program: Program, ask: Run, device: torch.device, board: FailureBo
             writer.call(step, found, loaded.learning_rates())
     if ask.save_state is not None:
         wait = dist.barrier if board is not None else lambda: None
-        save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, wait)
+        owners = program.pipeline.owners if program.pipeline is not None else None
+        save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, wait, owners)
     if writer is not None:
         writer.close(ask.save_state)
 

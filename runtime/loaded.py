@@ -10,6 +10,7 @@ all of that. The optimizer's numbers (learning rates) are those of the time when
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -50,7 +51,7 @@ class Loaded:
         self.device = device
         self.sizes = program.axis_sizes
         self.coordinates = coordinates = mesh.coordinates(rank)
-        self._load = lambda fitting: Executor(fitting, groups, coordinates, device, board, backend)
+        self._load = lambda fitting: Executor(_without_backward(fitting), groups, coordinates, device, board, backend)
         self._executors: dict[tuple[int, ...], tuple[Program, Executor]] = {}
         if not program.dynamic:
             self.executor = self._load(program)
@@ -66,7 +67,7 @@ class Loaded:
 
     def _from_state(self, state: SavedState) -> dict[str, Tensor]:
         """All that the program keeps, by key. Raises StateError naming all that the state lacks or has otherwise; more does not matter."""
-        kept = [port for port in self.program.inputs if port.kind in KEPT]
+        kept = self._mine(*KEPT)
         faults = []
         for port in kept:
             found = state.tensors.get(port.key)
@@ -81,7 +82,7 @@ class Loaded:
 
     def _from_weights(self, weights: Weights) -> dict[str, Tensor]:
         """Parameters, buffers and state by key. Raises StateError naming all that the file lacks or has otherwise."""
-        kept = [port for port in self.program.inputs if port.kind in ("parameter", "buffer")]
+        kept = self._mine("parameter", "buffer")
         faults = []
         for port in kept:
             if port.name not in weights.names:
@@ -90,10 +91,13 @@ class Loaded:
                 faults.append(f"{port.name} has shape {list(weights.shape(port.name))}, the program takes {list(port.shape)}")
         _refuse(faults, f"the weights in {weights.path} do not fit the program", "save the program again with its weights")
         found = {port.key: self._tile(weights, port.name, port) for port in kept}
-        for port in self.program.inputs:
-            if port.kind == "state":
-                found[port.key] = self._fresh(weights, port)
+        for port in self._mine("state"):
+            found[port.key] = self._fresh(weights, port)
         return found
+
+    def _mine(self, *kinds: str) -> list[Port]:
+        """The ports of these kinds whose values live on this rank: of pipeline stages, its own."""
+        return [port for port in self.program.inputs if port.kind in kinds and self.program.owns(port.key, self.coordinates)]
 
     def _tile(self, weights: Weights, name: str, port: Port) -> Tensor:
         sharding = port.sharding or layouts.whole_sharding(port.shape)
@@ -112,9 +116,9 @@ class Loaded:
         on_host = port.kind == "state" and not port.shape  # counts of steps stay there, as torch keeps them
         return tile if on_host else tile.to(self.device)
 
-    def kept(self) -> list[tuple[Port, Tensor]]:
-        """The ports of what lives between calls, with this rank's tiles as they are now."""
-        return [(port, self.buffers[port.key]) for port in self.program.inputs if port.kind in KEPT]
+    def kept(self) -> list[tuple[Port, Tensor | None]]:
+        """The ports of what lives between calls, with this rank's tiles as they are now; None for what it has no part of."""
+        return [(port, self.buffers.get(port.key)) for port in self.program.inputs if port.kind in KEPT]
 
     def learning_rates(self) -> list[float]:
         """One for each of the optimizer's groups."""
@@ -165,16 +169,12 @@ class Loaded:
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One call. Returns outputs and metrics by key, whole, on every rank; all ranks call it."""
-        values: dict[str, Any] = {**self.buffers, **self.numbers, **inputs, **self.executor.constants}
+        values: dict[str, Any] = {**self.buffers, **self.numbers, **inputs}
         for port in self.program.inputs:
             if port.kind == "random":
                 values[port.key] = seed_step(self.seed, self.step, self.device)
         with torch.no_grad():
-            for instruction in self.program.schedule:
-                if instruction.op == "run" and self._takes_tangents(self.program.stages[instruction.stage].inputs):
-                    continue  # a module's backward: nobody asks for gradients here
-                with self.executor.guarded(self.step, f"{instruction.op} {instruction.stage} {instruction.microbatch}"):
-                    self.executor.perform(instruction, values)
+            values = self.executor.run(values, self.step)
             for port in self.program.outputs:
                 if port.key in self.buffers and values[port.key] is not self.buffers[port.key]:
                     self.buffers[port.key].copy_(values[port.key])
@@ -184,11 +184,17 @@ class Loaded:
         self.step += 1
         return found
 
-    def _takes_tangents(self, keys: Sequence[str]) -> bool:
-        return any(key.startswith("tangent:") for key in keys)
-
     def _whole(self, port: Port, value: Tensor) -> Tensor:
         return value if port.sharding is None else self.transfers.whole(value, port.sharding)
+
+
+def _without_backward(program: Program) -> Program:
+    """A module's program without its backward: nobody asks for gradients here."""
+
+    def takes_tangents(stage: str) -> bool:
+        return stage in program.stages and any(key.startswith("tangent:") for key in program.stages[stage].inputs)
+
+    return replace(program, schedule=tuple(one for one in program.schedule if not takes_tangents(one.stage)))
 
 
 def _refuse(faults: Sequence[str], what: str, advice: str) -> None:

@@ -44,10 +44,11 @@ class PassCheck:
             return
         else:
             schedule = draft.schedule or (Instruction("run", "main"),)
-            if draft.request.microbatches > 1 and not draft.schedule:
+            if draft.request.microbatches > 1 and not draft.schedule and draft.pipeline is None:
                 return
             program = Program(
-                draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), schedule, draft.constants, draft.sizes
+                draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), schedule, draft.constants, draft.sizes,
+                pipeline=draft.pipeline,
             )
             found = simulate(*self._first(program, draft.parts))
         self._compare(name, found)

@@ -49,15 +49,17 @@ def save_state(
     path: str | os.PathLike[str],
     mesh: Mesh,
     rank: int,
-    tiles: Iterable[tuple[Port, Tensor]],
+    tiles: Iterable[tuple[Port, Tensor | None]],
     seed: int,
     step: int,
     wait: Callable[[], object],
+    owners: Mapping[str, int] | None = None,
 ) -> None:
     """Write every rank's tiles to the folder `path`; a state that is there is replaced. All ranks call it.
 
-    tiles   the ports that keep something and this rank's padded tiles of them
+    tiles   the ports that keep something and this rank's padded tiles of them, None if it has no part of one
     wait    returns once all ranks have come to it
+    owners  places on the mesh's pipeline axis, by key, of what lives on one stage's ranks
     """
     check_target(path)
     target = Path(os.path.realpath(path))
@@ -66,8 +68,12 @@ def save_state(
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
     wait()
-    kept = list(tiles)
-    mine = {port.key: tile.detach().cpu().contiguous().clone() for port, tile in kept if _holder(port, mesh, rank) == rank}
+    kept, at = list(tiles), owners or {}
+    mine = {
+        port.key: tile.detach().cpu().contiguous().clone()
+        for port, tile in kept
+        if tile is not None and _holder(port.sharding or layouts.whole_sharding(port.shape), mesh, rank, at.get(port.key)) == rank
+    }
     if not made.is_dir():
         raise StateError(f"rank {rank} does not see {made}, which rank {mesh.ranks[0]} made: use a folder that all ranks see")
     save_file(mine, made / _file(rank))
@@ -77,6 +83,7 @@ def save_state(
         table = {
             "format": FORMAT, "version": VERSION, "mesh": str(mesh), "seed": seed, "step": step,
             "tensors": {port.key: port_type(port) for port, _ in kept},
+            **({"owners": {port.key: at[port.key] for port, _ in kept if port.key in at}} if at else {}),
             "files": {_file(one): (made / _file(one)).stat().st_size for one in mesh.ranks},
         }  # fmt: skip
         (made / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
@@ -100,6 +107,7 @@ class SavedState:
             self._mesh = Mesh(table["mesh"])
             self.seed, self.step = int(table["seed"]), int(table["step"])
             self.tensors: dict[str, Record] = {key: parse_one_type(text) for key, text in table["tensors"].items()}
+            self._owners = {key: _place(place, self._mesh) for key, place in table.get("owners", {}).items()}
             sizes = {_file(rank): int(table["files"][_file(rank)]) for rank in self._mesh.ranks}
         except (MeshcError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"{self.path / TABLE} does not describe a state: {type(error).__name__} {error}") from error
@@ -115,18 +123,18 @@ class SavedState:
         wanted = sharding or layouts.whole_sharding(record.shape)
         target = tile_runs(wanted, sizes, coordinates)
         tile = torch.zeros(local_shape(wanted, sizes), dtype=record.dtype)
-        for rank, source in self._sources(record):
+        for rank, source in self._sources(record, self._owners.get(key)):
             pieces = [shared_runs(mine, theirs) for mine, theirs in zip(source, target, strict=True)]
             for runs in itertools.product(*pieces):
                 piece = self._shard(rank).slice(key, [(at, at + length) for at, _, length in runs])
                 tile[tuple(slice(to, to + length) for _, to, length in runs)] = piece
         return tile
 
-    def _sources(self, record: Record) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
+    def _sources(self, record: Record, owner: int | None) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
         """The ranks that hold a part of a tensor, and which."""
         sharding = record.sharding or layouts.whole_sharding(record.shape)
         for rank in self._mesh.ranks:
-            if _holder_of(sharding, self._mesh, rank) == rank:
+            if _holder(sharding, self._mesh, rank, owner) == rank:
                 yield rank, tile_runs(sharding, layouts.axis_sizes(self._mesh), self._mesh.coordinates(rank))
 
     def _shard(self, rank: int) -> Weights:
@@ -170,11 +178,17 @@ def _file(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
-def _holder(port: Port, mesh: Mesh, rank: int) -> int:
-    return _holder_of(port.sharding or layouts.whole_sharding(port.shape), mesh, rank)
+def _place(place: Any, mesh: Mesh) -> int:
+    axis = mesh.pipeline_axis
+    if axis is None or type(place) is not int or not 0 <= place < axis.size:
+        raise ValueError(f"{place!r:.60} is no place on a pipeline axis of the mesh {mesh}")
+    return place
 
 
-def _holder_of(sharding: Sharding, mesh: Mesh, rank: int) -> int:
-    """The first of the ranks that have the same tile as this one."""
+def _holder(sharding: Sharding, mesh: Mesh, rank: int, owner: int | None) -> int:
+    """The first of the ranks that have the same tile as this one, or would have if they were of the stage at `owner`."""
     at, split = mesh.coordinates(rank), sharding.split_axes()
-    return mesh.rank({axis: index if axis in split else 0 for axis, index in at.items()})
+    holder = {axis: index if axis in split else 0 for axis, index in at.items()}
+    if owner is not None and mesh.pipeline_axis is not None:
+        holder[mesh.pipeline_axis.name] = owner
+    return mesh.rank(holder)

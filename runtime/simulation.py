@@ -10,6 +10,7 @@ import torch
 
 from meshc.errors import DeadlockError, VerifyError
 from meshc.pipelining.cut import slot
+from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.pipelining.steps import steps_of
 from meshc.program import Port, Program
 from meshc.runtime.layouts import put_tiles, take_tile
@@ -86,12 +87,23 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
             where = {**coordinates, "mb": step.microbatch}
             results = yield from rank_program(stage, [env[key] for key in read], where, program.axis_sizes, None, poison)
             env.update({slot(key, step.microbatch): value for key, value in zip(stage.outputs, results, strict=True)})
+    for message in dict.fromkeys(coming.values()):
+        env.update(zip(message.name.split(", "), (yield message), strict=True))
     return env
 
 
 def first_microbatch(program: Program) -> Program:
     """The program as if there were no microbatch after the first: where each is a step of its own, what it alone gives to the sums."""
-    return replace(program, schedule=tuple(instruction for instruction in program.schedule if instruction.microbatch == 0))
+    schedule = tuple(instruction for instruction in program.schedule if instruction.microbatch == 0)
+    if program.pipeline is None:
+        return replace(program, schedule=schedule)
+    lists = program.pipeline.schedule.lists
+    first = Schedule(tuple(tuple(item for item in items if _microbatch(item) == 0) for items in lists))
+    return replace(program, pipeline=replace(program.pipeline, schedule=first))
+
+
+def _microbatch(item: Action | Send | Recv) -> int:
+    return item.microbatch if isinstance(item, Action) else item.message.of.microbatch
 
 
 def gather(program: Program, port: Port, ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:

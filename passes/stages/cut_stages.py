@@ -11,12 +11,14 @@ a call, before the first microbatch, and hands the sum of its gradients back aft
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
+from meshc.errors import PlanError
 from meshc.ir import is_getitem, record, records, set_record
 from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
@@ -24,7 +26,7 @@ from meshc.passes.stages.flows import flows, key_of
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, kinds, numbers
 from meshc.passes.stages.shape import Shape, shape_of
-from meshc.passes.stages.updates import cut_updates, place
+from meshc.passes.stages.updates import ALL, cut_updates, place
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Move, Pipeline
 from meshc.pipelining.predict import costs_of
@@ -92,6 +94,7 @@ class Cutter:
         shared = self._shared(stages, owners)
         made = {"sum:" + key.removeprefix("part:"): self.ranks[home.stage] for key, (_, home) in parts.items()}
         made, returned = self._returned(after, made, owners)
+        returned += self._written(stages, shape)
         entering = {**made, **{key: rank for key, rank in owners.items() if key in after.inputs}}
         kept = {key: rank for key, rank in owners.items() if key in after.outputs}
         updates = place(after, entering, {key.removeprefix("parameter:"): rank for key, rank in owners.items()}, self._labels())
@@ -144,20 +147,48 @@ class Cutter:
         return list(wanted)
 
     def _returned(self, after: Stage, made: Mapping[str, int], owners: Mapping[str, int]) -> tuple[dict[str, int], list[Move]]:
-        """Where sums are when the update begins, and those that have to go there first: to the rank of the parameter that they are for."""
+        """Where sums are when the update begins, and those that have to go there first: to the rank of the parameter that they are for,
+        or to all if they are for parameters of several ranks."""
         settled = dict(made)
         moves = []
         labels = self._labels()
         (output,) = after.graph.find_nodes(op="output")
-        leaving = {node: key for key, node in zip(after.outputs, output.args[0], strict=True)}
-        for node, key in zip(after.graph.find_nodes(op="placeholder"), after.inputs, strict=True):
+        leaving: dict[Node, set[str]] = defaultdict(set)
+        for key, node in zip(after.outputs, output.args[0], strict=True):
+            if key.startswith("gradient:"):
+                leaving[node].add(key.removeprefix("gradient:"))
+        params = {port.key: port.name for port in self.draft.inputs if port.kind == "parameter"}
+        entering = list(zip(after.graph.find_nodes(op="placeholder"), after.inputs, strict=True))
+        names = {node: params[key] for node, key in entering if key in params}
+        for node, key in entering:
             if key in made:
-                name = _parameter_of(node, labels, leaving)
-                rank = owners.get(f"parameter:{name}", made[key])
-                if rank != made[key]:
-                    moves.append(Move(key, made[key], rank))
-                    settled[key] = rank
+                here = made[key]
+                wanted = {owners.get(f"parameter:{name}", here) for name in _parameters_of(node, labels, leaving, names)} or {here}
+                if len(wanted) > 1:
+                    moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
+                    settled[key] = ALL
+                elif wanted != {here}:
+                    (settled[key],) = wanted
+                    moves.append(Move(key, here, settled[key]))
         return settled, moves
+
+    def _written(self, stages: Sequence[Stage], shape: Shape) -> list[Move]:
+        """Buffers that each microbatch writes, on the stage that does, are sent to all ranks in the end."""
+        moves = []
+        forwards = [item for items in shape.schedule(()).actions for item in items if item.op == "F"]
+        for stage, key in [(one, key) for one in stages for key in one.outputs if key.startswith("buffer:")]:
+            number = int(stage.name.rpartition("_")[2])
+            others = [other.name for other in stages if other is not stage and key in other.inputs]
+            order = [item.microbatch for item in forwards if item.stage == number]
+            if others or order != sorted(order):
+                why = f"{', '.join(others)} read it too" if others else "the schedule runs that stage's microbatches in another order"
+                raise PlanError(
+                    f"{key.removeprefix('buffer:')} is written by each microbatch for the next one, in {stage.name}, but {why}\n"
+                    "  what to do: a mesh without pp, or pp_splits that keep what reads the buffer in one stage"
+                )
+            here = self.ranks[number]
+            moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
+        return moves
 
     def _labels(self) -> dict[str, str]:
         return {node.name: name for node, name in self.draft.updates.items()}
@@ -234,20 +265,24 @@ def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:
     return Stage(after.name, graph, (*after.inputs[:place], *terms, *after.inputs[place + 1 :]), after.outputs)
 
 
-def _parameter_of(node: Node, labels: Mapping[str, str], leaving: Mapping[Node, str]) -> str | None:
-    """The parameter that a sum is the gradient of, if it is one: what the first update that reads it updates."""
+def _parameters_of(node: Node, labels: Mapping[str, str], leaving: Mapping[Node, set[str]], names: Mapping[Node, str]) -> set[str]:
+    """The parameters that a sum is the gradient of: those of the updates that read it, or of what is said to belong to one.
+
+    leaving  what leaves as gradients -> their parameters
+    names    placeholder -> parameter
+    """
+    found: set[str] = set()
     work, seen = [node], {node}
     while work:
-        one = work.pop(0)
-        if leaving.get(one, "").startswith("gradient:"):
-            return leaving[one].removeprefix("gradient:")
+        one = work.pop()
+        found |= leaving.get(one, set())
         for user in one.users:
             if user.op != "call_function" or user in seen:
                 continue
-            name = None if is_getitem(user) else labels.get(records(user)[0].of.partition(".")[0])
-            if name is not None:
-                return name
             seen.add(user)
-            work.append(user)
-    return None
-
+            label = None if is_getitem(user) else labels.get(records(user)[0].of.partition(".")[0])
+            mine = {names[operand] for operand in user.all_input_nodes if operand in names} | ({label} if label is not None else set())
+            found |= mine
+            if not mine:
+                work.append(user)
+    return found

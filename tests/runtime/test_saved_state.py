@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,10 @@ def full(name: str) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).reshape(sharding.shape)
 
 
-def save(path: Path, mesh: Mesh, step: int = 7) -> None:
+def save(path: Path, mesh: Mesh, step: int = 7, owners: Mapping[str, int] | None = None) -> None:
     """What all ranks do, each in a thread of its own. Padding is filled with NaN, which must never be read."""
     barrier, failed = threading.Barrier(mesh.world_size), []
+    places = {f"parameter:{name}": place for name, place in (owners or {}).items()}
 
     def rank_saves(rank: int) -> None:
         tiles = []
@@ -49,9 +51,11 @@ def save(path: Path, mesh: Mesh, step: int = 7) -> None:
             sizes, at = layouts.axis_sizes(mesh), mesh.coordinates(rank)
             tile = layouts.take_tile(full(name), sharding, sizes, at)
             real = layouts.take_tile(torch.ones(sharding.shape), sharding, sizes, at)
-            tiles.append((Port("parameter", name, sharding.shape, torch.float32, sharding), tile.where(real == 1, torch.nan)))
+            here = at.get("pp") == owners[name] if owners else True
+            port = Port("parameter", name, sharding.shape, torch.float32, sharding)
+            tiles.append((port, tile.where(real == 1, torch.nan) if here else None))
         try:
-            save_state(path, mesh, rank, tiles, seed=-3, step=step, wait=lambda: barrier.wait(30))
+            save_state(path, mesh, rank, tiles, seed=-3, step=step, wait=lambda: barrier.wait(30), owners=places)
         except Exception as error:
             failed.append(error)
             barrier.abort()
@@ -65,9 +69,10 @@ def save(path: Path, mesh: Mesh, step: int = 7) -> None:
         raise failed[0]
 
 
-@pytest.mark.parametrize("mesh", ["dp=3,tp=2", "dp=1,tp=1", "dp=2,tp=4"])
+@pytest.mark.parametrize("mesh", ["dp=3,tp=2", "dp=1,tp=1", "dp=2,tp=4", "dp=2,pp=3,tp=2"])
 def test_any_layout_reads_what_another_wrote(mesh: str, tmp_path: Path) -> None:
-    save(tmp_path / "s", Mesh(mesh))
+    owners = {name: place % 3 for place, name in enumerate(WEIGHTS)} if "pp" in mesh else None
+    save(tmp_path / "s", Mesh(mesh), owners=owners)
     with SavedState(tmp_path / "s") as state:
         assert (state.seed, state.step) == (-3, 7)
         for name, sharding in OTHERWISE.items():
@@ -109,6 +114,9 @@ def test_damage_is_found_before_anything_is_read(tmp_path: Path) -> None:
     table = json.loads((tmp_path / "s/state.json").read_text())
     (tmp_path / "s/state.json").write_text(json.dumps({**table, "mesh": "dp"}))
     with pytest.raises(ArtifactError, match="does not describe a state"):
+        SavedState(tmp_path / "s")
+    (tmp_path / "s/state.json").write_text(json.dumps({**table, "owners": {"parameter:whole": 1}}))
+    with pytest.raises(ArtifactError, match="does not describe a state: .* 1 is no place on a pipeline axis of the mesh dp=1,tp=2"):
         SavedState(tmp_path / "s")
     (tmp_path / "s/state.json").write_text(json.dumps({**table, "version": 2}))
     with pytest.raises(ArtifactError, match="is no 'meshc state' of version 1"):

@@ -1,0 +1,108 @@
+"""A pipeline as text for people, and as JSON for a saved program, and back.
+
+    pipeline = "pp"
+
+    pipeline_schedule = [
+        "0: F0.0 SEND:F0.0>1 RECV:B1.0>0 B0.0",
+        "1: RECV:F0.0>1 F1.0 B1.0 SEND:B1.0>0",
+    ]
+
+    messages = [
+        message("F0>1", ["flow:add_3"]),        what goes from stage 0 to stage 1, of each microbatch
+        message("B1>0", ["flow:mm_9"]),
+    ]
+
+    owners = [
+        owner(0, ["parameter:up.weight", "state:up.weight/exp_avg"]),
+        owner(1, ["parameter:down.weight", "state:down.weight/exp_avg"]),
+    ]
+
+    shared = [move("parameter:up.weight", 0, 1)]        once a call: before the first microbatch
+    returned = [move("sum:mm_12", 1, 0)]                and after the last
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from meshc.errors import ScheduleError
+from meshc.pipelining.cut import Move, Pipeline
+from meshc.pipelining.schedule import Link, parse
+
+_LINK: Final = re.compile(r"([FB])(\d{1,9})>(\d{1,9})")
+
+
+def listings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
+    """What a program's text shows of a pipeline: titles, each with its items."""
+    by_owner: dict[int, list[str]] = defaultdict(list)
+    for key, rank in pipeline.owners.items():
+        by_owner[rank].append(key)
+    return [
+        ("pipeline_schedule", [json.dumps(line) for line in str(pipeline.schedule).splitlines()]),
+        ("messages", [f'message("{link}", {json.dumps(list(keys))})' for link, keys in sorted(pipeline.messages.items())]),
+        ("owners", [f"owner({rank}, {json.dumps(by_owner[rank])})" for rank in sorted(by_owner)]),
+        ("shared", [_move(move) for move in pipeline.shared]),
+        ("returned", [_move(move) for move in pipeline.returned]),
+    ]
+
+
+def _move(move: Move) -> str:
+    return f"move({json.dumps(move.key)}, {move.source}, {move.target})"
+
+
+def described(pipeline: Pipeline) -> dict[str, Any]:
+    """As JSON holds it."""
+    return {
+        "axis": pipeline.axis,
+        "name": pipeline.schedule.name,
+        "schedule": str(pipeline.schedule).splitlines(),
+        "messages": {str(link): list(keys) for link, keys in sorted(pipeline.messages.items())},
+        "owners": dict(pipeline.owners),
+        "shared": [[move.key, move.source, move.target] for move in pipeline.shared],
+        "returned": [[move.key, move.source, move.target] for move in pipeline.returned],
+    }
+
+
+def read(told: Mapping[str, Any]) -> Pipeline:
+    """What `described` gave. Raises ScheduleError for what cannot be read; whether it can run is for `complete.faults` to say."""
+    links = {_link(text): _keys(text, keys) for text, keys in told["messages"].items()}
+    lines = told["schedule"]
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ScheduleError(f"the pipeline's schedule is a list of lines, one a rank, not {lines!r:.60}")
+    return Pipeline(
+        str(told["axis"]),
+        parse("\n".join(lines), links, str(told.get("name", ""))),
+        links,
+        {str(key): _rank(f"owners: {key}", rank) for key, rank in told["owners"].items()},
+        _moves("shared", told["shared"]),
+        _moves("returned", told["returned"]),
+    )
+
+
+def _link(text: str) -> Link:
+    found = _LINK.fullmatch(text)
+    if found is None:
+        raise ScheduleError(f"messages: {text!r} is no link between stages, as in F0>1 or B1>0")
+    return Link(found[1], int(found[2]), int(found[3]))
+
+
+def _keys(link: str, keys: Any) -> tuple[str, ...]:
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ScheduleError(f"messages: {link} carries a list of keys, not {keys!r:.60}")
+    return tuple(keys)
+
+
+def _rank(what: str, rank: Any) -> int:
+    if type(rank) is not int or rank < 0:
+        raise ScheduleError(f"{what}: {rank!r:.60} is no place on the pipeline axis")
+    return rank
+
+
+def _moves(what: str, rows: Any) -> tuple[Move, ...]:
+    if not isinstance(rows, Sequence) or any(not isinstance(row, Sequence) or len(row) != 3 or not isinstance(row[0], str) for row in rows):
+        raise ScheduleError(f"{what}: a move is a key and two places on the pipeline axis, as in [\"parameter:w\", 0, 1], not {rows!r:.60}")
+    return tuple(Move(key, _rank(f"{what}: {key}", source), _rank(f"{what}: {key}", target)) for key, source, target in rows)
