@@ -33,6 +33,7 @@ from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.options import Options
+from meshc.pipelining import call, trace
 from meshc.plan import Plan
 from meshc.program import Program
 from meshc.runtime import verify as comparison
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("path")
     one.add_argument("--stage", help="only this stage")
     one.add_argument("--summary", action="store_true", help="tables instead of text")
+    told = "write what a call is predicted to look like: .svg, .json (a trace), or a folder for both; PATH may be a trace to draw"
+    one.add_argument("--timeline", metavar="FILE", help=told)
     one.set_defaults(run=_show)
 
     two = commands.add_parser("verify", help="compare a saved program with its model, all ranks simulated in this process")
@@ -185,15 +188,30 @@ def _compile(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    if options.path.endswith(".json") and Path(options.path).is_file():
+        return _show_trace(options)
     program = artifact.load(options.path, allow_edited=options.allow_edited)
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
-    if options.summary:
+    if options.timeline is not None:
+        line = call.predicted(program)
+        call.write(line, options.timeline)
+        print(f"{line.name}: {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+    elif options.summary:
         print(summary.summary(program))
     elif options.stage is not None:
         print(text.print_stage(program.stages[options.stage], program), end="")
     else:
         print(text.print_program(program), end="")
+
+
+def _show_trace(options: argparse.Namespace) -> None:
+    """A trace that a run has written, as a picture."""
+    line = trace.read(Path(options.path).read_text(encoding="utf-8"))
+    if options.timeline is None:
+        raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
+    call.write(line, options.timeline)
+    print(f"{line.name}: {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
 
 
 def _verify(options: argparse.Namespace) -> None:

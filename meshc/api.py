@@ -24,6 +24,8 @@ from meshc.options import Options
 from meshc.passes.draft import Draft, Request
 from meshc.passes.pipeline import compile_program, specialised
 from meshc.paths import input_names
+from meshc.pipelining import call
+from meshc.pipelining.timing import Timeline
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
@@ -426,8 +428,21 @@ class Program:
         return text.print_program(self.general)
 
     def summary(self) -> str:
-        """Tables: parameters with placements and bytes per rank; collectives by kind, axis, count and bytes; memory."""
+        """Tables: parameters with placements and bytes per rank; stages; collectives by kind, axis, count and bytes; memory; time."""
         return summary.summary(self.compiled)
+
+    def timeline(self, path: str | Path | None = None) -> Timeline:
+        """What a call is predicted to look like: when each rank of the pipeline runs which stage on which microbatch, and what it sends.
+
+        path  a folder, for `timeline.svg` and `timeline.json` (a trace that ui.perfetto.dev shows); or one file, .svg or .json
+
+        The timeline has `events`, `makespan_s`, `bubble` and more. Without a pipeline it has one row, since all ranks do the same.
+        MESHC_TRACE writes the same of a real run (docs/pipelines.md). Raises PlanError for a path of another kind.
+        """
+        line = call.predicted(self.compiled)
+        if path is not None:
+            call.write(line, path)
+        return line
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""

@@ -16,6 +16,8 @@ import torch
 from torch.fx import Node
 
 from meshc import ir, packing
+from meshc.pipelining.cut import slot
+from meshc.pipelining.steps import last_reads, steps_of
 from meshc.program import Port, Program, Stage
 from meshc.sharding import local_shape
 
@@ -32,6 +34,23 @@ class Peak:
     at: str = ""
 
 
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank's memory in a call.
+
+    rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
+    kept  bytes of what is there for the whole call, by kind
+    """
+
+    rank: int
+    kept: Mapping[str, int]
+    peak: Peak
+
+    @property
+    def total(self) -> int:
+        return sum(self.kept.values()) + self.peak.total
+
+
 def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
     """Bytes on each rank, padding included."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
@@ -45,8 +64,10 @@ def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
 
 
 def runs(program: Program) -> Counter[str]:
-    """How often a call of the program runs each stage."""
-    return Counter(instruction.stage for instruction in program.schedule if instruction.op == "run")
+    """How often a call of the program runs each stage: on every rank, or, of a pipeline, on the rank that has it."""
+    pipeline = program.pipeline
+    lists = [program.schedule] if pipeline is None else [steps_of(program, {pipeline.axis: r}) for r in range(pipeline.schedule.ranks)]
+    return Counter(step.stage for steps in lists for step in steps if step.op == "run")
 
 
 def updates(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -67,31 +88,74 @@ def output_bytes(stage: Stage) -> dict[str, int]:
     return {key: ir.local_bytes(ir.record(value)) for key, value in given if isinstance(value, Node) and ir.is_tensor(value)}
 
 
+def value_bytes(program: Program) -> dict[str, int]:
+    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key."""
+    found = {port.key: port_bytes(port, program.axis_sizes) for port in program.inputs}
+    for stage in program.stages.values():
+        for key, size in output_bytes(stage).items():
+            found.setdefault("sum:" + key.removeprefix("part:") if key.startswith("part:") else key, size)
+    return found
+
+
+def by_rank(program: Program) -> list[RankBytes]:
+    """Each rank of the pipeline axis; one, like which all are, where there is none."""
+    found = []
+    for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
+        coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
+        kept: Counter[str] = Counter()
+        for port in program.inputs:
+            if port.kind in KEPT and program.owns(port.key, coordinates):
+                kept[port.kind] += port_bytes(port, program.axis_sizes)
+        found.append(RankBytes(rank, kept, _peak(program, coordinates)))
+    return found
+
+
+def worst(program: Program) -> RankBytes:
+    """The rank that needs most."""
+    return max(by_rank(program), key=lambda one: one.total)
+
+
 def peak(program: Program) -> Peak:
-    """The peak over one call."""
+    """The peak over one call; of a pipeline, on the rank that needs most in all."""
+    return worst(program).peak
+
+
+def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
+    """The peak of one rank's list of instructions. What it has received is there from the posting of the receive."""
+    steps = steps_of(program, coordinates)
     best = Peak()
     carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
+    sizes = value_bytes(program)
     made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
-    walked: dict[str, tuple[Peak, dict[str, int]]] = {}
-    for instruction in program.schedule:
-        if instruction.op == "run":
-            stage = program.stages[instruction.stage]
-            if stage.name not in walked:
-                walked[stage.name] = _walk(stage)
-            inside, leaves = walked[stage.name]
+    walked: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
+    for step, last in zip(steps, last_reads(program, steps), strict=True):
+        if step.op == "run":
+            stage = program.stages[step.stage]
+            freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
+            case = stage.name, frozenset(freed.items())
+            if case not in walked:
+                walked[case] = _walk(stage, freed)
+            inside, leaves = walked[case]
             waiting = sum(carried.values())
             if waiting + inside.total > best.total:
                 grown = sum(size for key, size in carried.items() if key.startswith(("gradient:", "sum:")))
                 best = Peak(waiting + inside.total, inside.gradients + grown, inside.at)
-            carried.update(leaves)
-        elif instruction.op == "add":
-            carried.pop(instruction.value, None)
-            carried[instruction.into] = made[instruction.value]  # a sum of its own, also of a part that shared a larger storage
+            carried.update((slot(key, step.microbatch), size) for key, size in leaves.items())
+        elif step.op == "add":
+            carried.pop(step.value, None)
+            carried[step.into] = made[step.value]  # a sum of its own, also of a part that shared a larger storage
+        elif step.op == "recv":
+            carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
+        for key in last if step.op == "send" else ():
+            carried.pop(key, None)
     return best
 
 
-def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
-    """The peak inside a stage, and the bytes of each value that it makes and another may read."""
+def _walk(stage: Stage, freed: Mapping[str, int]) -> tuple[Peak, dict[str, int]]:
+    """The peak inside a stage, and the bytes of each value that it makes and another may read.
+
+    freed  bytes of inputs that nobody reads later, by key: each is gone after its last use here
+    """
     nodes = list(stage.graph.nodes)
     home: dict[Node, Node] = {}  # the node that made a value's storage
     size: dict[Node, int] = {}
@@ -101,6 +165,7 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
     inside = packing.pieces(stage.graph)
     joined = {piece.whole for piece in inside.values()}
     first: dict[Node, Node] = {}  # the first value made in the memory of each
+    entering = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
     for position, node in enumerate(nodes):
         last[node] = position
         if node.op == "output":
@@ -118,11 +183,12 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
             home[node] = home[node.all_input_nodes[0]] if packing.is_view(node) or packing.in_place(node) else node
         if home[node] is node:
             made = node.op == "call_function" and ir.has_record(node)
-            size[node] = sum(map(ir.local_bytes, ir.records(whole))) if made else 0
+            size[node] = sum(map(ir.local_bytes, ir.records(whole))) if made else freed.get(entering.get(node, ""), 0)
         for operand in node.all_input_nodes:
             last[home[operand]] = position
     grown = {home[node] for node in gradients if node in home}
-    alive = growing = 0
+    alive = sum(freed.values())
+    growing = 0
     kept = [node for whole, node in first.items() if not packing.escapes(whole)]
     for node in [*kept, *(node for node in nodes if packing.stays(node))]:
         if node in size:  # the runtime has it for good
@@ -133,7 +199,7 @@ def _walk(stage: Stage) -> tuple[Peak, dict[str, int]]:
         dying.setdefault(last[node], []).append(node)
     best = Peak()
     for position, node in enumerate(nodes):
-        if node in size:
+        if node in size and node.op != "placeholder":
             alive += size[node]
             growing += size[node] if node in grown else 0
         if alive > best.total:

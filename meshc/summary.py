@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from meshc.cost.program import program_seconds
 from meshc.flops import flops
 from meshc.ir import Source
 from meshc.padding import padding
+from meshc.pipelining.account import link_accounts, stage_accounts
+from meshc.pipelining.call import MODES, predicted
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
 from meshc.work import collapsed
@@ -48,7 +50,7 @@ class CollectiveUse:
 
 
 def collectives(program: Program) -> list[CollectiveUse]:
-    """Every collective of a program, in the order in which it runs."""
+    """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'."""
     runs = memory.runs(program)
     found = []
     for stage in program.stages.values():
@@ -68,14 +70,14 @@ def collectives(program: Program) -> list[CollectiveUse]:
 
 def summary(program: Program) -> str:
     """What a user wants to know of a compiled program before running it."""
-    tables = (_head, _parameters, _collectives, _memory, _time, _work, _padding, _notes)
+    tables = (_head, _parameters, _pipeline, _collectives, _memory, _time, _work, _padding, _notes)
     blocks = [table(program) for table in tables]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def _head(program: Program) -> str:
     ranks = program.mesh.world_size
-    what = {"step": "training step", "autograd": "forward and backward", "forward": "forward"}.get(program.mode, program.mode)
+    what = MODES.get(program.mode, program.mode)
     batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
     return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}\n" + "\n".join(
         f"  {line}" for line in str(program.plan).splitlines()
@@ -104,14 +106,27 @@ def _parameters(program: Program) -> str:
     if not groups:
         return ""
     rows = []
+    axis = "" if program.pipeline is None else f"rank of {program.pipeline.axis}"
     for (name, _, text, (gradient, state), dtype), ports in groups.items():
-        size = sum(memory.port_bytes(port, sizes) for port in ports)
-        state_size = sum(memory.port_bytes(state, sizes) for port in ports for state in states[port.name])
-        rows.append((name, len(ports), str(dtype).removeprefix("torch."), text, gradient, state, bytes_text(size), bytes_text(state_size)))
-    headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", "bytes/rank", "state/rank"]
-    drop = [column for column in (4, 5, 7) if all(row[column] in ("", "0 B") for row in rows)]
+        here, size = _on_ranks(program, ports, [[port] for port in ports])
+        _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
+        kind = str(dtype).removeprefix("torch.")
+        rows.append((name, len(ports), kind, text, gradient, state, here, bytes_text(size), bytes_text(state_size)))
+    headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", axis, "bytes/rank", "state/rank"]
+    drop = [column for column in (4, 5, 6, 8) if all(row[column] in ("", "0 B") for row in rows)]
     keep = [column for column in range(len(headers)) if column not in drop]
     return _table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
+
+
+def _on_ranks(program: Program, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
+    """Bytes of values on the rank of the pipeline axis that has most of them, and the ranks that have any: each is where `owned` says."""
+    found: Counter[int | None] = Counter()
+    for port, mine in zip(owned, values, strict=True):
+        owner = None if program.pipeline is None else program.pipeline.owners.get(port.key)
+        found[owner] += sum(memory.port_bytes(value, program.axis_sizes) for value in mine)
+    ranks = sorted(owner for owner in found if owner is not None)
+    whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks)), max(found.values())
 
 
 def _placement(other: Sharding | None, own: Sharding | None, sizes: Mapping[str, int]) -> str:
@@ -149,6 +164,34 @@ def gradient_shardings(program: Program) -> dict[str, Sharding]:
     return found
 
 
+# ------------------------------------------------------------------------------------------------------------------------- pipeline
+
+
+def _pipeline(program: Program) -> str:
+    """The schedule, its stages, and what goes between its ranks."""
+    pipeline = program.pipeline
+    if pipeline is None:
+        return ""
+    line = predicted(program)
+    rows = [
+        (
+            one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
+            seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}",
+        )
+        for one in stage_accounts(program)
+    ]  # fmt: skip
+    headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
+    schedule = pipeline.schedule
+    title = (
+        f"pipeline over {pipeline.axis}, schedule {schedule.name or 'of your own'}: {schedule.microbatches} "
+        f"microbatch{'es' * (schedule.microbatches > 1)}, {100 * line.bubble:.1f} % bubble predicted"
+    )
+    if not schedule.trains:
+        headers, rows = headers[:5], [row[:5] for row in rows]
+    links = [(f"{one.source} to {one.target}", one.messages, bytes_text(one.bytes)) for one in link_accounts(program)]
+    return f"{_table(rows, headers, title)}\n{_table(links, ['ranks', 'messages', 'bytes'], '  sent between stages in a call')}"
+
+
 # ---------------------------------------------------------------------------------------------------------------------- collectives
 
 
@@ -167,7 +210,8 @@ def _collectives(program: Program) -> str:
         largest = max(use.bytes_per_rank for use in uses)
         rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), why.most_common(1)[0][0]))
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
-    return _table(rows, headers, "collectives of one call (bytes of the operand; of the result for all_gather; what moves for halo)")
+    of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
+    return _table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo)")
 
 
 def _why(use: CollectiveUse) -> str:
@@ -183,24 +227,26 @@ def _why(use: CollectiveUse) -> str:
 
 
 def _memory(program: Program) -> str:
-    sizes = program.axis_sizes
-    kept: Counter[str] = Counter()
+    most = memory.worst(program)
+    peak, kept = most.peak, most.kept
     waste: dict[str, float] = defaultdict(float)
+    coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
     for port in program.inputs:
-        if port.kind in memory.KEPT:
-            kept[port.kind] += memory.port_bytes(port, sizes)
-            waste[port.kind] += memory.port_bytes(port, sizes) - memory.real_bytes(port, sizes)
-    peak = memory.peak(program)
+        if port.kind in memory.KEPT and program.owns(port.key, coordinates):
+            waste[port.kind] += memory.port_bytes(port, program.axis_sizes) - memory.real_bytes(port, program.axis_sizes)
     names = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
-    rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept[kind]]
+    rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept.get(kind)]
     if peak.total:
         if peak.gradients:
             rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
         rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
-    rows.append(("together", bytes_text(sum(kept.values()) + peak.total), _share(sum(waste.values()), sum(kept.values()))))
-    lines = [_table(rows, ["memory", "bytes/rank", "padding"], "memory of a rank (predicted; the peak is where most is alive)")]
+    rows.append(("together", bytes_text(most.total), _share(sum(waste.values()), sum(kept.values()))))
+    whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
+    lines = [_table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
     if peak.at:
         lines.append(f"  peak at {peak.at}")
+    if program.pipeline is not None:
+        lines.append(f"  together by rank: {', '.join(bytes_text(one.total) for one in memory.by_rank(program))}")
     return "\n".join(lines)
 
 
@@ -215,6 +261,9 @@ def _time(program: Program) -> str:
     device = for_mesh(program.mesh)
     takes = program_seconds(program, device)
     rows = [("computing", takes.compute), *((f"communicating over {axes}", one) for axes, one in takes.communication.items())]
+    if program.pipeline is not None:
+        rows.append(("waiting for other stages", takes.idle))
+        rows[0] = ("computing, on the rank that does so longest", takes.compute)
     rows.append(("together", takes.total))
     title = f"predicted time of a call ({device.name}: {device.source})"
     lines = [_table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
@@ -243,7 +292,7 @@ def _work(program: Program) -> str:
     total = sum(row.flops for row in rows)
     if not total:
         return ""
-    axes = [axis for axis in program.mesh.axes if axis.size > 1]
+    axes = [axis for axis in program.mesh.axes if axis.size > 1 and (program.pipeline is None or axis.name != program.pipeline.axis)]
     shares = [
         (axis.name, axis.size, _percent(work.share(rows, axis.name)), _percent(work.share(rows, axis.name, legal=True))) for axis in axes
     ]
@@ -267,7 +316,8 @@ def _done(program: Program) -> float:
     """What all ranks do in one call, as their graphs have it."""
     runs = memory.runs(program)
     one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
-    return one * program.mesh.world_size
+    pipelines = 1 if program.pipeline is None else program.pipeline.schedule.ranks  # what runs on one rank of the axis runs on no other
+    return one * program.mesh.world_size / pipelines
 
 
 # -------------------------------------------------------------------------------------------------------------------------- padding

@@ -6,7 +6,7 @@ Nothing here is special to a program of one stage; a schedule of one instruction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 
 from meshc import spmd
 from meshc.errors import StateError
-from meshc.pipelining.cut import FLOW, slot
-from meshc.pipelining.steps import steps_of
+from meshc.pipelining.cut import slot
+from meshc.pipelining.steps import last_reads, steps_of
 from meshc.program import Instruction, Program, Stage
 from meshc.runtime.channels import Channels
 from meshc.runtime.codegen import generate
@@ -141,15 +141,3 @@ def told(step: Instruction) -> str:
         what = f"{step.stage} of microbatch {step.microbatch}" if step.stage else ", ".join(step.keys)
         return f"{step.op} {what} {'to' if step.op == 'send' else 'from'} pipeline rank {step.peer}"
     return f"{step.op} {step.stage} {step.microbatch}"
-
-
-def last_reads(program: Program, steps: Sequence[Instruction]) -> list[frozenset[str]]:
-    """For each instruction, the values of its microbatch that it is the last to read."""
-    found: list[frozenset[str]] = []
-    seen: set[str] = set()
-    for step in reversed(steps):
-        keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
-        slots = {slot(key, step.microbatch) for key in keys if key.startswith(FLOW)}
-        found.append(frozenset(slots - seen))
-        seen |= slots
-    return found[::-1]

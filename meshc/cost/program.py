@@ -1,79 +1,45 @@
-"""What a program takes: its stages on a clock, its schedule's sum; and what a rank must keep in memory.
+"""What a program takes: its stages on a clock, its schedule's sum or, of a pipeline, its timeline; and what a rank must keep in memory.
 
-    computing   |mm|mm|..wait..|mm|          a collective starts where it stands, and is waited for where its result is first read
-    link           |all_reduce |
-
-So it is in the generated code (`runtime/codegen.py`). What the clock assumes: computing and communicating do not slow each other down; a
-rank has one link, on which collectives go one after another; all ranks are equally fast; stages do not overlap.
+Stages of one rank do not overlap, and all ranks are equally fast.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torch.fx import Graph, Node
-
-from meshc import memory, spmd
+from meshc import memory
+from meshc.cost.clock import Seconds, stage_seconds
 from meshc.cost.devices import Device
-from meshc.cost.links import collective_seconds
-from meshc.cost.operators import seconds
 from meshc.errors import CompileError
-from meshc.mesh import Mesh
-from meshc.program import Program, sizes
+from meshc.pipelining.call import predicted
+from meshc.pipelining.steps import steps_of
+from meshc.program import Instruction, Program
 
-
-@dataclass(frozen=True)
-class Seconds:
-    """Predicted seconds on a rank.
-
-    compute         of all operators
-    communication   of all collectives, by their axes (`dp`, or `dp, tp`)
-    total           on the clock; less than the sum by what runs at the same time
-    """
-
-    compute: float = 0.0
-    communication: Mapping[str, float] = field(default_factory=dict)
-    total: float = 0.0
-
-    def __add__(self, other: Seconds) -> Seconds:
-        both: Counter[str] = Counter(self.communication)
-        both.update(other.communication)
-        return Seconds(self.compute + other.compute, dict(both), self.total + other.total)
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication beside which something is computed."""
-        return self.compute + sum(self.communication.values()) - self.total
-
-
-def stage_seconds(graph: Graph, mesh: Mesh, device: Device) -> Seconds:
-    """One run of a stage's per-rank graph."""
-    now = free = compute = 0.0
-    communication: dict[str, float] = {}
-    ready: dict[Node, float] = {}
-    for node in graph.nodes:
-        now = max([now, *(ready.pop(operand) for operand in node.all_input_nodes if operand in ready)])
-        if node.op == "call_function" and spmd.is_collective(node.target):
-            takes = collective_seconds(node, mesh, device)
-            axes = ", ".join(node.args[1])
-            communication[axes] = communication.get(axes, 0.0) + takes
-            free = ready[node] = max(now, free) + takes
-        else:
-            takes = seconds(node, device)
-            compute += takes
-            now += takes
-    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, max(now, free))
+__all__ = ["Seconds", "program_seconds", "rank_bytes", "stage_seconds"]
 
 
 def program_seconds(program: Program, device: Device) -> Seconds:
-    """One call of a program: its schedule, instruction after instruction. Raises CompileError for one that it does not know."""
+    """One call of a program. Of a pipeline: the whole call, and what the rank does in it that is busy longest.
+
+    Raises CompileError for an instruction that it does not know.
+    """
     stages = {name: stage_seconds(stage.graph, program.mesh, device) for name, stage in program.stages.items()}
+    pipeline = program.pipeline
+    if pipeline is None:
+        return _busy(program, program.schedule, stages, device)
+    ranks = [_busy(program, steps_of(program, {pipeline.axis: rank}), stages, device) for rank in range(pipeline.schedule.ranks)]
+    most = max(ranks, key=lambda one: one.total)
+    total = predicted(program, device).call_s
+    return replace(most, total=total, idle=total - most.total)
+
+
+def _busy(program: Program, steps: Sequence[Instruction], stages: Mapping[str, Seconds], device: Device) -> Seconds:
+    """One rank's instructions, one after another. Messages between stages take it no time."""
     made = {key: size for stage in program.stages.values() for key, size in memory.output_bytes(stage).items()}
     sums: set[str] = set()
     total = Seconds()
-    for instruction in program.schedule:
+    for instruction in steps:
         if instruction.op == "run":
             total += stages[instruction.stage]
         elif instruction.op == "add":
@@ -81,12 +47,12 @@ def program_seconds(program: Program, device: Device) -> Seconds:
                 takes = device.launch_s + 3 * made[instruction.value] / device.bytes_per_s
                 total += Seconds(takes, {}, takes)
             sums.add(instruction.into)
-        else:
+        elif instruction.op not in ("send", "recv"):
             raise CompileError(f"the cost model does not know the instruction {instruction.op} of the schedule")
     return total
 
 
 def rank_bytes(program: Program) -> int:
-    """Bytes of a rank's memory at the peak of a call: what is there all along (parameters, state, inputs), and what is made."""
-    kept = sum(memory.port_bytes(port, sizes(program)) for port in program.inputs if port.kind in memory.KEPT)
-    return kept + memory.peak(program).total
+    """Bytes of a rank's memory at the peak of a call: what is there all along (parameters, state, inputs), and what is made. Of a pipeline,
+    those of the rank that needs most."""
+    return memory.worst(program).total

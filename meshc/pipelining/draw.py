@@ -7,59 +7,86 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 from xml.sax.saxutils import escape
 
+from meshc.pipelining.events import Run
 from meshc.pipelining.schedule import OPS, Action
 from meshc.pipelining.timing import Event, Timeline
 
-COLOURS: Final = {"F": (106, 165, 227), "B": (99, 181, 106), "I": (240, 176, 79), "W": (196, 146, 224)}
-"""Red, green and blue of an op in the first stage of a rank. In its other stages they are paler."""
+COLOURS: Final = {"F": (106, 165, 227), "B": (99, 181, 106), "I": (240, 176, 79), "W": (196, 146, 224), "run": (190, 190, 190)}
+"""Red, green and blue of an op in a rank's first stage, and of stages that are no pipeline's. In a rank's other stages they are paler."""
 
 _ROW, _GAP, _LEFT, _RIGHT, _TOP, _BOX = 26, 6, 64, 170, 58, 18
 """Pixels: height of a row, space below it, margins, width of an action that is longer than a quarter of all."""
 _WIDEST = 6000
+_LETTER = 6.6
+"""Pixels of a letter of a legend, on average."""
 _UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def svg(timeline: Timeline) -> str:
-    """Rows are ranks, boxes actions, with the number of the microbatch; hovering shows the action and its times. Empty: no actions."""
-    events = [event for events in timeline.computed for event in events]
+    """Rows are ranks, boxes actions, with the number of the microbatch; hovering shows the action and its times. Empty: nothing ran.
+
+    Stages outside of a schedule (before the first microbatch, after the last one) are grey, with their names.
+    """
+    events = [event for events in timeline.ran for event in events]
     first_s = min((event.start_s for event in events), default=0.0)
-    lengths = sorted(event.end_s - event.start_s for event in events)
+    lengths = sorted(event.end_s - event.start_s for events in timeline.computed if events for event in events) or sorted(
+        event.end_s - event.start_s for event in events
+    )
     short_s = lengths[len(lengths) // 4] if lengths else 1.0
-    scale = min(_BOX / short_s if short_s > 0 else math.inf, _WIDEST / (timeline.makespan_s or 1.0))
-    width = timeline.makespan_s * scale
-    unit_s, unit = next(((s, name) for s, name in _UNITS if timeline.makespan_s >= s), _UNITS[-1])
+    scale = min(_BOX / short_s if short_s > 0 else math.inf, _WIDEST / (timeline.call_s or 1.0))
+    width = timeline.call_s * scale
+    unit_s, unit = next(((s, name) for s, name in _UNITS if timeline.call_s >= s), _UNITS[-1])
     bottom = _TOP + timeline.ranks * (_ROW + _GAP)
-    total = max(_LEFT + width + _RIGHT, 640.0)
     shades = _shades(timeline)
+    legend = list(_legend(timeline, shades))
+    total = max(_LEFT + width + _RIGHT, 640.0, legend[-1][0] if legend else 0.0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{bottom + 44}" viewBox="0 0 {total:.0f} {bottom + 44}" '
         'font-family="DejaVu Sans, Helvetica, sans-serif" font-size="11">',
         f'<rect width="{total:.0f}" height="{bottom + 44}" fill="white"/>',
         f'<text x="{_LEFT}" y="18"><tspan font-size="14" font-weight="bold">{escape(timeline.name or "pipeline")}</tspan>'
-        f'<tspan dx="16">{timeline.makespan_s / unit_s:.4g} {unit}, idle {100 * timeline.bubble:.1f} %</tspan></text>',
-        *_legend(timeline, shades),
+        f'<tspan dx="16">{_headline(timeline, unit_s, unit)}</tspan></text>',
+        *(line for _, line in legend),
         *_rows(timeline, width),
-        *(_box(event, shades[event.rank, _action(event).stage], first_s, scale, unit_s, unit) for event in events),
-        *_axis(timeline.makespan_s, scale, bottom, unit_s, unit),
+        *(_box(event, shades, first_s, scale, unit_s, unit) for event in events),
+        *_axis(timeline.call_s, scale, bottom, unit_s, unit),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _legend(timeline: Timeline, shades: Mapping[tuple[int, int], int]) -> Iterator[str]:
-    used = {_action(event).op for events in timeline.computed for event in events}
-    x = _LEFT
-    for op in (op for op in OPS if op in used):
-        yield f'<rect x="{x}" y="30" width="14" height="14" fill="{_fill(op, 0)}" stroke="#444" stroke-width="0.5"/>'
-        yield f'<text x="{x + 19}" y="41">{OPS[op]} ({op})</text>'
-        x += 50 + 7 * len(OPS[op])
+def _headline(timeline: Timeline, unit_s: float, unit: str) -> str:
+    """What the microbatches take, and what the call takes where that is more."""
+    whole = f"{timeline.call_s / unit_s:.4g} {unit}"
+    if not any(timeline.computed):
+        return whole
+    idle = f"{timeline.makespan_s / unit_s:.4g} {unit}, idle {100 * timeline.bubble:.1f} %"
+    return idle if timeline.call_s <= timeline.makespan_s else f"a call {whole}, its microbatches {idle}"
+
+
+def _legend(timeline: Timeline, shades: Mapping[tuple[int, int], int]) -> Iterator[tuple[float, str]]:
+    """Lines, each with where it ends."""
+    used = {_op(event) for events in timeline.ran for event in events}
+    outside = "before and after the microbatches" if any(timeline.computed) else "stage"
+    x = float(_LEFT)
+    for op, words in ((op, {**OPS, "run": outside}[op]) for op in COLOURS if op in used):
+        label = f"{words} ({op})" if op in OPS else words
+        box = f'<rect x="{x:.0f}" y="30" width="14" height="14" fill="{_fill(op, 0)}" stroke="#444" stroke-width="0.5"/>'
+        text = f'<text x="{x + 19:.0f}" y="41">{label}</text>'
+        x += 37 + _LETTER * len(label)
+        yield x, box + text
     if any(shades.values()):
-        yield f'<text x="{x}" y="41">paler: later stages of the rank</text>'
+        words = "paler: later stages of the rank"
+        yield x + _LETTER * len(words), f'<text x="{x:.0f}" y="41">{words}</text>'
 
 
 def _action(event: Event) -> Action:
     assert isinstance(event.instruction, Action), "one of `timeline.computed`"
     return event.instruction
+
+
+def _op(event: Event) -> str:
+    return event.instruction.op if isinstance(event.instruction, Action) else "run"
 
 
 def _rows(timeline: Timeline, width: float) -> Iterator[str]:
@@ -69,7 +96,8 @@ def _rows(timeline: Timeline, width: float) -> Iterator[str]:
         yield f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">rank {rank}</text>'
         yield f'<rect x="{_LEFT}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="#eee"/>'
         idle = timeline.idle_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
-        yield f'<text x="{_LEFT + width + 8:.2f}" y="{y + 17}">idle {100 * idle:.1f} %, holds up to {peaks[rank]:g}</text>'
+        if timeline.computed[rank] or not timeline.ran[rank]:
+            yield f'<text x="{_LEFT + width + 8:.2f}" y="{y + 17}">idle {100 * idle:.1f} %, holds up to {peaks[rank]:g}</text>'
 
 
 def _shades(timeline: Timeline) -> Mapping[tuple[int, int], int]:
@@ -83,18 +111,26 @@ def _fill(op: str, shade: int) -> str:
     return "#" + "".join(f"{round(255 - (255 - part) * keep):02x}" for part in COLOURS[op])
 
 
-def _box(event: Event, shade: int, first_s: float, scale: float, unit_s: float, unit: str) -> str:
-    action = _action(event)
+def _box(event: Event, shades: Mapping[tuple[int, int], int], first_s: float, scale: float, unit_s: float, unit: str) -> str:
+    item = event.instruction
     x, width = _LEFT + (event.start_s - first_s) * scale, (event.end_s - event.start_s) * scale
     y = _TOP + event.rank * (_ROW + _GAP)
-    label = str(action.microbatch)
+    shade = shades[event.rank, item.stage] if isinstance(item, Action) else 0
+    label = str(item.microbatch) if isinstance(item, Action) else _stage_label(item) if isinstance(item, Run) else ""
     size = min(11.0, (width - 2) / (0.64 * len(label)))
-    text = "" if size < 5 else f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle" font-size="{size:.1f}">{label}</text>'
+    fits = size >= (5 if isinstance(item, Action) else 8)
+    text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle" font-size="{size:.1f}">{label}</text>' if fits else ""
     times = f"{(event.start_s - first_s) / unit_s:.4g} to {(event.end_s - first_s) / unit_s:.4g} {unit}"
+    name = str(item).removeprefix("RUN:").removesuffix(".0") if isinstance(item, Run) else str(item)
     return (
-        f'<g><title>{action} on rank {event.rank}, {times}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" '
-        f'fill="{_fill(action.op, shade)}" stroke="#444" stroke-width="0.5"/>{text}</g>'
+        f'<g><title>{name} on rank {event.rank}, {times}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" '
+        f'fill="{_fill(_op(event), shade)}" stroke="#444" stroke-width="0.5"/>{text}</g>'
     )
+
+
+def _stage_label(run: Run) -> str:
+    """`before` of `before_0`: the row says the rank. Of a stage that runs once a microbatch that one's number."""
+    return str(run.microbatch) if run.stage == "each" else run.stage.rstrip("0123456789").removesuffix("_")
 
 
 def _axis(makespan_s: float, scale: float, bottom: int, unit_s: float, unit: str) -> Iterator[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import link_of, send_seconds
-from meshc.cost.program import stage_seconds
 from meshc.ir import local_bytes, record
+from meshc.memory import output_bytes
 from meshc.mesh import Mesh
 from meshc.pipelining.cut import FLOW, STAGE_NAMES, Pipeline
 from meshc.pipelining.timing import Costs
@@ -15,14 +16,20 @@ from meshc.program import Stage
 
 
 def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device: Device | None = None) -> Costs:
-    """Seconds of each half of each stage on a rank, and of the messages between stages; by default for the mesh's device."""
+    """Seconds of each half of each stage on a rank, and of the messages between stages; by default for the mesh's device.
+
+    What a half adds to sums over microbatches counts with it, for each microbatch the same: the first one has nothing to add to.
+    """
     device = device or for_mesh(mesh)
+    adding = 1 - 1 / max(pipeline.schedule.microbatches, 1)
     ops = {name: op for op, name in STAGE_NAMES.items()}
     seconds = {}
     for stage in stages.values():
         kind, _, number = stage.name.rpartition("_")
         if kind in ops:
-            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total
+            parts = [size for key, size in output_bytes(stage).items() if key.startswith("part:")]
+            added_s = adding * sum(device.launch_s + 3 * size / device.bytes_per_s for size in parts)
+            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + added_s
     sizes = flow_bytes(stages)
     wire = link_of(mesh, [pipeline.axis], device)
     sends = {

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from meshc.pipelining.cut import Move, Pipeline, stage_name
+from meshc.pipelining.cut import FLOW, Move, Pipeline, slot, stage_name
+from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
 from meshc.program import Instruction as Step
 from meshc.program import Program, Stage
@@ -18,6 +19,37 @@ def steps_of(program: Program, coordinates: Mapping[str, int]) -> tuple[Step, ..
     if program.pipeline is None:
         return program.schedule
     return tuple(_steps(program.pipeline, program.stages, coordinates[program.pipeline.axis]))
+
+
+def items_of(program: Program, coordinates: Mapping[str, int]) -> tuple[Item | None, ...]:
+    """What a timeline calls each of these steps; None for one that belongs to the run before it, such as adding to a sum."""
+    pipeline = program.pipeline
+    if pipeline is None:
+        return tuple(Run(step.stage, step.microbatch) if step.op == "run" else None for step in program.schedule)
+    rank = coordinates[pipeline.axis]
+    found: list[Item | None] = [*_handed(pipeline.shared, rank), *(Run(step.stage) for step in _once(f"before_{rank}", program.stages))]
+    for item in pipeline.schedule.lists[rank]:
+        _, *more = _step(pipeline, program.stages, item)
+        found += [item, *[None for _ in more]]
+    return (*found, *_handed(pipeline.returned, rank), *(Run(step.stage) for step in _once(f"after_{rank}", program.stages)))
+
+
+def _handed(moves: Sequence[Move], rank: int) -> Iterator[Handed]:
+    for move in moves:
+        for step in _moves((move,), rank):
+            yield Handed(step.op.upper(), move.key, move.source, move.target)
+
+
+def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
+    """For each instruction, the values of its microbatch that it is the last to read."""
+    found: list[frozenset[str]] = []
+    seen: set[str] = set()
+    for step in reversed(steps):
+        keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
+        slots = {slot(key, step.microbatch) for key in keys if key.startswith(FLOW)}
+        found.append(frozenset(slots - seen))
+        seen |= slots
+    return found[::-1]
 
 
 def _steps(pipeline: Pipeline, stages: Mapping[str, Stage], rank: int) -> Iterator[Step]:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from meshc.errors import ScheduleError
 from meshc.pipelining.activations import peaks
+from meshc.pipelining.events import Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send
 
 
@@ -52,33 +53,47 @@ class Event:
     """An action on its rank; a SEND on the rank that sends, from the start of the transfer; a RECV on the other, from when it is posted."""
 
     rank: int
-    instruction: Instruction
+    instruction: Item
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened when, simulated or measured. Seconds count from the first event's clock."""
+    """What happened when, simulated or measured. Seconds count from the first event's clock.
+
+    pipelines  ranks that make one pipeline, in its order; all ranks in one, if empty. A measured timeline has a row for every rank of the
+               mesh, so that the ranks along other axes make several pipelines
+    """
 
     events: tuple[Event, ...]
     ranks: int
     name: str = ""
+    pipelines: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def computed(self) -> tuple[tuple[Event, ...], ...]:
-        """Each rank's actions in the order in which they ran."""
+    def ran(self) -> tuple[tuple[Event, ...], ...]:
+        """Each rank's actions and other stages in the order in which they ran."""
         found: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in sorted(self.events, key=lambda event: event.start_s):
-            if isinstance(event.instruction, Action):
+            if isinstance(event.instruction, (Action, Run)):
                 found[event.rank].append(event)
         return tuple(map(tuple, found))
 
     @cached_property
+    def computed(self) -> tuple[tuple[Event, ...], ...]:
+        """Each rank's actions in the order in which they ran."""
+        return tuple(tuple(event for event in events if isinstance(event.instruction, Action)) for events in self.ran)
+
+    @cached_property
+    def call_s(self) -> float:
+        """From the start of the first stage to the end of the last one, with what runs before and after the microbatches."""
+        return _span([event for events in self.ran for event in events])
+
+    @cached_property
     def makespan_s(self) -> float:
         """From the first action's start to the last one's end."""
-        spans = [event for events in self.computed for event in events]
-        return max(event.end_s for event in spans) - min(event.start_s for event in spans) if spans else 0.0
+        return _span([event for events in self.computed for event in events])
 
     @cached_property
     def idle_s(self) -> tuple[float, ...]:
@@ -96,9 +111,18 @@ class Timeline:
         return peaks(lists, stage_bytes)
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Plays a schedule; it takes messages as the schedule has them. ScheduleError: ranks wait for ever (`check` says for what)."""
+def _span(events: Sequence[Event]) -> float:
+    return max(event.end_s for event in events) - min(event.start_s for event in events) if events else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None = None) -> Timeline:
+    """Plays a schedule; it takes messages as the schedule has them. ScheduleError: ranks wait for ever (`check` says for what).
+
+    start_s  when each rank begins; all at 0 if not given
+    """
     player = _Player(schedule, costs)
+    if start_s is not None:
+        player.clock = list(start_s)
     while player.step():
         pass
     if any(at < len(items) for at, items in zip(player.at, schedule.lists, strict=True)):

@@ -1,16 +1,19 @@
 """A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show, and such a trace as a timeline.
 
 A process is a rank. Its thread 0 computes, its thread 1 + r sends to rank r; arrows go from the action that makes a message to the one that
-waits for it. Source of the format: "Trace Event Format", Google, 2016.
+waits for it. Messages that overlap another one of their thread are asynchronous events, since slices of a thread may not. Source of the
+format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from meshc.errors import ScheduleError
-from meshc.pipelining.schedule import OPS, Action, Instruction, Recv, Send, parse_instruction
+from meshc.pipelining.events import Handed, Item, Run, parse_item
+from meshc.pipelining.schedule import OPS, Action, Recv, Send
 from meshc.pipelining.timing import Event, Timeline
 
 _US = 1e6
@@ -21,23 +24,54 @@ def _us(seconds: float) -> float:
     return round(seconds * _US, 3)
 
 
-def write(timeline: Timeline) -> str:
-    """JSON with ``traceEvents``; times in microseconds."""
-    computing = {event.instruction: event for events in timeline.computed for event in events}
-    owners = {event.instruction.stage: event.rank for event in computing.values() if isinstance(event.instruction, Action)}
+def write(timeline: Timeline, about: Mapping[str, Any] | None = None) -> str:
+    """JSON with ``traceEvents``; times in microseconds. `about`: more for ``otherData``, which `read` passes over."""
     found: list[dict[str, Any]] = []
     for rank in range(timeline.ranks):
         found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         found.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "compute"}})
-    for other, rank in sorted({(owners[e.instruction.message.to], e.rank) for e in timeline.events if isinstance(e.instruction, Send)}):
-        found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": 1 + other, "args": {"name": f"to rank {other}"}})
-    for number, event in enumerate(timeline.events):
-        if isinstance(event.instruction, Recv):
-            found += _received(event, number, computing)
+    number = 0
+    for pipeline in timeline.pipelines or (tuple(range(timeline.ranks)),):
+        mine = [event for event in timeline.events if event.rank in pipeline]
+        found += _pipeline(mine, pipeline, number)
+        number += len(mine)
+    other = {"name": timeline.name, "ranks": timeline.ranks, "pipelines": timeline.pipelines, **(about or {})}
+    return json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _pipeline(events: Sequence[Event], ranks: Sequence[int], number: int) -> Iterator[dict[str, Any]]:
+    """The events of the ranks of one pipeline, in its order. `number`: of the first one."""
+    computing = {item: event for event in events if isinstance(item := event.instruction, Action)}
+    owners = {action.stage: event.rank for action, event in computing.items()}
+
+    def target(item: Send | Handed) -> int:
+        return ranks[item.target] if isinstance(item, Handed) else owners.get(item.message.to, -1)
+
+    threads = {(target(item), event.rank) for event in events if _leaves(item := event.instruction)}
+    for other, rank in sorted(threads):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1 + other, "args": {"name": f"to rank {other}"}}
+    busy: dict[tuple[int, int], float] = {}
+    for event in sorted(events, key=lambda event: event.start_s):
+        item = event.instruction
+        if isinstance(item, (Action, Run)):
+            yield _slice(event, 0)
+        elif _leaves(item):
+            thread = event.rank, 1 + target(item)
+            if event.start_s >= busy.get(thread, event.start_s):
+                yield _slice(event, thread[1])
+                busy[thread] = event.end_s
+            else:
+                yield from _asynchronous(event, "message", thread[1], number)
         else:
-            found.append(_slice(event, 0 if isinstance(event.instruction, Action) else 1 + owners[event.instruction.message.to]))
-    return json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"name": timeline.name, "ranks": timeline.ranks}})
+            yield from _asynchronous(event, "wait", 0, number)
+            if isinstance(item, Recv):
+                yield from _arrow(item, number, computing)
+        number += 1
+
+
+def _leaves(item: Item) -> TypeGuard[Send | Handed]:
+    return isinstance(item, Send) or (isinstance(item, Handed) and item.op == "SEND")
 
 
 def _slice(event: Event, thread: int) -> dict[str, Any]:
@@ -45,7 +79,7 @@ def _slice(event: Event, thread: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": str(item),
-        "cat": OPS[item.op] if isinstance(item, Action) else "message",
+        "cat": OPS[item.op] if isinstance(item, Action) else "stage" if isinstance(item, Run) else "message",
         "pid": event.rank,
         "tid": thread,
         "ts": _us(event.start_s),
@@ -53,25 +87,27 @@ def _slice(event: Event, thread: int) -> dict[str, Any]:
     }
 
 
-def _received(event: Event, number: int, computing: dict[Instruction, Event]) -> list[dict[str, Any]]:
-    """A RECV is asynchronous, since many may be posted at a time; with it the arrow of its message."""
-    assert isinstance(event.instruction, Recv)
-    message = event.instruction.message
-    shared = {"name": str(event.instruction), "cat": "wait", "pid": event.rank, "tid": 0, "id": number}
-    found: list[dict[str, Any]] = [{"ph": "b", **shared, "ts": _us(event.start_s)}, {"ph": "e", **shared, "ts": _us(event.end_s)}]
-    made = computing.get(message.of)
-    user = next((computing[user] for user in message.users if user in computing), None)
+def _asynchronous(event: Event, kind: str, thread: int, number: int) -> Iterator[dict[str, Any]]:
+    """Of these many may be under way at a time, as receives that are posted."""
+    shared = {"name": str(event.instruction), "cat": kind, "pid": event.rank, "tid": thread, "id": number}
+    yield {"ph": "b", **shared, "ts": _us(event.start_s)}
+    yield {"ph": "e", **shared, "ts": _us(event.end_s)}
+
+
+def _arrow(item: Recv, number: int, computing: Mapping[Action, Event]) -> Iterator[dict[str, Any]]:
+    """From the action that made a message to the one that waits for it."""
+    made = computing.get(item.message.of)
+    user = next((computing[user] for user in item.message.users if user in computing), None)
     if made and user:
-        arrow = {"name": str(message), "cat": "message", "id": number, "tid": 0}
+        arrow = {"name": str(item.message), "cat": "message", "id": number, "tid": 0}
         # An arrow hangs on the slice that its time lies in, and a slice's end is not in it.
         leaves_s = made.end_s - (made.end_s - made.start_s) / 1000
-        found.append({"ph": "s", **arrow, "pid": made.rank, "ts": _us(leaves_s)})
-        found.append({"ph": "f", "bp": "e", **arrow, "pid": user.rank, "ts": _us(user.start_s)})
-    return found
+        yield {"ph": "s", **arrow, "pid": made.rank, "ts": _us(leaves_s)}
+        yield {"ph": "f", "bp": "e", **arrow, "pid": user.rank, "ts": _us(user.start_s)}
 
 
 def read(text: str) -> Timeline:
-    """The timeline of a trace: all slices (ph X) and asynchronous pairs (ph b, e) that are called like instructions; a process is a rank.
+    """The timeline of a trace: all slices (ph X) and asynchronous pairs (ph b, e) that are called like items; a process is a rank.
 
     Other events are passed over, so that a trace may hold more than the pipeline. ScheduleError: it is no trace, or has no such event.
     """
@@ -83,17 +119,18 @@ def read(text: str) -> Timeline:
         events = [event for entry in found if (event := _event(entry, ends)) is not None]
     except (ValueError, KeyError, TypeError) as error:
         raise ScheduleError(f"this is no trace: {type(error).__name__}: {error}; a trace is JSON with a list `traceEvents`") from error
-    if not any(isinstance(event.instruction, Action) for event in events):
+    if not any(isinstance(event.instruction, (Action, Run)) for event in events):
         raise ScheduleError("the trace has no slice called like an action, as in {'ph': 'X', 'name': 'F0.1', 'pid': 0, 'ts': 0, 'dur': 5}")
     ranks = max([int(other.get("ranks", 0)), *(1 + event.rank for event in events)])
-    return Timeline(tuple(events), ranks, str(other.get("name", "")))
+    pipelines = tuple(tuple(map(int, one)) for one in other.get("pipelines", ()))
+    return Timeline(tuple(events), ranks, str(other.get("name", "")), pipelines)
 
 
 def _event(entry: dict[str, Any], ends: dict[tuple[Any, Any, Any], float]) -> Event | None:
     if entry.get("ph") not in ("X", "b"):
         return None
     try:
-        item = parse_instruction(entry["name"])
+        item = parse_item(entry["name"])
     except ScheduleError:
         return None
     end = entry["ts"] + entry["dur"] if entry["ph"] == "X" else ends[entry["name"], entry["pid"], entry["id"]]

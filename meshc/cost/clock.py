@@ -1,0 +1,67 @@
+"""What one run of a stage takes: its operators and collectives on a clock.
+
+    computing   |mm|mm|..wait..|mm|          a collective starts where it stands, and is waited for where its result is first read
+    link           |all_reduce |
+
+So it is in the generated code (`runtime/codegen.py`). What the clock assumes: computing and communicating do not slow each other down; a
+rank has one link, on which collectives go one after another; all ranks are equally fast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.cost.devices import Device
+from meshc.cost.links import collective_seconds
+from meshc.cost.operators import seconds
+from meshc.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted seconds on a rank.
+
+    compute         of all operators
+    communication   of all collectives, by their axes (`dp`, or `dp, tp`)
+    idle            of all seconds of a pipeline's call, those in which the rank has nothing to do
+    total           on the clock; less than the sum by what runs at the same time
+    """
+
+    compute: float = 0.0
+    communication: Mapping[str, float] = field(default_factory=dict)
+    total: float = 0.0
+    idle: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        both: Counter[str] = Counter(self.communication)
+        both.update(other.communication)
+        return Seconds(self.compute + other.compute, dict(both), self.total + other.total, self.idle + other.idle)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication beside which something is computed."""
+        return self.compute + sum(self.communication.values()) + self.idle - self.total
+
+
+def stage_seconds(graph: Graph, mesh: Mesh, device: Device) -> Seconds:
+    """One run of a stage's per-rank graph."""
+    now = free = compute = 0.0
+    communication: dict[str, float] = {}
+    ready: dict[Node, float] = {}
+    for node in graph.nodes:
+        now = max([now, *(ready.pop(operand) for operand in node.all_input_nodes if operand in ready)])
+        if node.op == "call_function" and spmd.is_collective(node.target):
+            takes = collective_seconds(node, mesh, device)
+            axes = ", ".join(node.args[1])
+            communication[axes] = communication.get(axes, 0.0) + takes
+            free = ready[node] = max(now, free) + takes
+        else:
+            takes = seconds(node, device)
+            compute += takes
+            now += takes
+    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, max(now, free))

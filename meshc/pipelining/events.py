@@ -1,0 +1,52 @@
+"""What a timeline may hold beside the instructions of a schedule: what a rank does once a call, and what a program without a pipeline runs.
+
+    RUN:before_0.0  RECV:parameter:table.weight@0>1  F0.0 ... B0.3  SEND:sum:gradient@1>0  RUN:after_0.0
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from meshc.pipelining.schedule import Instruction, parse_instruction
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Run:
+    """A stage that no schedule of a pipeline has: before the first microbatch, after the last, or of a program without pipeline stages."""
+
+    stage: str
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return f"RUN:{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Handed:
+    """A value that one rank of the pipeline axis hands to another once a call; `op` is SEND or RECV."""
+
+    op: str
+    key: str
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.key}@{self.source}>{self.target}"
+
+
+Item: TypeAlias = Instruction | Run | Handed
+"""What an event is."""
+
+_RUN: Final = re.compile(r"RUN:(\w+)\.(\d+)")
+_HANDED: Final = re.compile(r"(SEND|RECV):(.+)@(\d+)>(\d+)")
+
+
+def parse_item(text: str) -> Item:
+    """One item, as `str` prints it. ScheduleError: it is none."""
+    if run := _RUN.fullmatch(text):
+        return Run(run[1], int(run[2]))
+    if handed := _HANDED.fullmatch(text):
+        return Handed(handed[1], handed[2], int(handed[3]), int(handed[4]))
+    return parse_instruction(text)
