@@ -174,10 +174,10 @@ def _pipeline(program: Program) -> str:
         return ""
     line = predicted(program)
     rows = [
-        (
+        [
             one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
             seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}",
-        )
+        ]
         for one in stage_accounts(program)
     ]  # fmt: skip
     headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]

@@ -97,6 +97,11 @@ def test_show_prints_the_program_a_stage_or_the_summary(folder: Path, capsys: py
     assert stage.startswith('@ranks("tp=2")\ndef main(') and stage.rstrip() in whole
     assert main(["show", "m", "--summary"]) == 0
     assert "collectives of one call" in capsys.readouterr().out
+    assert main(["show", "m", "--timeline", "m.json"]) == 0
+    assert "forward, predicted: " in capsys.readouterr().out
+    assert main(["show", "m.json", "--timeline", "m.svg"]) == 0
+    assert "main on rank 0" in Path("m.svg").read_text()
+    assert "m.json is a trace: draw it with --timeline" in failing(capsys, "show", "m.json")
     assert "it has main" in failing(capsys, "show", "m", "--stage", "forward")
 
 

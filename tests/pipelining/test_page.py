@@ -1,4 +1,4 @@
-"""The examples of docs/add-a-schedule.md, run in order, print what the page says."""
+"""The examples of docs/add-a-schedule.md, run in order, print what the page says; docs/pipelines.md's table is what schedules do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshc.passes.schedules import names
-from meshc.passes.schedules.kind import Kind
+import pytest
 
-PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "add-a-schedule.md").read_text()
+from meshc.passes.schedules import build, names
+from meshc.passes.schedules.kind import Kind
+from meshc.pipelining.timing import equal, simulate
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+PAGE = (DOCS / "add-a-schedule.md").read_text()
+TABLE = re.findall(r"\| `(\w+)` \| .* \| ([^|]*) \| ([\d.]+) % \| ([\d.]+) % \|\n", (DOCS / "pipelines.md").read_text())
 
 
 def test_the_page_prints_what_it_says() -> None:
@@ -33,3 +38,21 @@ def test_the_page_prints_what_it_says() -> None:
 
 def test_the_page_names_them_all() -> None:
     assert all(f"`{name}`" in PAGE for name in names())
+
+
+def test_the_table_has_them_all() -> None:
+    assert sorted(row[0] for row in TABLE) == sorted(names())
+
+
+@pytest.mark.parametrize("name, holds, eight, sixteen", TABLE)
+def test_the_table_says_what_schedules_do(name: str, holds: str, eight: str, sixteen: str) -> None:
+    for microbatches, idle in ((8, eight), (16, sixteen)):
+        schedule = build(name, 4, microbatches)
+        each = schedule.stages // 4
+        timeline = simulate(schedule, equal(schedule.stages))
+        assert f"{100 * timeline.bubble:.1f}" == idle
+        known = {
+            "m": [microbatches] * 4, "p - r": [4, 3, 2, 1], "p": [4] * 4, "p + 1/2": [4.5] * 4, "nothing": [0] * 4,
+            "p + (p-1-2r)/v": [4 + (3 - 2 * rank) / 2 for rank in range(4)],
+        }  # fmt: skip
+        assert [peak / each for peak in timeline.peaks()] == known[holds]
