@@ -237,12 +237,23 @@ class Program:
         ask: dict[str, Any] = dict(
             module=self.traced.module, function=self.traced.function, signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=self.spec,
-            clip_grad_norm=step.clip_grad_norm if step else None, microbatches=(step.microbatches or 1) if step else 1,
+            clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic, schedule=self.options.schedule,
-            pp_splits=tuple(self.options.pp_splits or ()), owners=dict(store.owners) if store is not None else {},
+            pp_splits=tuple(self.options.pp_splits or ()), memory_budget=self.options.memory_budget,
+            owners=dict(store.owners) if store is not None else {},
         )  # fmt: skip
         return Request(**{**ask, **changes})
+
+    def _microbatches(self, grad: bool) -> int | None:
+        """None: as many as are predicted to be fastest, which a pipeline alone can tell."""
+        step = self.step
+        asked = step.microbatches if step is not None else None if grad else self.options.microbatches
+        if asked is not None:
+            return asked
+        if self.mesh.pipeline_axis is None or (grad and step is None) or self._dynamic:
+            return 1
+        return None if step is None or step.batch_mix == "refuse" else 1  # with a mean of parts another number is another meaning
 
     def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -65,8 +65,8 @@ def _clear(folder: Path) -> None:
 def plan_text(draft: Any) -> str:
     """Mesh, what each axis does and where that comes from, notes so far."""
     lines = [f"mesh {draft.mesh}", "", explain(draft.plan, draft.mesh)]
-    if draft.request.microbatches > 1:
-        lines.append(f"{draft.request.microbatches} microbatches")
+    if draft.request.count > 1:
+        lines.append(f"{draft.request.count} microbatches")
     if draft.notes:
         lines += ["", "notes", *(f"  {note}" for note in draft.notes)]
     return "\n".join(lines) + "\n"
@@ -77,7 +77,7 @@ def draft_text(name: str, draft: Any) -> str:
     if draft.stages:
         program = Program(
             draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), draft.schedule, draft.constants, draft.sizes,
-            draft.request.microbatches, "step" if draft.request.train else "autograd" if draft.request.grad else "forward",
+            draft.request.count, "step" if draft.request.train else "autograd" if draft.request.grad else "forward",
             pipeline=draft.pipeline,
         )  # fmt: skip
         count = sum(spmd.is_collective(node.target) for stage in draft.stages.values() for node in stage.graph.nodes)

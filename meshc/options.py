@@ -20,7 +20,9 @@ class Options:
     pp_splits      names of modules at which the second and further stages of a pipeline begin: ["model.layers.8", ...];
                    default: stages of equal predicted time
     schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text
-    memory_budget  not yet: the search's budget, in bytes
+    microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best.
+                   A TrainStep has its own
+    memory_budget  bytes that a rank may hold, by which a pipeline's schedule and microbatches are chosen; default: the device's memory
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     """
 
@@ -29,12 +31,15 @@ class Options:
     dynamic: Any = None
     pp_splits: Sequence[str] | None = None
     schedule: str | None = None
+    microbatches: int | None = None
     memory_budget: int | None = None
     local_loss: str | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_budget is not None:
-            raise PlanError("Options(memory_budget=...) is not supported yet: leave it out")
+        for name in ("microbatches", "memory_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"Options({name}={value}): at least 1")
         if isinstance(self.pp_splits, str):
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         dynamic.read(self.dynamic)

@@ -63,6 +63,7 @@ class Instruction:
 
     run     run `stage`; `microbatch` is its index where the stage has one
     add     add the stage output `value` into the accumulator `into`
+    join    the stage output `value` is rows of `into`, which is there once every microbatch has given its own
     send    post the values `keys` (of `microbatch`, which `stage` has made) to the rank at coordinate `peer` of the pipeline axis
     recv    post a receive of `keys` from there; the first instruction that reads one waits for it
     """

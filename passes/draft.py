@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class Request:
 
     function      called as function(module, *args, **kwargs); its output is the program's
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
+    microbatches  None: as many as are predicted to be fastest
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, or each rank's list as text
+    memory_budget  bytes that a rank may hold, by which schedules and microbatches are chosen; None: what the device has
     pp_splits     modules at which the second and further stages of a pipeline begin
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
@@ -51,7 +53,7 @@ class Request:
     train: bool = False
     optimizer: OptimizerSpec | None = None
     clip_grad_norm: float | None = None
-    microbatches: int = 1
+    microbatches: int | None = 1
     inputs: str = "global"
     outputs: str = "plain"
     names: Mapping[str, Sequence[str | None]] | None = None
@@ -63,6 +65,12 @@ class Request:
     schedule: str | None = None
     pp_splits: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
+    memory_budget: int | None = None
+
+    @property
+    def count(self) -> int:
+        """How many microbatches there are, once that is settled."""
+        return self.microbatches or 1
 
 
 @dataclass
@@ -103,6 +111,13 @@ class Draft:
     @property
     def mesh(self) -> Mesh:
         return self.request.mesh
+
+    def again(self, request: Request, **changes: Any) -> Draft:
+        """What `factorize` left, for the passes after it under another request: they make graphs of their own."""
+        return replace(
+            self, request=request, inputs=list(self.inputs), outputs=list(self.outputs), notes=list(self.notes), sizes=dict(self.sizes),
+            pins={}, storage_pins={}, spread_pins={}, seconds={}, **changes,
+        )  # fmt: skip
 
     def the_graph(self) -> Graph:
         assert self.graph is not None

@@ -21,6 +21,7 @@ from meshc import spmd
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record
 from meshc.passes.draft import Draft
+from meshc.passes.microbatch_rows import rows_of, whole_rows
 from meshc.passes.propagate import MICROBATCH
 from meshc.program import Instruction, Stage
 
@@ -35,7 +36,8 @@ def split_microbatches(draft: Draft) -> Draft:
     graph = stage.graph
     keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
-    if not sums:  # nothing carries the batch: there is nothing to take in parts
+    rows = rows_of(draft, stage)
+    if not sums and not rows:  # nothing carries the batch: there is nothing to take in parts
         draft.schedule = (Instruction("run", stage.name),)
         return draft
     parts = [node.args[0] for node in sums]
@@ -52,7 +54,7 @@ def split_microbatches(draft: Draft) -> Draft:
     late = {key: node for key, node in zip(stage.outputs, output.args[0], strict=True) if key not in written}
     wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
     for node in wanted_late:
-        if node in varies and node not in sums:
+        if node in varies and node not in sums and node not in rows.values():
             raise CompileError(
                 f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it\n"
                 "  what to do: microbatches=1, or return only the loss"
@@ -62,15 +64,18 @@ def split_microbatches(draft: Draft) -> Draft:
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
     given = {n: f"value:{n.name}" for n in shared}
     before = split.stage("before", {key: n for n, key in given.items()}, given={})
-    each = split.stage("each", {f"part:{n.name}": n for n in parts} | written, given=given)
+    each = split.stage("each", {f"part:{n.name}": n for n in parts} | {f"rows:{n.name}": n for n in rows.values()} | written, given=given)
     totals = {total: f"sum:{part.name}" for total, part in zip(sums, parts, strict=True)}
-    after = split.stage("after", late, given={**given, **totals})
+    joined = {node: f"joined:{node.name}" for node in rows.values()}
+    after = split.stage("after", late, given={**given, **totals, **joined})
+    whole_rows(draft, after)
     draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
     schedule = [Instruction("run", "before")] if before.outputs else []
     for k in range(count):
         schedule.append(Instruction("run", "each", k))
         schedule += [Instruction("add", "each", k, f"part:{part.name}", f"sum:{part.name}") for part in dict.fromkeys(parts)]
-    draft.schedule = (*schedule, Instruction("run", "after"))
+        schedule += [Instruction("join", "each", k, f"rows:{node.name}", f"joined:{node.name}") for node in dict.fromkeys(rows.values())]
+    draft.schedule = (*schedule, Instruction("run", "after")) if after.outputs else tuple(schedule)
     return draft
 
 

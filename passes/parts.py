@@ -37,7 +37,7 @@ DRAWS: dict[Any, int] = {meshc.uniform.default: 1, meshc.normal.default: 1, mesh
 
 def means(request: Request) -> bool:
     """Whether the step is the mean of its microbatches, rather than the whole batch's."""
-    return request.batch_mix == "mean_of_parts" and request.microbatches > 1
+    return request.batch_mix == "mean_of_parts" and request.count > 1
 
 
 def whole_forward(request: Request) -> Request:
@@ -62,7 +62,7 @@ def find_parts(whole: Draft, request: Request) -> Parts:
         if any(factor in classes for row in rows for factor in row[1:]):
             raise _unordered(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
         draws[_call(node)] = tuple(_shape(node, 0))
-    return Parts(request.microbatches, dims, draws)
+    return Parts(request.count, dims, draws)
 
 
 def _source(node: Node) -> str:
@@ -113,7 +113,7 @@ def _batch_size(whole: Draft, classes: dict[int, str]) -> int:
 
 def _check_divides(size: int, request: Request) -> None:
     ranks = prod(axis.size for axis in request.mesh.axes if role(axis.name) in DATA_ROLES) if request.inputs == "local" else 1
-    count = request.microbatches
+    count = request.count
     if size % (ranks * count):
         rows = f"each rank's part of the batch has {size // ranks} rows" if ranks > 1 else f"the batch has {size} rows"
         raise CompileError(

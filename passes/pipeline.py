@@ -25,6 +25,7 @@ from meshc.passes.partition.partition import partition
 from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
 from meshc.passes.stages import cut_stages
+from meshc.passes.stages.choose import choose_microbatches
 from meshc.paths import input_names
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
@@ -194,8 +195,10 @@ def _leaves(propagator: Propagator, draft: Draft, port: Port, node: Node) -> Sha
         given = propagator.given(value)
         if port.name in draft.cache_outputs or draft.request.outputs == "dtensor":
             return _known(given, whole)
+        if MICROBATCH in draft.sizes and not draft.request.train and given is not None:
+            return _batch_only(propagator, value, whole, given)  # a microbatch gives its rows
         if draft.request.inputs == "local":
-            return _batch_only(propagator, value, whole)
+            return _batch_only(propagator, value, whole, None)
     return whole
 
 
@@ -203,11 +206,13 @@ def _known(given: Sharding | None, whole: Sharding) -> Sharding:
     return whole if given is None else given.without_pending()
 
 
-def _batch_only(propagator: Propagator, value: Value, whole: Sharding) -> Sharding:
+def _batch_only(propagator: Propagator, value: Value, whole: Sharding, given: Sharding | None) -> Sharding:
+    """Split along batch alone: as it is given, or over the data axes."""
     for dim, row in enumerate(propagator.factors.dims[value]):
         for position, factor in enumerate(row):
             if "batch" in propagator.names.also[factor]:
-                return whole.with_axes(dim, position, propagator.local_batch)
+                axes = propagator.local_batch if given is None else given.dims[dim][position].axes
+                return whole.with_axes(dim, position, axes)
     return whole
 
 
@@ -275,12 +280,25 @@ PASSES: tuple[Entry, ...] = (
     Entry("emit", emit.fuse_updates),
 )
 
+PLANLESS = [entry.name for entry in PASSES].index("annotate")
+"""How many passes come before the first that reads the plan."""
+STAGED = [entry.name for entry in PASSES].index("stages") + 1
+"""How many have run once a pipeline's stages are known."""
+
 Hook = Callable[[str, Draft], None]
 
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
-    draft = run_passes(start(request), PASSES, hook)
+    if request.microbatches is not None:
+        draft = run_passes(start(request), PASSES, hook)
+        return finish(draft), draft
+    draft = run_passes(start(request), PASSES[:PLANLESS], hook)
+    begin = time.process_time()
+    with_count = replace(request, microbatches=choose_microbatches(draft, lambda own: run_passes(own, PASSES[PLANLESS:STAGED])))
+    draft = replace(draft, request=with_count, sizes=start(with_count).sizes)
+    draft.seconds["choose"] = time.process_time() - begin
+    draft = run_passes(draft, PASSES[PLANLESS:], hook)
     return finish(draft), draft
 
 
@@ -288,8 +306,8 @@ def start(request: Request) -> Draft:
     draft = Draft(request)
     draft.plan = resolve(request.plan, request.mesh)
     draft.sizes = {axis.name: axis.size for axis in request.mesh.axes}
-    if request.microbatches > 1:
-        draft.sizes[MICROBATCH] = request.microbatches
+    if request.count > 1:
+        draft.sizes[MICROBATCH] = request.count
     return draft
 
 
@@ -316,7 +334,7 @@ def finish(draft: Draft) -> Program:
         schedule=draft.schedule,
         constants=draft.constants,
         axis_sizes=draft.sizes,
-        microbatches=request.microbatches,
+        microbatches=request.count,
         mode="step" if request.train else ("autograd" if request.grad else "forward"),
         notes=draft.notes,
         dynamic=draft.dynamic,

@@ -124,6 +124,12 @@ class Executor:
                 env[instruction.into].add_(part)
             else:
                 env[instruction.into] = part.clone() if part._is_view() else part
+        elif instruction.op == "join":
+            rows = env.setdefault(f"{instruction.into} so far", {})
+            rows[instruction.microbatch] = env.pop(instruction.value)
+            if len(rows) == self.program.microbatches:
+                del env[f"{instruction.into} so far"]
+                env[instruction.into] = torch.cat([rows[k] for k in sorted(rows)])
         elif instruction.op == "send" and self.channels is not None:
             self.channels.arrived([slot(key, instruction.microbatch) for key in instruction.keys], env)
             self.channels.send(instruction, env)

@@ -44,7 +44,7 @@ class PassCheck:
             return
         else:
             schedule = draft.schedule or (Instruction("run", "main"),)
-            if draft.request.microbatches > 1 and not draft.schedule and draft.pipeline is None:
+            if draft.request.count > 1 and not draft.schedule and draft.pipeline is None:
                 return
             program = Program(
                 draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), schedule, draft.constants, draft.sizes,

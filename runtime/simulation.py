@@ -12,7 +12,7 @@ from meshc.errors import DeadlockError, VerifyError
 from meshc.pipelining.cut import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.pipelining.steps import steps_of
-from meshc.program import Port, Program
+from meshc.program import Instruction, Port, Program
 from meshc.runtime.layouts import put_tiles, take_tile
 from meshc.runtime.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
 from meshc.sharding import Sharding, padded_parts
@@ -45,10 +45,9 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
             results = run_stage(stage, inputs, mesh, sizes, microbatch=instruction.microbatch, observe=observe, poison=poison)
             for env, row in zip(ranks, results, strict=True):
                 env.update(zip(stage.outputs, row, strict=True))
-        elif instruction.op == "add":
+        elif instruction.op in ("add", "join"):
             for env in ranks:
-                part = env.pop(instruction.value)
-                env[instruction.into] = env[instruction.into] + part if instruction.into in env else part
+                _collect(program, instruction, env)
         else:
             raise DeadlockError(f"unknown instruction {instruction.op}")
     return {port.key: gather(program, port, ranks) for port in program.outputs}
@@ -72,9 +71,8 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
             continue
         stage = program.stages.get(step.stage)
         read = [slot(key, step.microbatch) for key in stage.inputs] if step.op == "run" and stage is not None else list(slots)
-        if step.op == "add":
-            part = env.pop(step.value)
-            env[step.into] = env[step.into] + part if step.into in env else part
+        if step.op in ("add", "join"):
+            _collect(program, step, env)
         while late := [key for key in read if key in coming]:
             message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the first that it posts
             values = yield message
@@ -90,6 +88,18 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
     for message in dict.fromkeys(coming.values()):
         env.update(zip(message.name.split(", "), (yield message), strict=True))
     return env
+
+
+def _collect(program: Program, step: Instruction, env: dict[str, Any]) -> None:
+    """What a microbatch gives to a sum, or its rows of an output."""
+    part = env.pop(step.value)
+    if step.op == "add":
+        env[step.into] = env[step.into] + part if step.into in env else part
+        return
+    rows = env.setdefault(f"{step.into} so far", {})
+    rows[step.microbatch] = part
+    if len(rows) == program.microbatches:
+        env[step.into] = torch.cat([rows[k] for k in range(len(rows))])
 
 
 def first_microbatch(program: Program) -> Program:

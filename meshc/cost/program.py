@@ -47,6 +47,9 @@ def _busy(program: Program, steps: Sequence[Instruction], stages: Mapping[str, S
                 takes = device.launch_s + 3 * made[instruction.value] / device.bytes_per_s
                 total += Seconds(takes, {}, takes)
             sums.add(instruction.into)
+        elif instruction.op == "join":
+            takes = device.launch_s + 2 * made[instruction.value] / device.bytes_per_s
+            total += Seconds(takes, {}, takes)
         elif instruction.op not in ("send", "recv"):
             raise CompileError(f"the cost model does not know the instruction {instruction.op} of the schedule")
     return total

@@ -79,8 +79,9 @@ def _step(pipeline: Pipeline, stages: Mapping[str, Stage], item: Instruction) ->
         stage = stages[stage_name(item)]
         yield Step("run", stage.name, item.microbatch)
         for key in stage.outputs:
-            if key.startswith("part:"):
-                yield Step("add", stage.name, item.microbatch, key, "sum:" + key.removeprefix("part:"))
+            for op, part, into in (("add", "part:", "sum:"), ("join", "rows:", "joined:")):
+                if key.startswith(part):
+                    yield Step(op, stage.name, item.microbatch, key, into + key.removeprefix(part))
         return
     keys, of = pipeline.messages[item.message.link], item.message.of
     if isinstance(item, Recv):

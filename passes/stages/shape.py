@@ -60,7 +60,7 @@ def shape_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> Shape:
     def shaped(kind: Kind | str) -> Shape:
         ranks = _ranks(draft, kind, None if named is None else len(named) + 1)
         cuts = _balanced_cuts(work, len(ranks)) if named is None else named
-        return Shape(cuts, ranks, kind, draft.request.microbatches, trains, homes(found, cuts, numbers))
+        return Shape(cuts, ranks, kind, draft.request.count, trains, homes(found, cuts, numbers))
 
     if draft.request.schedule is not None:
         return shaped(_asked(draft.request.schedule, trains))
@@ -83,7 +83,7 @@ def predicted_s(shape: Shape, work: Work, found: Kinds) -> float:
 
 def _ranks(draft: Draft, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
     """The rank of each stage; `stages`: how many there are, if the user has said."""
-    count = draft.request.microbatches
+    count = draft.request.count
     axis = draft.mesh.pipeline_axis
     assert axis is not None
     if isinstance(kind, str):

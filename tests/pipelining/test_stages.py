@@ -44,7 +44,7 @@ class Blocks(nn.Module):
 def step(**options: object) -> tuple[meshc.Program, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Blocks()
-    microbatches = options.pop("microbatches", 2)
+    microbatches = options.pop("count", 2)
     train = meshc.TrainStep(
         model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
         microbatches=microbatches, clip_grad_norm=1.0,
@@ -59,7 +59,7 @@ def compiled(**options: object) -> Program:
 
 
 def test_a_tied_weight_travels_once_a_call() -> None:
-    program, inputs = step(schedule="1f1b", microbatches=4)
+    program, inputs = step(schedule="1f1b", count=4)
     pipeline = program.compiled.pipeline
     assert pipeline is not None
     assert [(move.key, move.source, move.target) for move in pipeline.shared] == [("parameter:table.weight", 0, 1)]
@@ -102,12 +102,27 @@ def test_a_schedule_of_the_users_own() -> None:
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
-def test_inference_in_stages() -> None:
+@pytest.mark.parametrize(
+    "mesh, batch, count", [("pp=2,tp=2", 4, 1), ("pp=2", 5, 3), ("pp=4", 8, 8), ("dp=2,pp=2", 7, 3), ("dp=2", 5, 2), ("pp=2", 4, None)]
+)
+def test_inference_in_stages(mesh: str, batch: int, count: int | None) -> None:
     torch.manual_seed(0)
-    inputs = {"x": torch.randint(11, (4, 6))}
+    inputs = {"x": torch.randint(11, (batch, 6))}
     with torch.no_grad():
-        program = meshc.compile(Blocks(), meshc.Mesh("pp=2,tp=2"), kwargs=inputs)
+        program = meshc.compile(Blocks(), meshc.Mesh(mesh), kwargs=inputs, options=meshc.Options(microbatches=count))
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
+    assert program.compiled.microbatches == (count or program.compiled.microbatches)
+
+
+def test_microbatches_are_chosen_by_predicted_time_and_memory() -> None:
+    free = compiled(count=None)
+    assert free.microbatches in (1, 2, 4)
+    times = {}
+    for count in (1, 2, 4):
+        other = compiled(count=count)
+        assert other.pipeline is not None
+        times[count] = simulate(other.pipeline.schedule, costs_of(other.pipeline, other.stages, other.mesh)).makespan_s
+    assert free.microbatches == min(times, key=lambda count: (times[count], count))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -128,12 +143,12 @@ def test_cuts_are_within_five_percent_of_the_best(seed: int) -> None:
 
 
 def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
-    program = compiled(microbatches=4)
+    program = compiled(count=4)
     assert program.pipeline is not None
     costs = costs_of(program.pipeline, program.stages, program.mesh)
     mine = simulate(program.pipeline.schedule, costs).makespan_s
     for name in SCHEDULES:
-        other = compiled(microbatches=4, schedule=name)
+        other = compiled(count=4, schedule=name)
         assert other.pipeline is not None
         costs = costs_of(other.pipeline, other.stages, other.mesh)
         assert mine <= simulate(other.pipeline.schedule, costs).makespan_s * 1.1, name
