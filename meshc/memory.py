@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir, packing
+from meshc.accumulate import ACCUMULATES, whole_of
 from meshc.pipelining.cut import slot
 from meshc.pipelining.steps import last_reads, steps_of
 from meshc.program import Port, Program, Stage
@@ -93,7 +94,8 @@ def value_bytes(program: Program) -> dict[str, int]:
     found = {port.key: port_bytes(port, program.axis_sizes) for port in program.inputs}
     for stage in program.stages.values():
         for key, size in output_bytes(stage).items():
-            found.setdefault("sum:" + key.removeprefix("part:") if key.startswith("part:") else key, size)
+            whole = whole_of(key)
+            found.setdefault(key if whole is None else whole[1], size)
     return found
 
 
@@ -141,7 +143,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
                 grown = sum(size for key, size in carried.items() if key.startswith(("gradient:", "sum:")))
                 best = Peak(waiting + inside.total, inside.gradients + grown, inside.at)
             carried.update((slot(key, step.microbatch), size) for key, size in leaves.items())
-        elif step.op == "add":
+        elif step.op in ACCUMULATES:
             carried.pop(step.value, None)
             carried[step.into] = made[step.value]  # a sum of its own, also of a part that shared a larger storage
         elif step.op == "recv":

@@ -62,7 +62,7 @@ class Instruction:
     """One step of a rank's schedule.
 
     run     run `stage`; `microbatch` is its index where the stage has one
-    add     add the stage output `value` into the accumulator `into`
+    add     add the stage output `value` into the accumulator `into`; max and min likewise
     join    the stage output `value` is rows of `into`, which is there once every microbatch has given its own
     send    post the values `keys` (of `microbatch`, which `stage` has made) to the rank at coordinate `peer` of the pipeline axis
     recv    post a receive of `keys` from there; the first instruction that reads one waits for it

@@ -18,6 +18,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from meshc import spmd
+from meshc.accumulate import OF_REDUCTION, whole_of
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record
 from meshc.passes.draft import Draft
@@ -64,19 +65,26 @@ def split_microbatches(draft: Draft) -> Draft:
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
     given = {n: f"value:{n.name}" for n in shared}
     before = split.stage("before", {key: n for n, key in given.items()}, given={})
-    each = split.stage("each", {f"part:{n.name}": n for n in parts} | {f"rows:{n.name}": n for n in rows.values()} | written, given=given)
-    totals = {total: f"sum:{part.name}" for total, part in zip(sums, parts, strict=True)}
-    joined = {node: f"joined:{node.name}" for node in rows.values()}
-    after = split.stage("after", late, given={**given, **totals, **joined})
+    leaving = {f"{OF_REDUCTION[total.args[2]]}:{part.name}": part for total, part in zip(sums, parts, strict=True)}
+    leaving |= {f"rows:{node.name}": node for node in rows.values()}
+    each = split.stage("each", leaving | written, given=given)
+    whole = {total: _whole(f"{OF_REDUCTION[total.args[2]]}:{part.name}") for total, part in zip(sums, parts, strict=True)}
+    whole |= {node: _whole(f"rows:{node.name}") for node in rows.values()}
+    after = split.stage("after", late, given={**given, **whole})
     whole_rows(draft, after)
     draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
     schedule = [Instruction("run", "before")] if before.outputs else []
     for k in range(count):
         schedule.append(Instruction("run", "each", k))
-        schedule += [Instruction("add", "each", k, f"part:{part.name}", f"sum:{part.name}") for part in dict.fromkeys(parts)]
-        schedule += [Instruction("join", "each", k, f"rows:{node.name}", f"joined:{node.name}") for node in dict.fromkeys(rows.values())]
+        schedule += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
     draft.schedule = (*schedule, Instruction("run", "after")) if after.outputs else tuple(schedule)
     return draft
+
+
+def _whole(key: str) -> str:
+    found = whole_of(key)
+    assert found is not None
+    return found[1]
 
 
 def _reach(start: list[Node], stop: set[Node]) -> set[Node]:

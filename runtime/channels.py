@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from meshc.accumulate import whole_of
 from meshc.ir import record
 from meshc.pipelining.cut import slot
 from meshc.program import Instruction, Program
@@ -87,5 +88,6 @@ def _likes(program: Program) -> dict[str, Like]:
         for key, node in zip(stage.outputs, output.args[0], strict=True):
             made = record(node)
             if made.dtype is not None:
-                found.setdefault("sum:" + key.removeprefix("part:") if key.startswith("part:") else key, (made.shape, made.dtype))
+                whole = whole_of(key)
+                found.setdefault(key if whole is None else whole[1], (made.shape, made.dtype))
     return found

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshc import spmd
+from meshc.accumulate import ACCUMULATES
 from meshc.errors import StateError
 from meshc.pipelining.cut import slot
 from meshc.pipelining.steps import last_reads, steps_of
@@ -118,10 +119,10 @@ class Executor:
                 if instruction.stage.startswith("after_"):
                     self.channels.settle()  # what it sent it may write now
             stage.perform(env, instruction.microbatch, last)
-        elif instruction.op == "add":
+        elif instruction.op in ACCUMULATES:
             part = env.pop(instruction.value)
             if instruction.into in env:
-                env[instruction.into].add_(part)
+                ACCUMULATES[instruction.op](env[instruction.into], part, out=env[instruction.into])
             else:
                 env[instruction.into] = part.clone() if part._is_view() else part
         elif instruction.op == "join":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshc.accumulate import ACCUMULATES
 from meshc.errors import DeadlockError, VerifyError
 from meshc.pipelining.cut import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
@@ -45,7 +46,7 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
             results = run_stage(stage, inputs, mesh, sizes, microbatch=instruction.microbatch, observe=observe, poison=poison)
             for env, row in zip(ranks, results, strict=True):
                 env.update(zip(stage.outputs, row, strict=True))
-        elif instruction.op in ("add", "join"):
+        elif instruction.op in ("join", *ACCUMULATES):
             for env in ranks:
                 _collect(program, instruction, env)
         else:
@@ -71,7 +72,7 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
             continue
         stage = program.stages.get(step.stage)
         read = [slot(key, step.microbatch) for key in stage.inputs] if step.op == "run" and stage is not None else list(slots)
-        if step.op in ("add", "join"):
+        if step.op in ("join", *ACCUMULATES):
             _collect(program, step, env)
         while late := [key for key in read if key in coming]:
             message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the first that it posts
@@ -91,10 +92,10 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
 
 
 def _collect(program: Program, step: Instruction, env: dict[str, Any]) -> None:
-    """What a microbatch gives to a sum, or its rows of an output."""
+    """What a microbatch gives to the whole: a term, or its rows of an output."""
     part = env.pop(step.value)
-    if step.op == "add":
-        env[step.into] = env[step.into] + part if step.into in env else part
+    if step.op in ACCUMULATES:
+        env[step.into] = ACCUMULATES[step.op](env[step.into], part) if step.into in env else part
         return
     rows = env.setdefault(f"{step.into} so far", {})
     rows[step.microbatch] = part

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshc import memory
+from meshc.accumulate import ACCUMULATES
 from meshc.cost.clock import Seconds, stage_seconds
 from meshc.cost.devices import Device
 from meshc.errors import CompileError
@@ -42,7 +43,7 @@ def _busy(program: Program, steps: Sequence[Instruction], stages: Mapping[str, S
     for instruction in steps:
         if instruction.op == "run":
             total += stages[instruction.stage]
-        elif instruction.op == "add":
+        elif instruction.op in ACCUMULATES:
             if instruction.into in sums:  # the first part becomes the sum
                 takes = device.launch_s + 3 * made[instruction.value] / device.bytes_per_s
                 total += Seconds(takes, {}, takes)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from meshc import memory, spmd
+from meshc.accumulate import ACCUMULATES
 from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, Link, for_mesh
 from meshc.cost.links import link_of, send_seconds
@@ -63,7 +64,7 @@ def _one_after_another(program: Program, device: Device) -> Iterator[Event]:
             continue
         start, now = now, now + takes[step.stage]
         for other in steps[position + 1 :]:
-            if other.op != "add":
+            if other.op not in ACCUMULATES:
                 break
             now += device.launch_s + 3 * made[other.value] / device.bytes_per_s if other.into in sums else 0.0
             sums.add(other.into)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshc.accumulate import ACCUMULATES
 from meshc.errors import ScheduleError
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline, slot, stage_name
@@ -88,7 +89,7 @@ class _Rank:
         return self._stage(step).inputs if step.op == "run" else step.keys if step.op == "send" else ()
 
     def _makes(self, step: Instruction) -> tuple[str, ...]:
-        return self._stage(step).outputs if step.op == "run" else (step.into,) if step.op == "add" else step.keys
+        return self._stage(step).outputs if step.op == "run" else (step.into,) if step.op in ACCUMULATES else step.keys
 
     def _unmade(self, step: Instruction) -> list[str]:
         return [key for key in step.keys if step.stage and key not in self.made]

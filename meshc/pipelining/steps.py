@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshc.accumulate import whole_of
 from meshc.pipelining.cut import FLOW, Move, Pipeline, slot, stage_name
 from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
@@ -79,9 +80,8 @@ def _step(pipeline: Pipeline, stages: Mapping[str, Stage], item: Instruction) ->
         stage = stages[stage_name(item)]
         yield Step("run", stage.name, item.microbatch)
         for key in stage.outputs:
-            for op, part, into in (("add", "part:", "sum:"), ("join", "rows:", "joined:")):
-                if key.startswith(part):
-                    yield Step(op, stage.name, item.microbatch, key, into + key.removeprefix(part))
+            if (found := whole_of(key)) is not None:
+                yield Step(found[0], stage.name, item.microbatch, key, found[1])
         return
     keys, of = pipeline.messages[item.message.link], item.message.of
     if isinstance(item, Recv):

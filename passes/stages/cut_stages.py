@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from meshc.accumulate import whole_of
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, record, records, set_record
 from meshc.passes.draft import Draft
@@ -92,7 +93,7 @@ class Cutter:
                     if self.ranks[a] != self.ranks[b]}  # fmt: skip
         owners = self._owners(stages)
         shared = self._shared(stages, owners)
-        made = {_later(key): self.ranks[home.stage] for key, (_, home) in parts.items()}
+        made = {whole[1]: self.ranks[home.stage] for key, (_, home) in parts.items() if (whole := whole_of(key))}
         made, returned = self._returned(after, made, owners)
         returned += self._written(stages, shape)
         entering = {**made, **{key: rank for key, rank in owners.items() if key in after.inputs}}
@@ -212,12 +213,6 @@ class Cutter:
     def _rank_of(self, stage: Stage) -> int:
         kind, _, number = stage.name.rpartition("_")
         return int(number) if kind in ("before", "after") else self.ranks[int(number)]
-
-
-def _later(key: str) -> str:
-    """What a microbatch's part is called once all have given theirs."""
-    kind, _, name = key.partition(":")
-    return {"part": "sum:", "rows": "joined:"}[kind] + name
 
 
 def without_update(stage: Stage) -> dict[str, Stage]:

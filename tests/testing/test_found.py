@@ -97,3 +97,21 @@ def test_microbatches_of_a_step_that_reads_no_batch() -> None:
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
     program = meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": torch.ones(4)}, plan="a: weight.0")
     assert "parameter after step 2" in {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
+
+
+class LargestOfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((1,), 0.3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.amax() + F.prelu(y, self.slope).mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_a_maximum_over_microbatches_is_no_sum(mesh: str) -> None:
+    inputs = {"x": torch.randn(4, dtype=torch.float64), "y": torch.randn(9, 7, dtype=torch.float64)}
+    model = LargestOfBatch()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=4)
+    program = meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs)
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok

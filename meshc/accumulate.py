@@ -1,0 +1,32 @@
+"""What microbatches give to the whole step: a part each, and how the parts become one value.
+
+    part:g  ->  sum:g   added up             high:m  ->  largest:m   the larger of the two
+    rows:y  ->  joined:y   one after another  low:m  ->  smallest:m
+
+A part's key begins with the first word of a pair, the whole's with the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+WAYS: Final[Mapping[str, tuple[str, str]]] = {
+    "part": ("add", "sum"), "high": ("max", "largest"), "low": ("min", "smallest"), "rows": ("join", "joined"),
+}  # fmt: skip
+"""First word of a part's key -> (the instruction, first word of the whole's key)."""
+
+OF_REDUCTION: Final = {"sum": "part", "max": "high", "min": "low"}
+"""The first word of what is reduced over microbatches."""
+
+ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"add": torch.add, "max": torch.maximum, "min": torch.minimum}
+"""The instructions that take a part into one value of its shape; each takes `out=`."""
+
+
+def whole_of(key: str) -> tuple[str, str] | None:
+    """(instruction, key of the whole) for the key of a part; None for other keys."""
+    word, _, name = key.partition(":")
+    found = WAYS.get(word)
+    return None if found is None else (found[0], f"{found[1]}:{name}")
