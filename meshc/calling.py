@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshc import flex
 from meshc.errors import InputError, PlanError
 from meshc.mesh import Mesh
 from meshc.plan import Plan
@@ -105,6 +106,7 @@ def _names(function: Callable[..., Any]) -> list[str]:
 
 def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation."""
+    flex.masks_as_inputs()
     try:
         parameters = list(inspect.signature(signature).parameters.values())
     except (TypeError, ValueError):

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from meshc import stock
 from meshc.checks import settle_checks
 from meshc.errors import CaptureError
+from meshc.flex import traced_flex
 from meshc.ir import Source
 from meshc.output_tree import OutputTree
 from meshc.paths import input_names
@@ -87,7 +88,7 @@ class TorchGraph:
 class JointGraph:
     """An ATen graph with its backward.
 
-    placeholders  per placeholder: ("parameter" | "buffer" | "input" | "tangent", name or output path)
+    placeholders  per placeholder: ("parameter" | "buffer" | "constant" | "input" | "tangent", name or output path)
     outputs       per output of the graph: ("output" | "gradient" | "buffer", name or path)
     """
 
@@ -177,7 +178,7 @@ def torch_graph(
     with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
         torch._dynamo.reset()
         try:
-            with unsorted_experts():
+            with unsorted_experts(), traced_flex():
                 graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise CaptureError(_explain(error)) from error
@@ -300,7 +301,8 @@ def _explain(error: Exception) -> str:
     text = str(error)
     lines = [line for line in text.splitlines() if line.strip()]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    users = [frame for frame in frames if not _is_torch(frame[0])]
+    frames += [(frame.filename, frame.lineno, frame.name) for frame in getattr(error, "real_stack", None) or ()]
+    users = [frame for frame in frames if not _is_torch(frame[0]) and not frame[0].startswith(OURS)]
     where = f"\n  in your model: {users[-1][0]}:{users[-1][1]} in {users[-1][2]}" if users else ""
     raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
     unknown = re.search(r"unrecognized type UserDefinedObjectVariable\((\w+)\) at output", text)
@@ -308,9 +310,16 @@ def _explain(error: Exception) -> str:
         advice = f"torch.utils._pytree.register_dataclass({unknown[1]}) if it is a dataclass; or return a tuple, a dict or a ModelOutput"
         return f"the model returns a {unknown[1]}, a class whose fields torch does not know\n  what to do: {advice}"
     reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
+    if "when making fake tensor call" in reason:
+        reason = f"{reason}: {_innermost(error)}"
     hint = "\n  what to do: replace the branch by torch.where or torch.cond, or compute the condition outside the model"
     data_dependent = re.search(r"[Dd]ata.dependent|\.item\(\)|GuardOnDataDependent", text)
     return f"the model cannot be traced as one graph: {reason}{where}" + (hint if data_dependent else "")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    inner = error.__cause__ or error.__context__
+    return error if inner is None else _innermost(inner)
 
 
 def _is_torch(file: str) -> bool:
@@ -363,7 +372,9 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
         return "parameter", qualified(description.target)
     if isinstance(description, BufferAOTInput):
         name = qualified(description.target)
-        return ("random" if name == SEED_STEP else "buffer"), name
+        if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
+            return ("random", name) if name == SEED_STEP else ("constant", description.target)
+        return "buffer", name
     if isinstance(description, PlainAOTInput):
         return "input", traced.inputs[_tensor_index(traced, description.idx)][0]
     if type(description).__name__ == "TangentAOTInput":
@@ -390,6 +401,10 @@ def _output_name(description: Any, qualified: Callable[[str], str], traced: Torc
         return "output", traced.output_tree.paths()[description.idx]
     if isinstance(description, GradAOTOutput):
         kind, name = _input_name(description.grad_of, qualified, traced)
+        if kind == "constant":
+            raise CaptureError(
+                f"a tensor of the model ({name}) takes a gradient and is not its parameter\n  what to do: make it an nn.Parameter"
+            )
         return "gradient", name if kind == "parameter" else f"{kind}:{name}"
     if description is None:
         return "none", ""
@@ -402,7 +417,12 @@ def _output_name(description: Any, qualified: Callable[[str], str], traced: Torc
 
 
 def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
-    """What a program may not change in place: its inputs, and parameters while it differentiates. Raises CaptureError."""
+    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
+    if kind == "constant":
+        raise CaptureError(
+            f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
+            "  what to do: make it a buffer (register_buffer)"
+        )
     if kind == "input":
         raise CaptureError(
             f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"

@@ -30,10 +30,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from meshc.autocast_policy import Region, entered
+from meshc.autocast_policy import Region, eligible, entered
 from meshc.capture import TorchGraph, source_of
 from meshc.errors import CompileError
 from meshc.passes.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
+from meshc.passes.raise_flex import FLEX
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -142,6 +143,8 @@ class Lowering:
             self.bodies.append(Lowering(args[0], self.fake_mode, self.device))
             self.values[node] = self.bodies[-1].run(args[1:], stack)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            if region and node.target is FLEX:
+                args, region = self._flex(node, args, region), None
             if region or any(_has_region(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
                 raise Refused("of the operators that take functions, meshc lowers autocast in checkpoint only")
             self.values[node] = _apply(node, args, kwargs)
@@ -152,6 +155,18 @@ class Lowering:
                 self.values[node] = _apply(node, args, kwargs)
             if watch.made and not self._hoist(node, watch, args, kwargs):
                 self._expand(node, watch)
+
+    def _flex(self, node: Node, args: Any, region: Region) -> Any:
+        """torch casts queries, keys and values of flex_attention, and what functions do to scores takes place outside the region."""
+        cast = []
+        for used, value in zip(node.args[:3], args[:3], strict=True):
+            assert isinstance(used, Node)
+            if eligible(value.dtype) and value.dtype != region.dtype:
+                value = self.casts.make(value, region.dtype, region)
+                used = self._cast_node(value, used, node)
+            cast.append((used, value))
+        node.args = (*(used for used, _ in cast), *node.args[3:])
+        return (*(value for _, value in cast), *args[3:])
 
     def _hoist(self, node: Node, watch: Watch, args: Any, kwargs: Any) -> bool:
         """Put the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""

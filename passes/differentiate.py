@@ -36,7 +36,8 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     graph = joint.module.graph
     if traced.symbols is not None:
         settle_sizes(graph, traced.symbols)
-    constants = _lift_constants(joint)
+    constants = _held_constants(joint, traced)
+    _lift_constants(joint, constants)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
     mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
@@ -55,10 +56,20 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     return graph, inputs, outputs, constants
 
 
-def _lift_constants(joint: JointGraph) -> dict[str, torch.Tensor]:
-    """Constant tensors of the trace become inputs of kind `constant`; their values are read outside fake mode."""
-    graph = joint.module.graph
+def _held_constants(joint: JointGraph, traced: TorchGraph) -> dict[str, torch.Tensor]:
+    """Tensors that the model, or a function of its, holds beside parameters and buffers, by what the graph calls them."""
     constants: dict[str, torch.Tensor] = {}
+    for position, (kind, target) in enumerate(joint.placeholders):
+        if kind == "constant":
+            name = f"constant_{len(constants)}"
+            joint.placeholders[position] = (kind, name)
+            constants[name] = getattr(traced.module, target)
+    return constants
+
+
+def _lift_constants(joint: JointGraph, constants: dict[str, torch.Tensor]) -> None:
+    """Constant tensors of the trace become inputs of kind `constant`, and join `constants`; their values are read outside fake mode."""
+    graph = joint.module.graph
     by_target: dict[str, Node] = {}
     for node in graph.find_nodes(op="get_attr"):
         target = str(node.target)
@@ -80,7 +91,6 @@ def _lift_constants(joint: JointGraph) -> dict[str, torch.Tensor]:
             joint.placeholders.append(("constant", name))
         node.replace_all_uses_with(by_target[target])
         graph.erase_node(node)
-    return constants
 
 
 def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Tensor]) -> tuple[list[Port], list[Port]]:
@@ -145,6 +155,8 @@ def _forward_transparent(graph: Graph) -> None:
             node.target = aten.reshape.default
         if node.op == "call_function" and node.target in TRANSPARENT:
             _replace(graph, node, node.args[0])
+        elif node.op == "call_function" and node.target is aten._to_copy.default and not isinstance(node.args[0], Node):
+            node.target = aten.scalar_tensor.default  # a number that vmap has cast
 
 
 def _drop_checks(graph: Graph) -> None:

@@ -28,6 +28,7 @@ from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
 from meshc.ops.take import cross_entropy
 from meshc.ops.upsample import interpolate
+from meshc.passes.raise_flex import FLEX, raise_flex
 
 functional = torch.nn.functional
 COMPOSITES: dict[Any, Callable[..., Any]] = {
@@ -49,6 +50,9 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
     seed: Node | None = None
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "call_method"):
+            continue
+        if node.target is FLEX:
+            raise_flex(module, node)
             continue
         count = draws(node.target, node.args, node.kwargs)
         node.target = _composite(node.target)

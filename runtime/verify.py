@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from meshc.errors import VerifyError
+from meshc.flex import written_out_flex
 from meshc.ir import Record, record
 from meshc.ops.random import seed_step
 from meshc.parts import Parts
@@ -154,6 +155,7 @@ class Reference:
                 stack.enter_context(WidenedConstants())
                 stack.enter_context(Widened())
             stack.enter_context(random)
+            stack.enter_context(written_out_flex())
             yield
 
 

@@ -170,7 +170,7 @@ def sdpa(
         rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
         columns = torch.arange(k.shape[-2], device=q.device)
         scores = torch.where(columns <= rows, scores, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
-    weights = torch.softmax(scores, -1) if bias is None else _softmax_of_masked(scores + bias)
+    weights = torch.softmax(scores, -1) if bias is None else safe_softmax(scores + bias)
     if not 0.0 < dropout_p < 1.0:
         return torch.matmul(settled(weights, dropout_p, True), v)
     if seed_step is None:
@@ -178,7 +178,7 @@ def sdpa(
     return torch.matmul(dropout(weights, seed_step, call, dropout_p), v)
 
 
-def _softmax_of_masked(scores: Tensor) -> Tensor:
+def safe_softmax(scores: Tensor) -> Tensor:
     """Zeros, as in torch, for a query that may look at nothing; its scores are replaced too, or its gradient would be NaN."""
     blind = scores.detach().amax(-1, keepdim=True) == -math.inf
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
