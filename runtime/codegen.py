@@ -56,7 +56,7 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Ten
             return lambda x: collectives.all_reduce(x, group, how, out=x if x.is_contiguous() else None)  # type: ignore[arg-type]
         return lambda x: collectives.all_reduce(x, group, how)  # type: ignore[arg-type]
     if name == "broadcast":
-        return lambda x: collectives.broadcast(x, group, rest[0])  # type: ignore[arg-type]
+        return lambda x: collectives.broadcast(x.contiguous(), group, rest[0])  # type: ignore[arg-type]
     if name == "all_gather":
         return lambda x: collectives.gather_dim(x, rest[0], group)  # type: ignore[arg-type]
     if name == "reduce_scatter":

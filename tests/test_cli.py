@@ -199,14 +199,15 @@ def trained(inputs: list[dict[str, torch.Tensor]]) -> tuple[list[dict[str, float
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("two", ["tp=2", "pp=2"])
 def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_its_model(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    two: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(3)
     inputs = [{"x": torch.randn(6, 24), "target": torch.randint(10, (6,))} for _ in "abc"]
     for name, values in zip("abc", inputs, strict=True):
         save_file(values, f"{name}.safetensors")
-    for mesh, path in (("tp=2", "two.meshc"), ("dp=1", "one.meshc")):
+    for mesh, path in ((two, "two.meshc"), ("dp=1", "one.meshc")):
         assert main(["compile", "model.py:train", "--mesh", mesh, "--out", path]) == 0
     (folder / "model.py").unlink()
     run = torchrun(2, "run", "two.meshc", "--inputs", "a.safetensors", "b.safetensors", "--outputs", "out", "--save-state", "s", cwd=folder)
@@ -227,6 +228,10 @@ def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_it
     assert found.keys() == parameters.keys()
     for name, value in parameters.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+    again = torchrun(2, "run", "two.meshc", "--inputs", "c.safetensors", "--outputs", "back", "--state", "s", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((folder / "back/metrics.json").read_text())[0]["loss"] == pytest.approx(rows[2]["loss"], rel=1e-5)
 
     assert main(["run", "one.meshc", "--inputs", "c.safetensors", "--outputs", "fresh"]) == 0
     assert "were not stored; --save-state DIR stores them" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -32,6 +33,43 @@ def killed(mesh: Any) -> None:
     print("one step", flush=True)
     if dist.get_rank() == 1:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for _ in range(1000):
+        program(**case.call_kwargs)
+
+
+def staged(mesh: Any) -> tuple[meshc.Program, Case]:
+    case = mlp(batch=2000, width=1000)
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss, microbatches=4)
+    program = meshc.compile(step, mesh, options=meshc.Options(schedule="1f1b"))
+    program(**case.call_kwargs)
+    print("one step", flush=True)
+    return program, case
+
+
+def killed_in_a_pipeline(mesh: Any) -> None:
+    """Rank 1 is killed between its microbatches."""
+    program, case = staged(mesh)
+    if dist.get_rank() == 1:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for _ in range(1000):
+        program(**case.call_kwargs)
+
+
+def raises_in_a_pipeline(mesh: Any) -> None:
+    """Rank 1 runs out of something in the backward of its second step's third microbatch."""
+    program, case = staged(mesh)
+    session = program._sessions[next(iter(program._sessions))][0]
+    assert session is not None
+    if dist.get_rank() == 1:
+        stages, name = session.executor.stages, "backward_1"
+        stage = stages[name]
+
+        def run(inputs: list[Any], microbatch: int) -> list[Any]:
+            if microbatch == 2:
+                raise ValueError("nothing left")
+            return stage.run(inputs, microbatch)
+
+        stages[name] = dataclasses.replace(stage, run=run)
     for _ in range(1000):
         program(**case.call_kwargs)
 
@@ -129,14 +167,16 @@ class Branching(nn.Module):
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
-    killed, other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, other_outputs,
+    killed, killed_in_a_pipeline, raises_in_a_pipeline,
+    other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, other_outputs,
     other_outputs_at_first, wrong_world,
 )  # fmt: skip
 
 
 def run(name: str) -> None:
     dist.init_process_group("gloo")
-    mesh = None if name == "wrong_world" else device_mesh(f"dp={dist.get_world_size()}")
+    axis = "pp" if name.endswith("pipeline") else "dp"
+    mesh = None if name == "wrong_world" else device_mesh(f"{axis}={dist.get_world_size()}")
     try:
         next(way for way in WAYS if way.__name__ == name)(mesh)
     except meshc.MeshcError as error:

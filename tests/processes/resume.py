@@ -67,9 +67,9 @@ def _run(case: Case, mesh: str, plan: str, path: Path, do: str) -> None:
         for parameter in case.model.parameters():
             torch.nn.init.normal_(parameter)
     optimizer = adamw(case.model.parameters())
-    step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0)
-    options = meshc.Options(seed=SEED if do == "save" else 5)
-    program = meshc.compile(step, device_mesh(mesh), kwargs=case.kwargs, plan=plan, options=options)
+    microbatches = 2 if "pp" in mesh else None
+    step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=microbatches)
+    program = meshc.compile(step, device_mesh(mesh), kwargs=case.kwargs, plan=plan, options=_options(case, mesh, do))
     if do == "save":
         losses = [program(**case.kwargs).item() for _ in range(STEPS)]
         dcp.save({"program": program}, checkpoint_id=path / "program")
@@ -85,6 +85,16 @@ def _run(case: Case, mesh: str, plan: str, path: Path, do: str) -> None:
         print(json.dumps(losses))
     if do == "load":
         _plain(program, case, path / "plain", losses)
+
+
+def _options(case: Case, mesh: str, do: str) -> meshc.Options:
+    """Where there are pipeline stages, what is loaded is cut elsewhere than what was saved, and runs under another schedule."""
+    seed = SEED if do == "save" else 5
+    if "pp" not in mesh:
+        return meshc.Options(seed=seed)
+    if do == "save":
+        return meshc.Options(seed=seed, schedule="1f1b")
+    return meshc.Options(seed=seed, schedule="zb_h1", pp_splits=["down"] if case.name == "draws" else ["transformer.h.0.mlp"])
 
 
 def _plain(program: meshc.Program, case: Case, path: Path, losses: list[float]) -> None:

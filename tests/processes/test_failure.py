@@ -78,3 +78,24 @@ def test_a_rank_that_is_killed_in_a_step(torchrun: bool) -> None:
     if not torchrun:
         assert ended.ranks[1].code == -signal.SIGKILL and ended.ranks[0].code == STOPPED, ended
         assert ended.ranks[0].seconds - ended.ranks[1].seconds < 30, ended
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_is_killed_in_a_pipeline(ranks: int) -> None:
+    """Those that exchange nothing with it learn of it too: all others say who died, within 30 s."""
+    ended = go_wrong("killed_in_a_pipeline", ranks)
+    assert ended.ranks[1].code == -signal.SIGKILL, ended
+    for rank in {*range(ranks)} - {1}:
+        end = ended.ranks[rank]
+        assert end.code == STOPPED and "PeerError: rank 1 died at step" in end.out, ended
+        assert end.seconds - ended.ranks[1].seconds < 30, ended
+
+
+def test_a_rank_that_raises_in_a_pipeline() -> None:
+    ended = go_wrong("raises_in_a_pipeline", 4)
+    first = ended.ranks[1]
+    assert first.code not in (0, STOPPED) and "ValueError: nothing left" in first.err, ended
+    for rank in (0, 2, 3):
+        end = ended.ranks[rank]
+        assert end.code == STOPPED and "PeerError: rank 1 failed at step 1, run backward_1 2: ValueError: nothing left" in end.out, ended
+        assert end.seconds - first.seconds < 30, ended

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshc.mesh import Mesh
 from tests.runtime.launch import launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -59,18 +60,31 @@ def test_refusals_that_are_caught(last: str) -> None:
     assert run("refusals", 2, "dp=2", *names).split() == [*names]
 
 
+def test_pipeline_stages_on_two_ranks() -> None:
+    names = ("scheduled", "two_programs", "from_meta", "verified", "dynamic_sizes", "mean_of_parts", "as_they_lie")
+    assert run("pipeline", 2, "pp=2", *names).split() == [*names]
+
+
+def test_pipeline_stages_beside_another_axis() -> None:
+    names = ("scheduled", "local_inputs", "as_they_lie")
+    assert run("pipeline", 4, "pp=2,dp=2", *names).split() == [*names]
+
+
 def test_a_local_batch_of_another_shape() -> None:
     assert run("local_inputs", 2, "dp=2", "another_shape").split() == ["another_shape"]
 
 
 @pytest.mark.parametrize(
     "route",
-    [(("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")), (("tp=2", "auto"), ("dp=2", "fsdp"), ("dp=1", "auto"))],
+    [
+        (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")),
+        (("tp=2", "auto"), ("dp=2", "fsdp"), ("pp=2", "auto")),
+        (("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto")),
+    ],
     ids=lambda route: " to ".join(mesh for mesh, _ in route),
 )
 def test_resume_under_another_mesh(route: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     """GPT-2, whose fused c_attn lies by heads under tp, with dropout, and a model that draws in every way that there is: the losses
     are those of training that never stopped."""
-    ranks = {"dp=2,tp=2": 4, "dp=4,tp=1": 4, "tp=2": 2, "dp=2": 2, "dp=1": 1}
     for (mesh, plan), do in zip(route, ("save", "load", "load"), strict=True):
-        run("resume", ranks[mesh], mesh, plan, str(tmp_path), do)
+        run("resume", Mesh(mesh).world_size, mesh, plan, str(tmp_path), do)

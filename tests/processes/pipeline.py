@@ -1,0 +1,230 @@
+"""Pipelines on real ranks: state, checkpoints, further programs of one model; each function is one check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import DTensor
+
+import meshc
+from meshc.reference import ReferenceRandom
+from tests.models import Case, NanoGPT, gpt2, nanogpt, resnet
+from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
+from tests.processes.session import run_checks
+
+
+def options(**more: Any) -> meshc.Options:
+    return meshc.Options(**{"seed": SEED, "schedule": "1f1b", **more})
+
+
+def small() -> Case:
+    """Two layers with dropout, the head tied to the embedding."""
+    return nanogpt(torch.float64, batch=4, seq=6, hidden=16, dropout=0.1)
+
+
+def program_of(case: Case, mesh: Any, microbatches: int = 2, **more: Any) -> meshc.Program:
+    train_step = meshc.TrainStep(
+        case.model, optimizer=adamw(case.model.parameters()), loss=case.loss, clip_grad_norm=0.5, microbatches=microbatches
+    )
+    return meshc.compile(train_step, mesh, options=options(**more))
+
+
+def here(mesh: Any) -> int:
+    return mesh["pp"].get_local_rank()
+
+
+def scheduled(mesh: Any) -> None:
+    """A scheduler, metrics that are those of all stages, counts of steps that are right on every rank, state dicts."""
+    case = small()
+    twin = copy.deepcopy(case.model)
+    program = program_of(case, mesh)
+    assert program.step is not None
+    optimizer = program.step.optimizer
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    losses, norms = [], []
+    for _ in range(2):
+        losses.append(program(**case.call_kwargs).item())
+        norms.append(float(program.metrics["grad_norm"]))
+        rates.step()
+    wanted, wanted_norms = [], []
+    theirs = adamw(twin.parameters())
+    for step in range(2):
+        with ReferenceRandom(SEED, step):
+            loss = case.loss_of(twin(**case.kwargs))
+        loss.backward()
+        wanted_norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), 0.5)))
+        theirs.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(loss.item())
+    close(losses, wanted, 1e-9)
+    close(norms, wanted_norms, 1e-9)
+    model, optim = get_state_dict(case.model, optimizer)
+    assert all(float(slots["step"]) == 2 for slots in optim["state"].values())
+    places = {value.device_mesh.mesh.tolist()[0] if value.device_mesh.ndim == 1 else str(value.device_mesh.mesh.tolist())
+              for value in model.values() if isinstance(value, DTensor)}  # fmt: skip
+    assert len(places) == mesh["pp"].size(), places
+    state = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert furthest(state["model"], twin.state_dict())[0] < 1e-9
+        named = {name: theirs.state[parameter] for name, parameter in twin.named_parameters()}
+        for slot in ("exp_avg", "exp_avg_sq"):
+            ours = {name: slots[slot] for name, slots in state["optim"]["state"].items()}
+            assert furthest(ours, {name: slots[slot] for name, slots in named.items()})[0] < 1e-9
+        assert {float(slots["step"]) for slots in state["optim"]["state"].values()} == {2.0}
+    else:
+        assert state == {}
+
+
+def two_programs(mesh: Any) -> None:
+    """Steps, and an inference program of the same model, whose own balanced cut is another: it delivers what lives elsewhere."""
+    case = small()
+    twin = copy.deepcopy(case.model)
+    program = program_of(case, mesh, pp_splits=["h.1"])
+    losses = [program(**case.call_kwargs).item()]
+    ids = {"idx": case.kwargs["idx"]}
+    with torch.no_grad():
+        case.model.eval()
+        inference = meshc.compile(case.model, mesh, kwargs=ids, options=options(schedule=None, pp_splits=["ln_f"]))
+        found = inference(**ids)[0]
+    pipeline = inference.compiled.pipeline
+    assert pipeline is not None and any(":h.1." in move.key for move in pipeline.shared), pipeline.shared
+    case.model.train()
+    inference_of_trained = found
+    losses.append(program(**case.call_kwargs).item())
+    wanted, trained, _ = train(twin, case.loss_of, case.kwargs, steps=1, clip=0.5)
+    with torch.no_grad():
+        expected = trained.eval()(**ids)[0]
+    whole = inference_of_trained.full_tensor() if isinstance(inference_of_trained, DTensor) else inference_of_trained
+    assert float((whole - expected).abs().max()) < 1e-9
+    more, _, _ = train(twin, case.loss_of, case.kwargs, steps=2, clip=0.5)
+    assert len(wanted) == 1
+    # the inference was a call of the model too, and took a number of the random draws
+    assert abs(losses[0] - more[0]) < 1e-9
+
+
+def from_meta(mesh: Any) -> None:
+    """A model on `meta`, filled by init_weights; each rank holds its own stage."""
+    case = nanogpt(torch.float64)
+    twin = copy.deepcopy(case.model)
+    with torch.device("meta"):
+        model = NanoGPT(vocab=65, seq=12, hidden=32, layers=2, heads=4, dropout=0.0, tied=True).double()
+    start = {name: value.clone() for name, value in twin.state_dict().items()}
+    step = meshc.TrainStep(model, optimizer=adamw(model.parameters()), loss=case.loss, microbatches=2, clip_grad_norm=1.0)
+    program = meshc.compile(step, mesh, kwargs=case.call_kwargs, options=options())
+    with pytest.raises(meshc.StateError, match="was built on `meta`"):
+        program(**case.call_kwargs)
+
+    @torch.no_grad()
+    def fill(whole: nn.Module) -> None:
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(start[name])
+
+    program.init_weights(fill)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert held < sum(parameter.numel() for parameter in model.parameters())
+    wanted, _, _ = train(twin, case.loss_of, case.kwargs, steps=2)
+    close([program(**case.call_kwargs).item() for _ in range(2)], wanted, 1e-9)
+
+
+def verified(mesh: Any) -> None:
+    """meshc.verify under a process group."""
+    case = small()
+    program = program_of(case, mesh)
+    program(**case.call_kwargs)
+    report = meshc.verify(program, case.call_kwargs, dtype=torch.float64)
+    assert report.ok, report
+
+
+def dynamic_sizes(mesh: Any) -> None:
+    case = small()
+    twin = copy.deepcopy(case.model)
+    sizes = {name: {1: torch.export.Dim("seq", max=16)} for name in case.call_kwargs}
+    program = program_of(case, mesh, dynamic=sizes)
+    ours = [program(**{name: value[:, :length].contiguous() for name, value in case.call_kwargs.items()}).item() for length in (6, 4, 6)]
+    optimizer = adamw(twin.parameters())
+    wanted = []
+    for step, length in enumerate((6, 4, 6)):
+        with ReferenceRandom(SEED, step):
+            loss = case.loss_of(twin(**{name: value[:, :length].contiguous() for name, value in case.kwargs.items()}))
+        loss.backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    close(ours, wanted, 1e-9)
+    assert len(program._general) == 1
+
+
+def mean_of_parts(mesh: Any) -> None:
+    """Batch norm, microbatch by microbatch; running means end up on all ranks."""
+    case = resnet(torch.float64)
+    twin = copy.deepcopy(case.model)
+    step = meshc.TrainStep(
+        case.model, optimizer=sgd(case.model.parameters()), loss=case.loss, microbatches=2, batch_mix="mean_of_parts"
+    )
+    program = meshc.compile(step, mesh, options=options())
+    ours = [program(**case.call_kwargs).item() for _ in range(2)]
+    theirs, wanted = sgd(twin.parameters()), []
+    for _ in range(2):
+        total = 0.0
+        for rows in (slice(0, 4), slice(4, 8)):
+            loss = F.cross_entropy(twin(case.kwargs["images"][rows]), case.target_kwargs["target"][rows]) / 2
+            loss.backward()
+            total += loss.item()
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(total)
+    close(ours, wanted, 1e-9)
+    buffers = dict(twin.named_buffers())
+    assert all(torch.allclose(value, buffers[name]) for name, value in case.model.named_buffers())
+    state = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert furthest(state["model"], twin.state_dict())[0] < 1e-9
+
+
+def as_they_lie(mesh: Any) -> None:
+    """outputs="dtensor", and key-value caches, of an inference in stages."""
+    case = gpt2(torch.float64, batch=4, seq=6, hidden=16)
+    model = case.model.eval()
+    ids = {"input_ids": case.kwargs["input_ids"]}
+    with torch.no_grad():
+        wanted = copy.deepcopy(model)(**ids, use_cache=True)
+        program = meshc.compile(model, mesh, kwargs={**ids, "use_cache": True}, outputs="dtensor", options=options(schedule=None))
+        found = program(**ids, use_cache=True)
+    assert isinstance(found.logits, DTensor) == ("dp" in (mesh.mesh_dim_names or ()))
+    found.logits = DTensor.full_tensor(found.logits) if isinstance(found.logits, DTensor) else found.logits
+    assert float((found.logits - wanted.logits).abs().max()) < 1e-9
+    for ours, theirs in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        assert isinstance(ours.keys, DTensor)
+        assert float((ours.keys.full_tensor() - theirs.keys).abs().max()) < 1e-9
+
+
+def local_inputs(mesh: Any) -> None:
+    """Each rank of dp passes its part of the batch, all stages' ranks at one place of dp the same."""
+    case = small()
+    start = copy.deepcopy(case.model)
+    step = meshc.TrainStep(case.model, optimizer=adamw(case.model.parameters()), loss=case.loss, clip_grad_norm=0.5, microbatches=2)
+    program = meshc.compile(step, mesh, inputs="local", options=options())
+    count, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    mine = {name: value.chunk(count)[place].clone() for name, value in case.call_kwargs.items()}
+    ours = [program(**mine).item() for _ in range(2)]
+    wanted, _, _ = train(start, case.loss_of, case.kwargs, clip=0.5)
+    close(ours, wanted, 1e-9)
+
+
+CHECKS: tuple[Callable[[Any], None], ...] = (
+    scheduled, two_programs, from_meta, verified, dynamic_sizes, mean_of_parts, as_they_lie, local_inputs,
+)  # fmt: skip
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks(CHECKS, mesh, names)
