@@ -91,12 +91,15 @@ def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
                 values.append(whole.to("cpu", copy=True))
     if root:
         try:
+            store.filling = True
             values = _with_plain_tensors(held_ones, values, store.model, fn)
             left = [held.name for held, value in zip(held_ones, values, strict=True) if value.is_floating_point() and value.isnan().all()]
             left = [name for name in left if name in unfilled]
             error = [f"it left without values: {', '.join(left[:6])}" if left else None]
         except Exception as raised:
             error = [f"{type(raised).__name__}: {raised}"]
+        finally:
+            store.filling = False
     dist.broadcast_object_list(error, src=0)
     if error[0] is not None:
         raise StateError(f"init_weights: the function failed on rank 0\n  why: {error[0]}")

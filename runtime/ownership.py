@@ -88,13 +88,13 @@ def _refuse_call(model: nn.Module, *_: Any) -> None:
 
 def _sync(owner: Any, *_: Any) -> None:
     store = _STORES.get(owner)
-    if store is not None:
+    if store is not None and not store.filling:
         store.sync()
 
 
 def _after_model_load(model: nn.Module, _: Any) -> None:
     store = _STORES.get(model)
-    if store is not None:
+    if store is not None and not store.filling:
         store.read_back("parameter:", "buffer:")
 
 

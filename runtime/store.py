@@ -75,7 +75,8 @@ class Held:
 class Store:
     """Made by `Store.adopt`; `Store.of(model)` finds it again.
 
-    `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them.
+    `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them. `filling`: plain tensors stand in
+    the model for the time of `init_weights`, on one rank.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, groups: Groups | None = None) -> None:
@@ -87,6 +88,7 @@ class Store:
         self.device = device
         self.seed = 0
         self.step = 0
+        self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
         self.owners: dict[str, int] = {}
         self._stages: Mapping[int, StageTransfers] = {}
@@ -131,6 +133,7 @@ class Store:
             raise StateError(f"the model's parameters live on the mesh {store.mesh}: a second program of it cannot be for {mesh}")
         else:
             store.check_storage(ports)
+            store.settle(owners or {})
         return store
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
@@ -154,6 +157,13 @@ class Store:
     def settle(self, owners: Mapping[str, int]) -> None:
         """Says on which pipeline stage's ranks things live, by key, before they are held."""
         axis = self.mesh.pipeline_axis
+        strangers = [held.name for key, at in owners.items() if (held := self.find(key)) is not None and self.owners.get(held.key) != at]
+        if strangers:
+            raise StateError(
+                f"{', '.join(strangers[:6])}: stored on all ranks, since the first program of the model does not use it, "
+                "but the new one wants it on one pipeline stage alone\n"
+                "  what to do: compile the program that uses all of the model first"
+            )
         self.owners |= owners
         if owners and axis is not None and not self._stages:
             self._stages = of_stages(self.transfers, axis.name)

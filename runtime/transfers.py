@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -16,6 +17,16 @@ from meshc.mesh import Mesh
 from meshc.runtime import collectives, layouts
 from meshc.runtime.groups import Groups
 from meshc.sharding import Sharding, local_shape
+
+
+def whole_of(value: DTensor) -> Tensor:
+    """A DTensor whole, on every rank. One that lives on some ranks only (of another pipeline stage) is sent by the first of them."""
+    ranks = value.device_mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return value.full_tensor()
+    there = dist.get_rank() in ranks
+    full = value.full_tensor().contiguous() if there else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return collectives.broadcast(full, dist.group.WORLD, ranks[0]).wait()
 
 
 class Transfers:
@@ -111,7 +122,7 @@ class Transfers:
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh.device_mesh and tuple(value.placements) == tuple(placements):
                 return value.to_local()
-            value = value.full_tensor()
+            value = whole_of(value)
         return layouts.take_chunk(value, placements, self.mesh, self.coordinates) if placements else value
 
     def _gathered(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshc
@@ -111,6 +112,45 @@ def two_programs(mesh: Any) -> None:
     assert abs(losses[0] - more[0]) < 1e-9
 
 
+def two_programs_the_other_way(mesh: Any) -> None:
+    """Inference first: its cut decides where parameters live, and with them the optimizer's state of the step that comes later."""
+    case = small()
+    twin = copy.deepcopy(case.model)
+    ids = {"idx": case.kwargs["idx"]}
+    with torch.no_grad():
+        inference = meshc.compile(case.model.eval(), mesh, kwargs=ids, options=options(schedule=None, pp_splits=["ln_f"]))
+        inference(**ids)
+    case.model.train()
+    program = program_of(case, mesh, pp_splits=["h.1"])
+    losses = [program(**case.call_kwargs).item() for _ in range(3)]
+    wanted, trained, theirs = train(twin, case.loss_of, case.kwargs, steps=3, clip=0.5, first=1)
+    close(losses, wanted, 1e-9)
+    state = program.state_dict()["optim"]["state"]["h.1.ln_1.weight"]["exp_avg"]
+    assert isinstance(state, DTensor) and (state.to_local().numel() == 0) == (here(mesh) != 0), "it lives with its parameter"
+    whole = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert furthest(whole["model"], trained.state_dict())[0] < 1e-9
+        ours = {name: slots["exp_avg"] for name, slots in whole["optim"]["state"].items()}
+        assert furthest(ours, {name: theirs.state[parameter]["exp_avg"] for name, parameter in trained.named_parameters()})[0] < 1e-9
+
+
+def states_of_another_cut(mesh: Any) -> None:
+    """A state dict of live tensors goes into a model whose stages are others, and into one without stages."""
+    cases = [small() for _ in range(3)]
+    flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    first = program_of(cases[0], mesh, pp_splits=["h.1"])
+    first(**cases[0].call_kwargs)
+    others = [program_of(cases[1], mesh, pp_splits=["ln_f"]), program_of(cases[2], flat, schedule=None)]
+    for other in others:
+        other(**cases[0].call_kwargs)
+        for parameter in other.what.model.parameters():
+            parameter.data.zero_()
+        other.load_state_dict(first.state_dict())
+    wanted = [first(**cases[0].call_kwargs).item() for _ in range(2)]
+    for other in others:
+        close([other(**cases[0].call_kwargs).item() for _ in range(2)], wanted, 1e-9)
+
+
 def from_meta(mesh: Any) -> None:
     """A model on `meta`, filled by init_weights; each rank holds its own stage."""
     case = nanogpt(torch.float64)
@@ -123,10 +163,8 @@ def from_meta(mesh: Any) -> None:
     with pytest.raises(meshc.StateError, match="was built on `meta`"):
         program(**case.call_kwargs)
 
-    @torch.no_grad()
     def fill(whole: nn.Module) -> None:
-        for name, parameter in whole.named_parameters():
-            parameter.copy_(start[name])
+        whole.load_state_dict(start)
 
     program.init_weights(fill)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
@@ -222,7 +260,8 @@ def local_inputs(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    scheduled, two_programs, from_meta, verified, dynamic_sizes, mean_of_parts, as_they_lie, local_inputs,
+    scheduled, two_programs, two_programs_the_other_way, states_of_another_cut,
+    from_meta, verified, dynamic_sizes, mean_of_parts, as_they_lie, local_inputs,
 )  # fmt: skip
 
 
