@@ -1,7 +1,7 @@
 """Raise flex: a call of torch's `flex_attention` becomes its meaning, with the functions that the user gave as graphs.
 
     flex = torch.ops.higher_order.flex_attention(q, k, v, score, (32, 32, blocks, ..., mask), 0.5, {...}, (table,), ())    becomes
-    flex = flex_attention(q, k, v, score, mask, 0.5, (table,), (), False)
+    flex = flex_attention(q, k, v, score, mask, False, 0.5, (table,), (), False, "model.py:12")
 
 Part of `raise_ops`. Tracing has made a graph of each function, of single numbers; the tensors that they capture are operands of the call.
 """
@@ -9,11 +9,12 @@ Part of `raise_ops`. Tracing has made a graph of each function, of single number
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from meshc.capture import source_of
 from meshc.errors import CompileError
@@ -27,62 +28,72 @@ def raise_flex(module: GraphModule, node: Node) -> None:
     """Replace the call in place. What it alone read of the blocks goes."""
     q, k, v, score, blocks, scale, _options, captured_by_score, captured_by_mask = node.args
     assert isinstance(blocks, tuple) and isinstance(score, Node) and isinstance(blocks[-1], Node)
-    for name, function in (("score_mod", score), ("mask_mod", blocks[-1])):
-        _refuse_draws(module, function, f"the {name} of flex_attention() at {source_of(node)}")
-    statistics = any(user.target is operator.getitem and user.args[1] != 0 and _is_returned(user) for user in node.users)
+    mask, where = blocks[-1], str(source_of(node))
+    _refuse_draws(_body(module, score), f"the score_mod of flex_attention() at {where}")
+    _refuse_draws(_body(module, mask), f"the mask_mod of flex_attention() at {where}")
+    statistics = any(user.target is operator.getitem and user.args[1] != 0 and _is_read(user) for user in node.users)
     node.target = flex_attention
     node.args = (
-        q, k, v, _function(module, score, 1), _function(module, blocks[-1], 0), scale, captured_by_score, captured_by_mask, statistics,
-        str(source_of(node)),
+        q, k, v, _function(_body(module, score), score, _is_identity), _function(_body(module, mask), mask, _is_full),
+        _is_causal(_body(module, mask)), scale, captured_by_score, captured_by_mask, statistics, where,
     )  # fmt: skip
     for given in (score, *blocks):
         if isinstance(given, Node) and given.op == "get_attr" and not given.users:
             _forget(module, given)
 
 
-def _is_returned(node: Node) -> bool:
-    """Whether anything that the model gives back depends on a value, or its memory may (a method that works in place)."""
-    seen, edge = {node}, [node]
-    while edge:
-        last = edge.pop()
-        if last.op in ("output", "call_method") and str(last.target).endswith(("_", "output")):
-            return True
-        new = [user for user in last.users if user not in seen]
-        seen.update(new)
-        edge += new
-    return False
-
-
-def _function(module: GraphModule, node: Node, scores: int) -> Node | None:
-    """The graph of a function, ready to be mapped; None for the identity, and for a mask that hides nothing."""
+def _body(module: GraphModule, node: Node) -> Graph:
     body = module.get_submodule(str(node.target))
     assert isinstance(body, GraphModule)
-    (output,) = body.graph.find_nodes(op="output")
-    result = output.args[0]
-    if isinstance(result, tuple | list):
-        (result,) = result
-    first = body.graph.find_nodes(op="placeholder")[0]
-    if scores and result is first or not scores and _is_full(result):
+    return body.graph
+
+
+def _is_read(node: Node) -> bool:
+    """Whether something depends on a statistic, beyond the change of its unit that torch writes whether it is returned or not."""
+    idle = (operator.getitem, operator.mul, "to")
+    return any(user.target not in idle or _is_read(user) for user in node.users)
+
+
+def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool]) -> Node | None:
+    """A function, ready to be mapped; None for one that changes nothing."""
+    if changes_nothing(body):
         return None
-    for item in body.graph.find_nodes(op="call_function", target=operator.getitem):
+    for item in body.find_nodes(op="call_function", target=operator.getitem):
         item.target = element
-    body.recompile()
+    assert body.owning_module is not None
+    body.owning_module.recompile()
     return node
 
 
-def _refuse_draws(module: GraphModule, function: Node, what: str) -> None:
-    for node in module.get_submodule(str(function.target)).graph.nodes:  # type: ignore[union-attr]
+def _result(body: Graph) -> Any:
+    (output,) = body.find_nodes(op="output")
+    return output.args[0][0] if isinstance(output.args[0], tuple | list) else output.args[0]
+
+
+def _is_identity(body: Graph) -> bool:
+    return _result(body) is body.find_nodes(op="placeholder")[0]
+
+
+def _is_full(body: Graph) -> bool:
+    """What torch's own mask for no mask is traced to."""
+    return isinstance(_result(body), Node) and _result(body).op == "call_method" and _result(body).target == "new_ones"
+
+
+def _is_causal(body: Graph) -> bool:
+    """Whether a mask is `i >= j` as it is written: that one is folded whatever its size, known or open."""
+    _, _, i, j, *_ = body.find_nodes(op="placeholder")
+    result = _result(body)
+    return isinstance(result, Node) and (result.target, result.args) in ((operator.ge, (i, j)), (operator.le, (j, i)))
+
+
+def _refuse_draws(body: Graph, what: str) -> None:
+    for node in body.nodes:
         if node.op in ("call_function", "call_method") and draws(node.target, node.args, node.kwargs):
             name = getattr(node.target, "__name__", node.target)
             raise CompileError(
                 f"{what} draws random numbers ({name}), which meshc numbers by call, not by score\n"
                 "  what to do: draw outside of it, and read the numbers at the score's position (noise[b, h, i, j])"
             )
-
-
-def _is_full(result: Any) -> bool:
-    """What torch's own mask for no mask is traced to."""
-    return isinstance(result, Node) and result.op == "call_method" and result.target == "new_ones"
 
 
 def element(x: Any, index: Any) -> Any:

@@ -26,6 +26,7 @@ def flex_attention(
     v: Tensor,
     score_mod: Mod | None,
     mask_mod: Mod | None,
+    causal: bool,
     scale: float,
     captured_by_score: Sequence[Tensor],
     captured_by_mask: Sequence[Tensor],
@@ -34,13 +35,15 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out [batch, heads, q, value], log-sum-exp and greatest score of each query [batch, heads, q] in powers of two, with `statistics`).
 
-    `where` is the user's line, for errors. A query that may look at nothing gets zeros, and minus infinity.
+    With `causal` the mask is known to be `i >= j`. `where` is the user's line, for errors. A query that may look at nothing gets zeros,
+    and minus infinity.
     Raises CompileError for functions that cannot be mapped over scores.
     """
     k, v = (_for_each_query_head(x, q) for x in (k, v))
-    seen = None if mask_mod is None else _mapped("mask_mod", where, mask_mod, _positions(q, k), captured_by_mask)
-    if score_mod is None and not statistics:
-        return sdpa(q, k, v, seen, scale=scale), None, None
+    whole = score_mod is None and not statistics
+    seen = None if mask_mod is None or whole and causal else _mapped("mask_mod", where, mask_mod, _positions(q, k), captured_by_mask)
+    if whole:
+        return sdpa(q, k, v, seen, is_causal=causal, scale=scale), None, None
     working = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.matmul(q.to(working), k.to(working).transpose(-2, -1)) * scale
     if score_mod is not None:

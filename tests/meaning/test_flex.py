@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshc
 from meshc import summary
 from meshc.errors import CaptureError, CompileError
+from meshc.passes import known_values
 from tests.captured import Captured
 from tests.meaning.checks import calls_alike, module_means_itself, one_rank, step_means_itself
 from tests.meaning.test_masks import attentions
@@ -115,6 +116,10 @@ def inputs() -> dict[str, Tensor]:
     return {"x": torch.randn(BATCH, SEQ, 12), "document": torch.tensor([[0] * 3 + [1] * 4, [0] * 5 + [1] * 2])}
 
 
+def case(name: str) -> Case:
+    return Case(name, block(name), inputs(), nn.functional.mse_loss, {"target": torch.randn(BATCH, SEQ, 12)})
+
+
 @pytest.fixture
 def differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's operator itself, with its own gradient, which it refuses on a CPU."""
@@ -124,8 +129,9 @@ def differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_mesh_means_what_the_model_means(name: str) -> None:
     """Heads over three, which do not divide, and batch; queries in tiles of four and three, which know where they begin."""
+    source = Captured(case(name), train=True, double=True)
     for mesh, plan in (("dp=2,tp=3", "auto"), ("cp=2", "cp: seq")):
-        module_means_itself(block(name), inputs(), mesh, plan)
+        source.verify_training(mesh, plan, lambda p: torch.optim.SGD(p, lr=0.1), steps=1)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "statistics"])
@@ -171,10 +177,17 @@ def test_masks_are_folded(name: str, extent: tuple[Any, ...]) -> None:
     assert {port.kind for port in program.compiled.inputs} == {"parameter", "input", "tangent"}
 
 
+def test_a_causal_mask_of_any_size_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is `i >= j` as it is written is not evaluated; others are where they are not too large."""
+    monkeypatch.setattr(known_values, "LARGEST", 8)
+    for name, folded in (("causal", True), ("window", False)):
+        program = meshc.compile(block(name), meshc.Mesh("tp=2"), kwargs=inputs())
+        assert [bias is None for bias, *_ in attentions(program.draft)] == [folded] * 2
+
+
 def test_heads_are_split_where_attention_is_written_out() -> None:
     """As with attention whole: forward, one sum after `out`."""
-    case = Case("flex", block("table"), inputs(), nn.functional.mse_loss, {"target": torch.randn(BATCH, SEQ, 12)})
-    program = Captured(case, train=True, double=True).program("tp=2", "tp: heads")
+    program = Captured(case("table"), train=True, double=True).program("tp=2", "tp: heads")
     lies = {port.name: str(port.sharding) for port in program.inputs if port.kind == "parameter"}
     assert "/tp" in lies["q.weight"].split(",")[0] and "/tp" in lies["k.weight"].split(",")[0]
     forward = [use for use in summary.collectives(program) if use.phase == "forward"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc.errors import CaptureError
 from tests.meaning.checks import MESHES, calls_alike, module_means_itself, step_means_itself
 
 X = {"x": torch.randn(7, 6, generator=torch.Generator().manual_seed(1))}
@@ -174,3 +178,23 @@ def test_a_parameter_changed_in_place_is_refused_where_it_is_differentiated() ->
         meshc.compile(ChangesParameter(), meshc.Mesh("dp=2"), kwargs=X)
     model = ChangesParameter()
     calls_alike(model, X, grad=False)
+
+
+class Holding(nn.Module):
+    """A tensor that is neither parameter nor buffer; `how` changes it."""
+
+    def __init__(self, how: Callable[[Tensor], Any] = lambda held: None) -> None:
+        super().__init__()
+        self.layer, self.held, self.how = nn.Linear(6, 5), torch.arange(1.0, 6.0), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.how(self.held)
+        return self.layer(x) * self.held
+
+
+def test_a_tensor_that_is_held_is_a_constant() -> None:
+    program = module_means_itself(Holding(), {"x": torch.randn(7, 6)}, "dp=2,tp=3")
+    assert [port.shape for port in program.compiled.inputs if port.kind == "constant"] == [(5,)]
+    calls_alike(Holding(), {"x": torch.randn(7, 6)})
+    with pytest.raises(CaptureError, match="neither its parameter nor its buffer.*\n.*register_buffer"):
+        meshc.compile(Holding(lambda held: held.add_(1.0)), meshc.Mesh("dp=2"), kwargs={"x": torch.randn(7, 6)})
