@@ -318,7 +318,8 @@ class Program:
         if self._groups is None:
             self._groups = Groups({axis.name: axis.size for axis in self.mesh.axes}, dist.get_rank(), dist.get_world_size(), device_mesh)
         if self._board is not None:
-            agree(self._board, "compile", {"the compiled program": text.hash_program(compiled)})
+            traced = str(environment.trace_file() or "not set")
+            agree(self._board, "compile", {"the compiled program": text.hash_program(compiled), environment.TRACE: traced})
         first = Store.of(self.traced.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups, owners)

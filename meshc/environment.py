@@ -4,6 +4,7 @@
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
+    MESHC_TRACE=file    what each rank did when, written by rank 0 after each call (meshc.runtime.recorder)
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
 """
 
@@ -23,10 +24,13 @@ DUMP: Final = "MESHC_DUMP"
 VERIFY: Final = "MESHC_VERIFY"
 LOG: Final = "MESHC_LOG"
 DEVICES: Final = "MESHC_DEVICES"
+TRACE: Final = "MESHC_TRACE"
 LEVELS: Final = ("", "info", "debug")
 
 _dumped: Final[Counter[Path]] = Counter()
 """Compilations of this process dumped so far, by folder."""
+_traced: Final[Counter[Path]] = Counter()
+"""Calls of this process traced so far, by file."""
 
 
 def hook(program: Any, simulation: Any) -> Hook | None:
@@ -89,6 +93,18 @@ def device_file() -> Path:
     """This user's measured devices, whether or not there are any: $MESHC_DEVICES, or meshc/devices.toml where settings lie."""
     settings = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(os.environ.get(DEVICES) or Path(settings) / "meshc" / "devices.toml")
+
+
+def trace_file() -> Path | None:
+    """Where a trace of each call is written; `{call}` in it stands for the call's number. None: nothing is recorded."""
+    name = os.environ.get(TRACE, "")
+    return Path(name) if name else None
+
+
+def next_trace(file: Path) -> int:
+    """The number of the next call of this process whose trace goes there, from 0."""
+    _traced[file] += 1
+    return _traced[file] - 1
 
 
 def _is_on(name: str) -> bool:

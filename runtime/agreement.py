@@ -163,3 +163,36 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
         raised.everywhere = True
         raise raised
     return found["value"]
+
+
+def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
+    """What each rank gives, in the order of ranks, on rank 0; None on the others, which go on at once. All ranks call it, in agreement."""
+    if board is None:
+        return [text]
+    store, turn = _store(), next(_ROUNDS)
+    keys = [f"to_rank_0/{turn}/{rank}" for rank in range(board.world_size)]
+    store.set(keys[board.rank], text)
+    if board.rank != 0:
+        return None
+    while not store.check(keys):
+        board.check()
+        time.sleep(_POLL_S)
+    found = [store.get(key).decode() for key in keys]
+    for key in keys:
+        store.delete_key(key)
+    return found
+
+
+def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:
+    """Like `to_rank_0` after a failure: what ranks give within so many seconds on rank 0, which waits no longer."""
+    if board is None:
+        return [text]
+    store = _store()
+    store.set(f"behind/{board.rank}", text)
+    if board.rank != 0:
+        return None
+    keys = [f"behind/{rank}" for rank in range(board.world_size)]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not store.check(keys):
+        time.sleep(_POLL_S)
+    return [store.get(key).decode() for key in keys if store.check([key])]

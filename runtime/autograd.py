@@ -39,7 +39,7 @@ class ProgramFunction(torch.autograd.Function):
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
-        with session.executor.guarded(call.step, "run forward"):
+        with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
         call.saved = {key: env[key] for key in session.program.stages["backward"].inputs if key in env}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshc.errors import StateError
-from meshc.program import Program
+from meshc.program import Instruction, Program
 from meshc.runtime.agreement import Disagreement, agree
 from meshc.runtime.executor import Executor, LoadedStage
 
@@ -46,7 +46,8 @@ class Backwards:
                 return ()  # nothing that takes gradients is behind these outputs
             if received not in self._loaded:
                 self._loaded[received] = self.executor.load(stage)
-            self._loaded[received].perform(env)
+            with self.executor.recording(step), self.executor.doing(Instruction("run", "backward")):
+                self._loaded[received].perform(env)
         return stage.outputs
 
     def _agree(self, received: frozenset[str]) -> None:

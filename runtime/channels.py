@@ -56,11 +56,12 @@ class Channels:
         slots = [slot(key, step.microbatch) for key in step.keys]
         self._coming |= dict(zip(slots, collectives.receive_all(into, group, _other(group)), strict=True))
 
-    def arrived(self, slots: Sequence[str], env: dict[str, Any]) -> None:
-        """Waits for those of these values that are on their way."""
-        for name in slots:
-            if name in self._coming:
-                env[name] = self._coming.pop(name).wait()
+    def arrived(self, slots: Sequence[str], env: dict[str, Any]) -> list[str]:
+        """Waits for those of these values that are on their way; they are returned."""
+        late = [name for name in slots if name in self._coming]
+        for name in late:
+            env[name] = self._coming.pop(name).wait()
+        return late
 
     def finish(self, env: dict[str, Any]) -> None:
         """Waits for what no stage of this rank reads: values that leave the program here."""

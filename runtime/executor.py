@@ -6,14 +6,14 @@ Nothing here is special to a program of one stage; a schedule of one instruction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from meshc import spmd
+from meshc import environment, spmd
 from meshc.accumulate import ACCUMULATES
 from meshc.errors import StateError
 from meshc.pipelining.cut import slot
@@ -23,6 +23,7 @@ from meshc.runtime.channels import Channels
 from meshc.runtime.codegen import generate
 from meshc.runtime.failure import FailureBoard
 from meshc.runtime.groups import Groups
+from meshc.runtime.recorder import Recorder
 from meshc.runtime.regions import compile_regions
 
 RunStage = Callable[..., list[Any]]
@@ -85,6 +86,8 @@ class Executor:
         self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
         mine = {step.stage for step in self.steps if step.op == "run"}
         self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in program.stages.items() if name in mine}
+        file = environment.trace_file()
+        self.recorder = None if file is None else Recorder(program, coordinates, device, board, file)
         self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
@@ -98,13 +101,29 @@ class Executor:
     def run(self, values: dict[str, Any], step: int = 0) -> dict[str, Any]:
         """Run the whole schedule. `values` holds every input port by key; parameters and states are updated in place."""
         env = {**values, **self.constants}
-        for step_of_list, last in zip(self.steps, self.lasts, strict=True):
-            with self.guarded(step, told(step_of_list)):
-                self.perform(step_of_list, env, last)
-        if self.channels is not None:
-            with self.guarded(step, "recv what the last stages have sent"):
-                self.channels.finish(env)
+        with self.recording(step):
+            for step_of_list, last in zip(self.steps, self.lasts, strict=True):
+                with self.guarded(step, told(step_of_list)):
+                    self.perform(step_of_list, env, last)
+            if self.channels is not None:
+                with self.guarded(step, "recv what the last stages have sent"):
+                    self.channels.finish(env)
         return env
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """A context for a call: at its end the ranks write what they have recorded in it, if MESHC_TRACE asks for that."""
+        if self.recorder is None:
+            yield
+            return
+        with self.recorder.call():
+            yield
+        with self.guarded(step, "write the trace"):
+            self.recorder.collect()
+
+    def doing(self, instruction: Instruction, arrived: Collection[str] = ()) -> AbstractContextManager[None]:
+        """A context for one instruction that has what it reads, `arrived` at last: what is recorded of it."""
+        return nullcontext() if self.recorder is None else self.recorder.doing(instruction, arrived)
 
     def guarded(self, step: int, text: str) -> AbstractContextManager[None]:
         """A context in which this rank's failure reaches the others, and theirs this one."""
@@ -112,13 +131,23 @@ class Executor:
 
     def perform(self, instruction: Instruction, env: dict[str, Any], last: Collection[str] = ()) -> None:
         """One instruction of the list. `last`: values that no later one reads."""
+        arrived = self._await(instruction, env)
+        with self.doing(instruction, arrived):
+            self._do(instruction, env, last)
+
+    def _await(self, instruction: Instruction, env: dict[str, Any]) -> Collection[str]:
+        """Waits for the messages that an instruction needs."""
+        if self.channels is None or instruction.op not in ("run", "send"):
+            return ()
+        keys = self.stages[instruction.stage].inputs if instruction.op == "run" else instruction.keys
+        arrived = self.channels.arrived([slot(key, instruction.microbatch) for key in keys], env)
+        if instruction.op == "run" and instruction.stage.startswith("after_"):
+            self.channels.settle()  # what it sent it may write now
+        return arrived
+
+    def _do(self, instruction: Instruction, env: dict[str, Any], last: Collection[str]) -> None:
         if instruction.op == "run":
-            stage = self.stages[instruction.stage]
-            if self.channels is not None:
-                self.channels.arrived([slot(key, instruction.microbatch) for key in stage.inputs], env)
-                if instruction.stage.startswith("after_"):
-                    self.channels.settle()  # what it sent it may write now
-            stage.perform(env, instruction.microbatch, last)
+            self.stages[instruction.stage].perform(env, instruction.microbatch, last)
         elif instruction.op in ACCUMULATES:
             part = env.pop(instruction.value)
             if instruction.into in env:
@@ -132,7 +161,6 @@ class Executor:
                 del env[f"{instruction.into} so far"]
                 env[instruction.into] = torch.cat([rows[k] for k in sorted(rows)])
         elif instruction.op == "send" and self.channels is not None:
-            self.channels.arrived([slot(key, instruction.microbatch) for key in instruction.keys], env)
             self.channels.send(instruction, env)
             for name in last:
                 env.pop(name, None)

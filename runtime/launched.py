@@ -21,6 +21,7 @@ from meshc import artifact, environment, text
 from meshc.errors import InputError, StateError
 from meshc.ir import Record
 from meshc.program import Program
+from meshc.runtime.agreement import agree
 from meshc.runtime.failure import FailureBoard, world_board
 from meshc.runtime.loaded import Loaded
 from meshc.runtime.saved_state import SavedState, check_target, save_state
@@ -59,6 +60,8 @@ def run_saved(ask: Run) -> None:
         board = world_board()
     try:
         with board.guard(0, "load") if board else nullcontext():
+            if board is not None:
+                agree(board, "load", {environment.TRACE: str(environment.trace_file() or "not set")})
             _run_rank(program, ask, device, board)
     finally:
         if board is not None:

@@ -1,0 +1,130 @@
+"""MESHC_TRACE on real ranks: what is recorded, in what order, and that the clocks agree; each function is one check."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshc
+from meshc.pipelining import draw, trace
+from meshc.pipelining.events import Item, Run
+from meshc.pipelining.schedule import Action, Recv, Send
+from meshc.pipelining.steps import items_of
+from meshc.pipelining.timing import Event, Timeline
+from tests.models import nanogpt
+from tests.processes.session import device_mesh, run_checks
+
+MICROBATCHES = 4
+
+
+def folder() -> Path:
+    return Path(os.environ["MESHC_TRACE"]).parent
+
+
+def made(mesh: Any, **options: Any) -> tuple[meshc.Program, dict[str, Any]]:
+    case = nanogpt(layers=4, batch=8)
+    step = meshc.TrainStep(
+        case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss, microbatches=MICROBATCHES, clip_grad_norm=1.0
+    )
+    return meshc.compile(step, mesh, kwargs=case.call_kwargs, options=meshc.Options(**options)), case.call_kwargs
+
+
+def read(call: int) -> tuple[Timeline, dict[str, Any]]:
+    text = (folder() / f"trace_{call}.json").read_text()
+    return trace.read(text), json.loads(text)["otherData"]
+
+
+def computed(line: Timeline, rank: int) -> list[Item]:
+    return [event.instruction for event in line.ran[rank]]
+
+
+def pipeline(mesh: Any) -> None:
+    """Calls 0 and 1: every instruction of every rank is there, in the order of its list, and messages arrive after they were sent."""
+    program, inputs = made(mesh, schedule="1f1b")
+    program(**inputs)
+    program(**inputs)
+    if dist.get_rank() == 0:
+        for call in (0, 1):
+            line, about = read(call)
+            assert line.name == "1f1b, measured" and line.ranks == 2 and line.pipelines == ((0, 1),)
+            accuracy_s = [float(about["clocks are right to"][str(rank)].removesuffix(" us")) / 1e6 for rank in (0, 1)]
+            assert accuracy_s[0] == 0 and 0 < accuracy_s[1] < 0.1
+            for rank in (0, 1):
+                items = [item for item in items_of(program.compiled, {"pp": rank}) if item is not None]
+                mine = [event for event in line.events if event.rank == rank]
+                assert sorted(map(str, (event.instruction for event in mine))) == sorted(map(str, items))
+                assert computed(line, rank) == [item for item in items if isinstance(item, (Action, Run))]
+                posted = sorted((event for event in mine if isinstance(event.instruction, Send)), key=lambda event: event.start_s)
+                assert [event.instruction for event in posted] == [item for item in items if isinstance(item, Send)]
+                in_turn = line.ran[rank]
+                assert all(a.end_s <= b.start_s + 1e-9 for a, b in zip(in_turn, in_turn[1:], strict=False))
+            arrives(line, sum(accuracy_s))
+            assert "B1.3 on rank 1" in draw.svg(line)
+
+
+def arrives(line: Timeline, tolerance_s: float) -> None:
+    sent = {event.instruction.message: event for event in line.events if isinstance(event.instruction, Send)}
+    came = {event.instruction.message: event for event in line.events if isinstance(event.instruction, Recv)}
+    assert sent.keys() == came.keys() and len(sent) == 2 * MICROBATCHES
+    users: dict[Any, Event] = {event.instruction: event for row in line.computed for event in row}
+    for message, event in came.items():
+        assert event.end_s >= sent[message].start_s - tolerance_s, message
+        (user,) = (users[action] for action in message.users if action in users)
+        assert event.end_s <= user.start_s + 1e-6, message  # on one rank's clock: it starts once that has come
+        assert user.start_s >= users[message.of].end_s - tolerance_s, message
+
+
+def no_pipeline(mesh: Any) -> None:
+    """Call 2: a program without stages has the stages of its microbatches on each rank."""
+    program, inputs = made(device_mesh("dp=2"))
+    program(**inputs)
+    if dist.get_rank() == 0:
+        line, _ = read(2)
+        wanted = [Run("before"), *(Run("each", k) for k in range(MICROBATCHES)), Run("after")]
+        assert computed(line, 0) == computed(line, 1) == wanted
+
+
+def module(mesh: Any) -> None:
+    """Calls 3 and 4: forward and backward of a module are calls of their own."""
+    case = nanogpt()
+    program = meshc.compile(case.model, device_mesh("dp=2"), kwargs=case.kwargs)
+    case.loss_of(program(**case.kwargs)).backward()
+    if dist.get_rank() == 0:
+        assert computed(read(3)[0], 1) == [Run("forward")] and computed(read(4)[0], 1) == [Run("backward")]
+
+
+def failure(mesh: Any) -> None:
+    """Call 5 fails on rank 1 in its second backward: what both have recorded is written."""
+    program, inputs = made(mesh, schedule="1f1b")
+    session = program._last[0]  # type: ignore[index]
+    assert session is not None
+    if dist.get_rank() == 1:
+        stage = session.executor.stages["backward_1"]
+        ran = []
+
+        def fail(*arguments: Any) -> Any:
+            ran.append(1)
+            if len(ran) == 2:
+                raise ValueError("on purpose")
+            return run(*arguments)
+
+        run = stage.run
+        session.executor.stages["backward_1"] = type(stage)(stage.inputs, stage.outputs, fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            program(**inputs)
+        return
+    with pytest.raises(meshc.PeerError, match="on purpose"):
+        program(**inputs)
+    line, _ = read(5)
+    assert [str(item) for item in computed(line, 1) if isinstance(item, Action)] == ["F1.0", "B1.0", "F1.1", "B1.1"]
+    assert "F0.0" in map(str, computed(line, 0))
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks([pipeline, no_pipeline, module, failure], mesh, names)
