@@ -65,15 +65,18 @@ class Cutter:
         assert each is not None and after is not None
         (output,) = each.graph.find_nodes(op="output")
         parts: dict[str, tuple[Node, Home]] = {}
+        apart: set[Node] = set()
         end = Home(len(self.ranks) - 1, FORWARD)
         for key, node in zip(each.outputs, output.args[0], strict=True):
             terms = _terms(node, self.placed) if key.startswith("part:") else [node]
             for term in terms:
                 parts[f"part:{term.name}" if len(terms) > 1 else key] = (term, self.placed.get(term, end))
             if len(terms) > 1:
+                _leave_out(node, terms, apart)
                 after = _summed_apart(after, "sum:" + key.removeprefix("part:"), [f"sum:{term.name}" for term in terms])
         split = Splitter(each.graph, dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True)))
         ways = self._ways(shape, [node for node, _ in parts.values()])
+        ways = {names: {node: home for node, home in placed.items() if node not in apart} for names, placed in ways.items()}
         crossings = {names: flows(self.found, placed, [(node, placed.get(node, home)) for node, home in parts.values()])
                      for names, placed in ways.items()}  # fmt: skip
         stages: list[Stage] = []
@@ -241,6 +244,14 @@ def _terms(node: Node, placed: Mapping[Node, Home]) -> list[Node]:
     if not all(isinstance(operand, Node) and record(operand).shape == record(node).shape for operand in node.args):
         return [node]
     return [term for operand in node.args for term in _terms(operand, placed)]  # type: ignore[arg-type]
+
+
+def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
+    """Notes the additions of terms that are now added up after the last microbatch: no stage makes them, unless it reads them."""
+    if node not in terms and all(user.op == "output" or user in apart for user in node.users):
+        apart.add(node)
+        for operand in node.all_input_nodes:
+            _leave_out(operand, terms, apart)
 
 
 def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:

@@ -80,11 +80,16 @@ def _ends(found: Kinds) -> list[Node]:
 
 
 def _both_halves(found: Kinds, numbers: Mapping[Node, int], takes: Mapping[Node, float]) -> list[float]:
-    """Seconds at each forward operator, with those of the backward operators that belong to it."""
+    """Seconds at each forward operator, with those of the backward operators that belong to it: by number, or by what they read of it."""
     total = [takes[node] for node in found.forward]
+    position = {node: i for i, node in enumerate(found.forward)}
     last_of = {numbers[node]: i for i, node in enumerate(found.forward) if node in numbers}
     known = sorted(last_of)
     for node in found.backward:
+        read = [position[operand] for operand in node.all_input_nodes if operand in position]
+        if node not in numbers and read:
+            total[max(read)] += takes[node]
+            continue
         place = bisect_right(known, numbers.get(node, known[-1])) - 1
         total[last_of[known[max(place, 0)]]] += takes[node]
     return total

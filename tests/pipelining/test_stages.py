@@ -64,6 +64,7 @@ def test_a_tied_weight_travels_once_a_call() -> None:
     assert pipeline is not None
     assert [(move.key, move.source, move.target) for move in pipeline.shared] == [("parameter:table.weight", 0, 1)]
     assert [(move.source, move.target) for move in pipeline.returned] == [(1, 0)]
+    assert [len(keys) for keys in pipeline.messages.values()] == [1, 1], "its gradient goes with no microbatch"
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
