@@ -2,7 +2,8 @@
 
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
 share the storage of what they look at. Parameters, buffers and optimizer state live for ever, and are counted apart; what a kernel needs
-while it runs is not counted.
+while it runs is not counted. A message between pipeline stages counts on its sender until the last instruction there that reads it, as if it
+had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MESHC_TRACE on real ranks: what is recorded, in what order, and that the clocks agree; each function is one check."""
+"""MESHC_TRACE on real ranks: what is recorded, in what order, and that the clocks agree; and what each rank of a pipeline holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 
 import meshc
+from meshc import memory
+from meshc.optimizer import numbers
 from meshc.pipelining import draw, trace
+from meshc.pipelining.account import link_accounts
 from meshc.pipelining.events import Item, Run
 from meshc.pipelining.schedule import Action, Recv, Send
 from meshc.pipelining.steps import items_of
 from meshc.pipelining.timing import Event, Timeline
+from tests.cost.test_memory import Live
 from tests.models import nanogpt
 from tests.processes.session import device_mesh, run_checks
 
@@ -100,7 +104,7 @@ def module(mesh: Any) -> None:
 
 
 def failure(mesh: Any) -> None:
-    """Call 5 fails on rank 1 in its second backward: what both have recorded is written."""
+    """Call 6 fails on rank 1 in its second backward: what both have recorded is written."""
     program, inputs = made(mesh, schedule="1f1b")
     session = program._last[0]  # type: ignore[index]
     assert session is not None
@@ -121,10 +125,25 @@ def failure(mesh: Any) -> None:
         return
     with pytest.raises(meshc.PeerError, match="on purpose"):
         program(**inputs)
-    line, _ = read(5)
+    line, _ = read(6)
     assert [str(item) for item in computed(line, 1) if isinstance(item, Action)] == ["F1.0", "B1.0", "F1.1", "B1.1"]
     assert "F0.0" in map(str, computed(line, 0))
 
 
+def memory_of_ranks(mesh: Any) -> None:
+    """What each rank is predicted to hold is what it holds. gloo does not say that a message has left: these stay until the update."""
+    program, inputs = made(mesh, schedule="zb_v")
+    session = program._last[0]  # type: ignore[index]
+    assert session is not None and program.step is not None
+    given = {f"{index}.{name}": value for index, row in enumerate(numbers(program.step.optimizer)) for name, value in row.items()}
+    values = session.values([tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)], given)
+    with Live([value for value in values.values() if isinstance(value, torch.Tensor)]) as live, torch.no_grad():
+        session.executor.run(values, 1)
+    rank = dist.get_rank()
+    predicted = memory.by_rank(program.compiled)[rank].peak.total
+    sent = sum(link.bytes for link in link_accounts(program.compiled) if link.source == rank)
+    assert predicted <= live.peak <= predicted + sent < 1.15 * predicted, (predicted, live.peak, sent)
+
+
 def run(mesh: str, *names: str) -> None:
-    run_checks([pipeline, no_pipeline, module, failure], mesh, names)
+    run_checks([pipeline, no_pipeline, module, memory_of_ranks, failure], mesh, names)
