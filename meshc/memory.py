@@ -2,8 +2,8 @@
 
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
 share the storage of what they look at. Parameters, buffers and optimizer state live for ever, and are counted apart; what a kernel needs
-while it runs is not counted. A message between pipeline stages counts on its sender until the last instruction there that reads it, as if it
-had left by then; gloo keeps it until the update.
+while it runs is not counted. A message between pipeline stages counts on its sender until the last instruction there that reads it, as if
+it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def value_bytes(program: Program) -> dict[str, int]:
     found = {port.key: port_bytes(port, program.axis_sizes) for port in program.inputs}
     for stage in program.stages.values():
         for key, size in output_bytes(stage).items():
-            whole = whole_of(key)
-            found.setdefault(key if whole is None else whole[1], size)
+            op, whole = whole_of(key) or ("", key)
+            found.setdefault(whole, size * (program.microbatches if op == "join" else 1))
     return found
 
 
@@ -147,6 +147,11 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
         elif step.op in ACCUMULATES:
             carried.pop(step.value, None)
             carried[step.into] = made[step.value]  # a sum of its own, also of a part that shared a larger storage
+        elif step.op == "join":
+            carried.pop(step.value, None)
+            rows = carried[step.into] = carried.get(step.into, 0) + made[step.value]
+            if rows >= sizes[step.into] and sum(carried.values()) + rows > best.total:  # all are there, and are copied into one
+                best = Peak(sum(carried.values()) + rows, 0, f"rows of {step.into.partition(':')[2]} joined")
         elif step.op == "recv":
             carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
         for key in last if step.op == "send" else ():

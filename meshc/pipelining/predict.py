@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from meshc.accumulate import whole_of
 from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import link_of, send_seconds
@@ -19,7 +20,7 @@ from meshc.program import Port, Stage
 def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device: Device | None = None) -> Costs:
     """Seconds of each half of each stage on a rank, and of the messages between stages; by default for the mesh's device.
 
-    What a half adds to sums over microbatches counts with it, for each microbatch the same: the first one has nothing to add to.
+    What a half adds to sums over microbatches, or joins, counts with it, for each microbatch the same: the first has nothing to add to.
     """
     device = device or for_mesh(mesh)
     adding = 1 - 1 / max(pipeline.schedule.microbatches, 1)
@@ -28,9 +29,10 @@ def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device
     for stage in stages.values():
         kind, _, number = stage.name.rpartition("_")
         if kind in ops:
-            parts = [size for key, size in output_bytes(stage).items() if key.startswith("part:")]
-            added_s = adding * sum(device.launch_s + 3 * size / device.bytes_per_s for size in parts)
-            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + added_s
+            parts = [(way[0], size) for key, size in output_bytes(stage).items() if (way := whole_of(key)) is not None]
+            added_s = adding * sum(device.launch_s + 3 * size / device.bytes_per_s for op, size in parts if op != "join")
+            joined_s = sum(device.launch_s + 2 * size / device.bytes_per_s for op, size in parts if op == "join")
+            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + added_s + joined_s
     sizes = flow_bytes(stages)
     wire = link_of(mesh, [pipeline.axis], device)
     sends = {
