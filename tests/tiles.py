@@ -75,9 +75,10 @@ def tiles(whole: Tensor, sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[
 
 def _terms(value: Tensor, count: int, reduction: str, generator: torch.Generator) -> list[Tensor]:
     noise = [torch.randn(value.shape, generator=generator).abs().mul(3).to(value.dtype) for _ in range(count - 1)]
-    if reduction in ("sum", "avg"):
-        terms = [value - sum(noise), *noise] if noise else [value]
-        return [term * count for term in terms] if reduction == "avg" else terms
+    if reduction == "avg":
+        return [value - sum(noise), *(value + other for other in noise)]
+    if reduction == "sum":
+        return [value - sum(noise), *noise] if noise else [value]
     holder = torch.randint(count, value.shape, generator=generator)  # which rank has the extreme, entry by entry
     less = [value - n if reduction == "max" else value + n for n in [*noise, *noise[:1]]]
     return [torch.where(holder == rank, value, less[rank]) for rank in range(count)] if noise else [value]
@@ -94,10 +95,10 @@ def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree
         key = tuple((axis, index) for axis, index in at.items() if axis not in waiting)
         reduction = next(iter(waiting.values()), "sum")
         assert all(how == reduction for how in waiting.values()), "one kind of reduction at a time"
+        if "avg" in waiting.values():
+            local = local / prod(sizes[axis] for axis in waiting)  # before they are added up: the least float64 is a value that occurs
         fold = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
         terms[key] = fold(terms[key], local) if key in terms else local
-    if "avg" in waiting.values():
-        terms = {key: total / prod(sizes[axis] for axis in waiting) for key, total in terms.items()}
     whole = torch.zeros([part.size for part in parts], dtype=locals_[0].dtype)
     filled = torch.zeros(whole.shape, dtype=torch.bool)
     for key, local in terms.items():
