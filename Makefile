@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 CASES ?= 1000
 SEED ?= 0
 
-.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz conformance placements clean
+.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz conformance placements pipelines clean
 
 venv: $(STAMP)
 
@@ -54,6 +54,9 @@ placements: $(STAMP)
 
 zoo: $(STAMP)
 	$(RUN) -m tests.zoo
+
+pipelines: $(STAMP)
+	$(RUN) -m tests.pipelining
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,97 @@
+"""Run the pipelines' table: every schedule with every model on every mesh, simulated, against the model on one device.
+
+    python -m tests.pipelining [--only llama,gpt2] [--schedule 1f1b] [--limit-seconds T] [--fresh]
+
+Cells are kept in out/pipelines.json, so a run that was stopped goes on where it was; cells that are not ok run again. The table is written
+to docs/pipelines.md once there is a row for every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from tests.coverage_page import PAGE, put
+from tests.pipelining.cells import FAMILIES, MESHES, MICROBATCHES, SCHEDULES, STEPS, verify
+from tests.results import Results
+
+
+def key(family: str, schedule: str, mesh: str) -> str:
+    return f"{family} {schedule} {mesh}"
+
+
+def run(family: str, schedule: str, mesh: str) -> dict[str, Any]:
+    """A row: the largest error, or what went wrong."""
+    try:
+        return {"ok": True, "worst": verify(family, schedule, mesh).worst}
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"}
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The section of docs/pipelines.md."""
+    good = sum(row["ok"] for row in rows.values())
+    lines = [
+        "## What was compared",
+        "",
+        f"Written by `make pipelines` (`python -m tests.pipelining`): a training step with AdamW, clipping and {MICROBATCHES} microbatches, on",
+        "simulated ranks in float64, against the model on one device: loss, every gradient, then losses and all parameters over",
+        f"{STEPS} steps. {good} of {len(rows)} cells agree. A cell is the largest error over all six schedules"
+        f" ({', '.join(SCHEDULES)}).",
+        "",
+        f"| model | {' | '.join(f'`{mesh}`' for mesh in MESHES)} |",
+        "|---|" + "---|" * len(MESHES),
+    ]
+    for family in FAMILIES:
+        cells = []
+        for mesh in MESHES:
+            found = [rows[key(family, schedule, mesh)] for schedule in SCHEDULES]
+            wrong = [schedule for schedule, row in zip(SCHEDULES, found, strict=True) if not row["ok"]]
+            cells.append(f"not ok: {', '.join(wrong)}" if wrong else f"{max(row['worst'] for row in found):.0e}")
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    faults = [f"- {name}: {row['error']}" for name, row in rows.items() if not row["ok"]]
+    return "\n".join([*lines, *(["", *faults] if faults else [])]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.pipelining", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="models, joined by commas")
+    parser.add_argument("--schedule", default="", help="one schedule")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no cell after so many seconds")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results = Results("pipelines", arguments.fresh)
+    rows = results.rows
+    every = list(itertools.product(FAMILIES, SCHEDULES, MESHES))
+    chosen = [
+        cell
+        for cell in every
+        if (not arguments.only or cell[0] in arguments.only.split(",")) and arguments.schedule in ("", cell[1])
+    ]
+    work = [cell for cell in chosen if not rows.get(key(*cell), {}).get("ok")]
+    begin = time.monotonic()
+    for number, cell in enumerate(work, 1):
+        if time.monotonic() - begin > arguments.limit_seconds:
+            print(f"time is up: {len(work) - number + 1} cells left")
+            break
+        before = time.process_time()
+        row = rows[key(*cell)] = run(*cell)
+        results.keep()
+        said = f"{row['worst']:.1e}" if row["ok"] else row["error"]
+        print(f"[{number}/{len(work)}] {key(*cell)}: {said} ({time.process_time() - before:.1f} s)", flush=True)
+    missing = [cell for cell in every if key(*cell) not in rows]
+    if missing:
+        print(f"docs/pipelines.md is as it was: {len(missing)} cells have no row yet")
+    else:
+        put("pipelines", table(rows), PAGE.with_name("pipelines.md"))
+    return int(any(not rows[key(*cell)]["ok"] for cell in chosen if key(*cell) in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
