@@ -26,6 +26,7 @@ from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
 from meshc.passes.stages import cut_stages
 from meshc.passes.stages.choose import choose_microbatches
+from meshc.passes.stages.gather_once import gathers_once
 from meshc.paths import input_names
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
@@ -249,7 +250,8 @@ def _partition(draft: Draft) -> Draft:
     assert draft.assignment is not None
     wants = [port.sharding for port in draft.outputs]
     cut = parts.cut_inputs(draft) if draft.parts is not None else {}
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, [want for want in wants if want is not None], cut, draft.dynamic)
+    known = [want for want in wants if want is not None]
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft))
     stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
     draft.stages = {"main": stage}
     return draft

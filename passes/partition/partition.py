@@ -47,10 +47,12 @@ class Partitioner:
         outputs: Sequence[Sharding],
         cut: Mapping[str, int],
         open_sizes: Sequence[Dynamic],
+        accumulate: bool,
     ) -> None:
         self.graph, self.assignment, self.inputs, self.output_wants, self.cut = graph, assignment, inputs, outputs, cut
         self.factors = assignment.factors
         self.build = Builder(assignment.sizes, open_sizes)
+        self.accumulate = accumulate
         self.forms: dict[Value, dict[Sharding, Form]] = {}
         self.phase = "forward"
         self.sequential = frozenset({MICROBATCH})
@@ -132,7 +134,7 @@ class Partitioner:
         what = moved(value[0], self.ports)
         reason = f"{what}{f', for {reason}' if reason != what else ''}{lines(axes, self.assignment.entries)}"
         self.build.context = replace(before, reason=reason)
-        node, sharding = reshard(self.build, best.node, best.sharding, want, reason, self.sequential)
+        node, sharding = reshard(self.build, best.node, best.sharding, want, reason, self.sequential, self.accumulate)
         self.build.context = before
         gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.pending
         phase = self.phase if gathered else best.phase
@@ -377,10 +379,11 @@ def partition(
     outputs: Sequence[Sharding],
     cut: Mapping[str, int] | None = None,
     open_sizes: Sequence[Dynamic] = (),
+    accumulate: bool = False,
 ) -> Graph:
     """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave.
 
     `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut. `open_sizes`
-    are the sizes that calls choose.
+    are the sizes that calls choose. With `accumulate` microbatches are added up before ranks add anything.
     """
-    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes).run()
+    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate).run()

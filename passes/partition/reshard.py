@@ -35,8 +35,11 @@ class Step:
     reduction: str = "sum"
 
 
-def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = frozenset()) -> list[Step]:
-    """The collectives from one sharding to another of the same value. `sequential` axes (microbatches) are reduced on their own."""
+def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = frozenset(), first: bool = False) -> list[Step]:
+    """The collectives from one sharding to another of the same value.
+
+    `sequential` axes (microbatches) are reduced on their own; with `first` before anything else, so that other ranks wait for the last.
+    """
     now = {(d, p): list(part.axes) for d, p, part in source.parts()}
     goal = {(d, p): list(part.axes) for d, p, part in target.parts()}
     pending = dict(source.pending)
@@ -51,6 +54,8 @@ def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = froze
         have, want = now[part], goal[part]
         return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
 
+    early = [axis for axis in pending if first and axis in sequential and wanted.get(axis) != pending[axis] and axis not in place]
+    found += [Step("all_reduce", (axis,), reduction=pending.pop(axis)) for axis in early]
     while True:
         step = None
         for part in now:
@@ -147,10 +152,12 @@ def apply(sharding: Sharding, step: Step) -> Sharding:
     return off.with_axes(d, p, (*axes, *step.axes))
 
 
-def reshard(build: Builder, x: Node, source: Sharding, target: Sharding, reason: str, sequential: frozenset[str]) -> tuple[Node, Sharding]:
+def reshard(
+    build: Builder, x: Node, source: Sharding, target: Sharding, reason: str, sequential: frozenset[str], first: bool = False
+) -> tuple[Node, Sharding]:
     """Emit the steps; returns the node and its sharding with what is known of its padding."""
     now = source
-    for step in merge(steps(source, target, sequential), source, build.sizes):
+    for step in merge(steps(source, target, sequential, first), source, build.sizes):
         after = apply(now, step)
         zero = _zero_after(now, after, step, build.sizes)
         after = replace(after, zero=zero)

@@ -24,6 +24,7 @@ from meshc.ir import is_getitem, record, records, set_record
 from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
 from meshc.passes.stages.flows import flows, key_of
+from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, kinds, numbers
 from meshc.passes.stages.shape import Shape, shape_of
@@ -44,6 +45,8 @@ def cut_stages(draft: Draft) -> Draft:
         return draft
     if "each" not in draft.stages:
         draft.stages = without_update(draft.stages["main"])
+    if gathers_once(draft):
+        draft.stages = gather_once(draft.stages)
     each = draft.stages["each"]
     keys = dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True))
     found = kinds(each.graph, keys)
@@ -59,6 +62,7 @@ class Cutter:
     def __init__(self, draft: Draft, axis: str, ranks: Sequence[int], found: Kinds, placed: Mapping[Node, Home]) -> None:
         self.draft, self.axis, self.ranks, self.found, self.placed = draft, axis, ranks, found, placed
         self.before, self.each, self.after = (draft.stages.get(name) for name in ("before", "each", "after"))
+        self.behind = {} if self.before is None else read_for(self.before)
 
     def run(self, shape: Shape) -> None:
         each, after = self.each, self.after
@@ -132,7 +136,7 @@ class Cutter:
         names = [port.name for port in self.draft.inputs if port.kind == "parameter"]
         for name in names:
             key = f"parameter:{name}"
-            first = next((stage for stage in forward_first if key in stage.inputs), None)
+            first = next((stage for stage in forward_first if key in self._reads(stage)), None)
             here = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
             owners[key] = self.draft.request.owners.get(key, here)
         for port in (*self.draft.inputs, *self.draft.outputs):
@@ -145,7 +149,7 @@ class Cutter:
         wanted: dict[Move, None] = {}
         for stage in stages:
             rank = self.ranks[int(stage.name.rpartition("_")[2])]
-            for key in stage.inputs:
+            for key in self._reads(stage):
                 if key in owners and owners[key] != rank:
                     wanted[Move(key, owners[key], rank)] = None
         return list(wanted)
@@ -197,6 +201,10 @@ class Cutter:
     def _labels(self) -> dict[str, str]:
         return {node.name: name for node, name in self.draft.updates.items()}
 
+    def _reads(self, stage: Stage) -> list[str]:
+        """What a stage reads, parameters that are gathered for it before the first microbatch included."""
+        return [key for own in stage.inputs for key in (own, *self.behind.get(own, ()))]
+
     def _before(self, stages: Sequence[Stage], count: int) -> list[Stage]:
         """What each rank's stages need of what depends on no microbatch and on no parameter."""
         before = self.before
@@ -216,6 +224,16 @@ class Cutter:
     def _rank_of(self, stage: Stage) -> int:
         kind, _, number = stage.name.rpartition("_")
         return int(number) if kind in ("before", "after") else self.ranks[int(number)]
+
+
+def read_for(stage: Stage) -> dict[str, list[str]]:
+    """For each value that a stage gives, the keys of what it is made of."""
+    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    behind: dict[Node, dict[str, None]] = {}
+    for node in stage.graph.nodes:
+        behind[node] = {keys[node]: None} if node in keys else {key: None for x in node.all_input_nodes for key in behind[x]}
+    (output,) = stage.graph.find_nodes(op="output")
+    return {key: list(behind[node]) for key, node in zip(stage.outputs, output.args[0], strict=True)}
 
 
 def without_update(stage: Stage) -> dict[str, Stage]:

@@ -23,6 +23,8 @@ from meshc.ir import is_getitem, operands, records
 
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
+GATHERED: Final = "gathered:"
+"""Keys of parameters that were put together before the first microbatch begin so."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
     late: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            (learned if keys[node].startswith(("parameter:", "state:")) else given).add(node)
+            (learned if keys[node].startswith(("parameter:", "state:", GATHERED)) else given).add(node)
         elif node.op == "call_function":
             read = node.all_input_nodes
             if any(operand in late for operand in read):

@@ -85,12 +85,15 @@ def _both_halves(found: Kinds, numbers: Mapping[Node, int], takes: Mapping[Node,
     position = {node: i for i, node in enumerate(found.forward)}
     last_of = {numbers[node]: i for i, node in enumerate(found.forward) if node in numbers}
     known = sorted(last_of)
+    number: dict[Node, int] = {}
     for node in found.backward:
         read = [position[operand] for operand in node.all_input_nodes if operand in position]
         if node not in numbers and read:
             total[max(read)] += takes[node]
             continue
-        place = bisect_right(known, numbers.get(node, known[-1])) - 1
+        # what has no number of its own and reads nothing of the forward half (a collective) goes with what it reads
+        number[node] = numbers.get(node, max((number[operand] for operand in node.all_input_nodes if operand in number), default=known[-1]))
+        place = bisect_right(known, number[node]) - 1
         total[last_of[known[max(place, 0)]]] += takes[node]
     return total
 

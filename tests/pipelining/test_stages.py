@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc import spmd
 from meshc.passes.stages.balance import SLACK, Place, best_cuts, stage_seconds
 from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import Link
 from meshc.pipelining.timing import simulate
 from meshc.program import Program
-from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, verify
+from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, captured, verify
 
 SAMPLE = sorted(random.Random(4).sample(list(itertools.product(FAMILIES, SCHEDULES, MESHES)), 10))
 
@@ -153,3 +154,16 @@ def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
         assert other.pipeline is not None
         costs = costs_of(other.pipeline, other.stages, other.mesh)
         assert mine <= simulate(other.pipeline.schedule, costs).makespan_s * 1.1, name
+
+
+@pytest.mark.parametrize("budget, where", [(None, {"before", "after"}), (1, {"forward", "backward", "after"})])
+def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int | None, where: set[str]) -> None:
+    report = verify("llama", "1f1b", "pp=2,dp_shard=2", memory_budget=budget)
+    program = captured("llama").latest
+    moved = {
+        stage.name.partition("_")[0]
+        for stage in program.stages.values()
+        for node in stage.graph.nodes
+        if node.target in (spmd.all_gather, spmd.reduce_scatter)
+    }
+    assert report.ok and moved <= where and (budget is None) == ("forward" not in moved)

@@ -1,0 +1,87 @@
+"""Gather once: a stored parameter is whole for all microbatches of a call, where memory allows.
+
+    each:  w = all_gather(stored); y = mm(x, w)        before:  gathered:w = all_gather(stored)
+                                              becomes  each:    y = mm(x, gathered:w)
+
+Without this a stage of a pipeline would gather its parameters, and reduce-scatter their gradients, once a microbatch and half. With it
+gradients add up whole and are reduced after the last microbatch. It costs the bytes of the stage's parameters, twice.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from meshc import spmd
+from meshc.cost.devices import for_mesh
+from meshc.passes.draft import Draft
+from meshc.passes.microbatch import Splitter
+from meshc.passes.propagate import MICROBATCH
+from meshc.passes.stages.homes import GATHERED, kinds
+from meshc.program import Stage
+from meshc.sharding import local_shape
+
+SHARE = 0.5
+"""Of the memory that there is, what parameters, state, whole parameters and whole gradients may take; activations need the rest."""
+
+
+def gathers_once(draft: Draft) -> bool:
+    """Whether a pipeline's stages keep their parameters gathered, by what that is expected to take."""
+    axis = draft.mesh.pipeline_axis
+    if axis is None or MICROBATCH not in draft.sizes:
+        return False
+    stored = whole = 0.0
+    for port in draft.inputs:
+        if port.kind in ("parameter", "state") and port.sharding is not None:
+            stored += prod(local_shape(port.sharding, draft.sizes)) * port.dtype.itemsize
+            whole += 2 * prod(port.shape) * port.dtype.itemsize if port.kind == "parameter" else 0
+    budget = draft.request.memory_budget or for_mesh(draft.mesh).memory_bytes
+    return (stored + whole) / axis.size <= SHARE * budget
+
+
+def gather_once(stages: dict[str, Stage]) -> dict[str, Stage]:
+    """`before` with the gathers of what `each` reads of parameters alone; `each` without them."""
+    each = stages["each"]
+    keys = dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True))
+    learned = kinds(each.graph, keys).learned
+    gathers: dict[Any, Node] = {}
+    for node in each.graph.nodes:
+        if node in learned and node.target is spmd.all_gather:
+            first = gathers.setdefault(str(node.args), node)  # forward and backward each have their own
+            if first is not node:
+                node.replace_all_uses_with(first)
+    if not gathers:
+        return stages
+    (output,) = each.graph.find_nodes(op="output")
+    results: dict[str, Node] = dict(zip(each.outputs, output.args[0], strict=True))
+    split = Splitter(each.graph, keys)
+    given = {node: GATHERED + node.name for node in gathers.values()}
+    made = split.stage("before", {key: node for node, key in given.items()}, {})
+    before = _joined(stages["before"], made) if "before" in stages else made
+    return {**stages, "before": before, "each": split.stage("each", results, given)}
+
+
+def _joined(one: Stage, other: Stage) -> Stage:
+    """Both stages as one; what both read comes in once."""
+    graph = Graph()
+    entered: dict[str, Node] = {}
+    results: dict[str, Node] = {}
+    copies: list[tuple[Stage, dict[Node, Node]]] = []
+    for stage in (one, other):
+        env: dict[Node, Node] = {}
+        for node, key in zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True):
+            if key not in entered:
+                entered[key] = graph.placeholder(node.name)
+                entered[key].meta = dict(node.meta)
+            env[node] = entered[key]
+        copies.append((stage, env))
+    for stage, env in copies:
+        for node in stage.graph.nodes:
+            if node.op == "call_function":
+                env[node] = graph.node_copy(node, env.__getitem__)
+        (output,) = stage.graph.find_nodes(op="output")
+        results |= {key: env[node] for key, node in zip(stage.outputs, output.args[0], strict=True)}
+    graph.output(tuple(results.values()))
+    return Stage("before", graph, tuple(entered), tuple(results))
