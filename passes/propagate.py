@@ -129,7 +129,7 @@ class Propagator:
         whole = self.result.whole((node, 0))
         given: Sharding | None = whole
         if port.kind == "parameter":
-            given = self.fixed.get(port.name)
+            given = self._settled(port.name, node)
         elif port.kind == "state":
             given = None
         elif port.kind == "input" and self.local_batch:
@@ -377,14 +377,19 @@ class Propagator:
         if port is not None and port.kind == "parameter":
             self.first_use.setdefault(port.name, replace(want, pending=()))
 
+    def _settled(self, name: str, node: Node) -> Sharding | None:
+        """The storage that another program has settled; one that did not use the parameter has no names for what it keeps whole."""
+        base = self.fixed.get(name)
+        return self.result.whole((node, 0)) if base is not None and not base.split_axes() else base
+
     def storage(self, name: str, kind: str) -> Sharding:
         """How a parameter (kind parameter), its gradient or its state lies between steps."""
         key = (name, kind)
         if key not in self.result.storage:
             node = next(n for n, p in self.ports.items() if p.kind == "parameter" and p.name == name)
-            base = self.fixed.get(name) if kind == "parameter" else None
+            base = self._settled(name, node) if kind == "parameter" else None
             if base is None:
-                base = self.fixed.get(name) or self.first_use.get(name) or self.result.whole((node, 0))
+                base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
                 base = self._with_pins(name, _without_axis(base, MICROBATCH))
                 clause = {"parameter": "params", "gradient": "grads", "state": "state"}[kind]
                 for axis in self.axes:

@@ -29,7 +29,7 @@ class Step(Protocol):
     def work(self, values: dict[str, Any]) -> dict[str, Any]: ...
 
 
-def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool) -> str:
+def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False) -> str:
     """Why a program does not run as a CUDA graph; empty if it may."""
     if wanted is False:
         return "off: Options(cuda_graph=False)"
@@ -39,6 +39,8 @@ def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device
         return "off: only a TrainStep has static inputs and outputs"
     if not waits_on_device:
         return "off: the process group's backend waits on the host (use nccl)"
+    if in_stages:
+        return "off: messages between pipeline stages are posted by the host"
     return ""
 
 

@@ -77,7 +77,7 @@ class Session:
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
-        self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device)
+        self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device, program.pipeline is not None)
         self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)
 
     # ------------------------------------------------------------------------------------------------------------------- inputs

@@ -157,16 +157,13 @@ class Store:
     def settle(self, owners: Mapping[str, int]) -> None:
         """Says on which pipeline stage's ranks things live, by key, before they are held."""
         axis = self.mesh.pipeline_axis
-        strangers = [held.name for key, at in owners.items() if (held := self.find(key)) is not None and self.owners.get(held.key) != at]
-        if strangers:
-            raise StateError(
-                f"{', '.join(strangers[:6])}: stored on all ranks, since the first program of the model does not use it, "
-                "but the new one wants it on one pipeline stage alone\n"
-                "  what to do: compile the program that uses all of the model first"
-            )
         self.owners |= owners
         if owners and axis is not None and not self._stages:
             self._stages = of_stages(self.transfers, axis.name)
+
+    def places(self) -> dict[str, int]:
+        """On which stage's ranks things live, by each of their names."""
+        return {**{name: self.owners[key] for name, key in self._alias.items() if key in self.owners}, **self.owners}
 
     def home(self, key: str) -> Transfers:
         """What moves a stored tensor."""
@@ -289,6 +286,8 @@ class Store:
             tensor, places = found.pop()
             key = next((key for key, _, _ in places if key in wanted), places[0][0])
             self._alias |= {other: key for other, _, _ in places}
+            if self._stages and _is_parameter(key):
+                self.owners.setdefault(key, 0)  # what this program does not use, another one may update
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
             tile = None if key in unfilled else self.home(key).scatter(tensor, sharding, tensor.dtype)
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key))

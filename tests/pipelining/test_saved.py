@@ -18,6 +18,7 @@ from meshc.errors import ArtifactError, PlanError
 from meshc.pipelining.complete import refuse_incomplete
 from meshc.pipelining.cut import Move
 from meshc.pipelining.schedule import parse
+from meshc.runtime.cuda_graph import refusal
 from meshc.text import hash_program, print_program
 from tests.models import resnet
 from tests.pipelining.test_stages import Blocks, compiled, step
@@ -66,7 +67,7 @@ def test_the_hash_is_that_of_schedule_messages_and_owners_too() -> None:
     assert "F1.0 RECV:F0.1>1 B1.0" in text
     others = [
         replace(pipeline, schedule=parse(text.replace("F1.0 RECV:F0.1>1 B1.0", "RECV:F0.1>1 F1.0 B1.0"))),
-        replace(pipeline, messages={link: keys[::-1] for link, keys in pipeline.messages.items()}),
+        replace(pipeline, messages={link: (*keys, "flow:more") for link, keys in pipeline.messages.items()}),
         replace(pipeline, owners={**pipeline.owners, "parameter:table.weight": 1}),
         replace(pipeline, shared=()),
     ]
@@ -165,6 +166,12 @@ def test_dynamic_sizes() -> None:
     program = meshc.compile(train, meshc.Mesh("pp=2"), kwargs=inputs, options=options)
     assert program.general.dynamic and program.general.pipeline == program.compiled.pipeline
     assert meshc.verify(program, {name: torch.randint(11, (4, 9)) for name in "xy"}, dtype=torch.float64).ok
+
+
+def test_a_pipeline_is_no_cuda_graph() -> None:
+    device = torch.device("cuda")
+    assert refusal(device, "auto", "step", True) == ""
+    assert refusal(device, "auto", "step", True, in_stages=True).startswith("off: messages between pipeline stages")
 
 
 def batch_norm(**options: Any) -> tuple[meshc.Program, dict[str, Any]]:

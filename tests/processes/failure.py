@@ -37,10 +37,10 @@ def killed(mesh: Any) -> None:
         program(**case.call_kwargs)
 
 
-def staged(mesh: Any) -> tuple[meshc.Program, Case]:
+def staged(mesh: Any, schedule: str = "1f1b") -> tuple[meshc.Program, Case]:
     case = mlp(batch=2000, width=1000)
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss, microbatches=4)
-    program = meshc.compile(step, mesh, options=meshc.Options(schedule="1f1b"))
+    program = meshc.compile(step, mesh, options=meshc.Options(schedule=schedule))
     program(**case.call_kwargs)
     print("one step", flush=True)
     return program, case
@@ -53,6 +53,10 @@ def killed_in_a_pipeline(mesh: Any) -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for _ in range(1000):
         program(**case.call_kwargs)
+
+
+def other_schedule_in_a_pipeline(mesh: Any) -> None:
+    staged(mesh, "gpipe" if dist.get_rank() else "1f1b")
 
 
 def raises_in_a_pipeline(mesh: Any) -> None:
@@ -167,7 +171,7 @@ class Branching(nn.Module):
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
-    killed, killed_in_a_pipeline, raises_in_a_pipeline,
+    killed, killed_in_a_pipeline, raises_in_a_pipeline, other_schedule_in_a_pipeline,
     other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, other_outputs,
     other_outputs_at_first, wrong_world,
 )  # fmt: skip

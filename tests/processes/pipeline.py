@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +12,32 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshc
+from meshc import artifact
 from meshc.reference import ReferenceRandom
 from tests.models import Case, NanoGPT, gpt2, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks
+
+
+class TwoEntries(nn.Module):
+    """Embeds words, or takes them embedded; then neither `first` nor the table is used, but by the head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if x.is_floating_point() else F.gelu(self.first(self.table(x)))
+        return self.head(F.gelu(self.third(F.gelu(self.second(h)))))
 
 
 def options(**more: Any) -> meshc.Options:
@@ -259,9 +277,49 @@ def local_inputs(mesh: Any) -> None:
     close(ours, wanted, 1e-9)
 
 
+def saved_by_ranks(mesh: Any) -> None:
+    """`program.save` gathers what the stages hold."""
+    case = small()
+    program = program_of(case, mesh)
+    program(**case.call_kwargs)
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box, 0)
+    program.save(f"{box[0]}/p")
+    whole = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert artifact.load(f"{box[0]}/p").pipeline == program.compiled.pipeline
+        weights = artifact.load_weights(f"{box[0]}/p")
+        assert all(torch.equal(weights[name], value) for name, value in whole["model"].items())
+        shutil.rmtree(box[0])
+
+
+def a_part_and_then_the_whole(mesh: Any) -> None:
+    """The first program does not use all parameters; a step then updates all of them, a tied one under its other name."""
+    torch.manual_seed(0)
+    model = TwoEntries().double()
+    twin = copy.deepcopy(model)
+    hidden, words, wanted = torch.randn(4, 6, 8, dtype=torch.float64), torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    with torch.no_grad():
+        program = meshc.compile(model, mesh, kwargs={"x": hidden}, options=options(schedule=None))
+        assert float((program(x=hidden) - twin(hidden)).abs().max()) < 1e-12
+    step = meshc.TrainStep(model, optimizer=adamw(model.parameters()), loss=word_loss, microbatches=2, clip_grad_norm=1.0)
+    program = meshc.compile(step, mesh, options=options())
+    losses = [program(words, target=wanted).item() for _ in range(3)]
+    expected, trained, _ = train(twin, lambda output: word_loss(output, wanted), {"x": words}, steps=3)
+    close(losses, expected, 1e-9)
+    whole = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert furthest(whole["model"], trained.state_dict())[0] < 1e-9
+
+
+def word_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
 CHECKS: tuple[Callable[[Any], None], ...] = (
     scheduled, two_programs, two_programs_the_other_way, states_of_another_cut,
     from_meta, verified, dynamic_sizes, mean_of_parts, as_they_lie, local_inputs,
+    saved_by_ranks, a_part_and_then_the_whole,
 )  # fmt: skip
 
 

@@ -99,3 +99,8 @@ def test_a_rank_that_raises_in_a_pipeline() -> None:
         end = ended.ranks[rank]
         assert end.code == STOPPED and "PeerError: rank 1 failed at step 1, run backward_1 2: ValueError: nothing left" in end.out, ended
         assert end.seconds - first.seconds < 30, ended
+
+
+def test_another_schedule_on_one_rank() -> None:
+    """Refused before any message is sent."""
+    check("other_schedule_in_a_pipeline", "ranks differ in the compiled program")
