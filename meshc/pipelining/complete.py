@@ -89,7 +89,7 @@ class _Rank:
         return self._stage(step).inputs if step.op == "run" else step.keys if step.op == "send" else ()
 
     def _makes(self, step: Instruction) -> tuple[str, ...]:
-        return self._stage(step).outputs if step.op == "run" else (step.into,) if step.op in ACCUMULATES else step.keys
+        return self._stage(step).outputs if step.op == "run" else (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys
 
     def _unmade(self, step: Instruction) -> list[str]:
         return [key for key in step.keys if step.stage and key not in self.made]

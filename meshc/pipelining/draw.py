@@ -25,6 +25,7 @@ _UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 def svg(timeline: Timeline) -> str:
     """Rows are ranks, boxes actions, with the number of the microbatch; hovering shows the action and its times. Empty: nothing ran.
 
+    Of several pipelines one stands below the other, each in the order of its stages' ranks.
     Stages outside of a schedule (before the first microbatch, after the last one) are grey, with their names.
     """
     events = [event for events in timeline.ran for event in events]
@@ -37,7 +38,7 @@ def svg(timeline: Timeline) -> str:
     width = timeline.call_s * scale
     unit_s, unit = next(((s, name) for s, name in _UNITS if timeline.call_s >= s), _UNITS[-1])
     bottom = _TOP + timeline.ranks * (_ROW + _GAP)
-    shades = _shades(timeline)
+    shades, places = _shades(timeline), _places(timeline)
     legend = list(_legend(timeline, shades))
     total = max(_LEFT + width + _RIGHT, 640.0, legend[-1][0] if legend else 0.0)
     lines = [
@@ -48,7 +49,7 @@ def svg(timeline: Timeline) -> str:
         f'<tspan dx="16">{_headline(timeline, unit_s, unit)}</tspan></text>',
         *(line for _, line in legend),
         *_rows(timeline, width),
-        *(_box(event, shades, first_s, scale, unit_s, unit) for event in events),
+        *(_box(event, places[event.rank], shades, first_s, scale, unit_s, unit) for event in events),
         *_axis(timeline.call_s, scale, bottom, unit_s, unit),
         "</svg>",
     ]
@@ -91,13 +92,19 @@ def _op(event: Event) -> str:
 
 def _rows(timeline: Timeline, width: float) -> Iterator[str]:
     peaks = timeline.peaks()
-    for rank in range(timeline.ranks):
-        y = _TOP + rank * (_ROW + _GAP)
+    for rank, place in _places(timeline).items():
+        y = _TOP + place * (_ROW + _GAP)
         yield f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">rank {rank}</text>'
         yield f'<rect x="{_LEFT}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="#eee"/>'
         idle = timeline.idle_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
         if timeline.computed[rank] or not timeline.ran[rank]:
             yield f'<text x="{_LEFT + width + 8:.2f}" y="{y + 17}">idle {100 * idle:.1f} %, holds up to {peaks[rank]:g}</text>'
+
+
+def _places(timeline: Timeline) -> Mapping[int, int]:
+    """Rank -> its row, from above."""
+    ranks = [rank for pipeline in timeline.pipelines for rank in pipeline] or range(timeline.ranks)
+    return {rank: place for place, rank in enumerate(ranks)}
 
 
 def _shades(timeline: Timeline) -> Mapping[tuple[int, int], int]:
@@ -111,10 +118,10 @@ def _fill(op: str, shade: int) -> str:
     return "#" + "".join(f"{round(255 - (255 - part) * keep):02x}" for part in COLOURS[op])
 
 
-def _box(event: Event, shades: Mapping[tuple[int, int], int], first_s: float, scale: float, unit_s: float, unit: str) -> str:
+def _box(event: Event, place: int, shades: Mapping[tuple[int, int], int], first_s: float, scale: float, unit_s: float, unit: str) -> str:
     item = event.instruction
     x, width = _LEFT + (event.start_s - first_s) * scale, (event.end_s - event.start_s) * scale
-    y = _TOP + event.rank * (_ROW + _GAP)
+    y = _TOP + place * (_ROW + _GAP)
     shade = shades[event.rank, item.stage] if isinstance(item, Action) else 0
     label = str(item.microbatch) if isinstance(item, Action) else _stage_label(item) if isinstance(item, Run) else ""
     size = min(11.0, (width - 2) / (0.64 * len(label)))

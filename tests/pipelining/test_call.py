@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 import meshc
-from meshc import memory, spmd
+from meshc import artifact, memory, spmd
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
@@ -195,3 +195,18 @@ def test_a_program_without_a_pipeline_has_one_row(tmp_path: Path) -> None:
     slices = [event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert slices == [str(event.instruction) for event in line.events]
     assert "after on rank 0" in draw.svg(line)
+
+
+def test_an_inference_and_its_saved_program_look_alike(tmp_path: Path) -> None:
+    case = nanogpt(batch=8)
+    with torch.no_grad():
+        options = meshc.Options(schedule="inference", pp_splits=["h.1"], microbatches=2)
+        program = meshc.compile(case.model, meshc.Mesh("pp=2"), kwargs=case.kwargs, options=options)
+    line = program.timeline()
+    assert {str(event.instruction) for row in line.computed for event in row} == {"F0.0", "F0.1", "F1.0", "F1.1"}
+    told = program.summary()
+    assert "schedule inference: 2 microbatches" in told and "backward" not in told
+    assert cell(told, "1        1", "modules") == "h.1, ln_f, lm_head"
+    program.save(tmp_path / "m", weights=False)
+    again = artifact.load(tmp_path / "m")
+    assert draw.svg(call.predicted(again)) == draw.svg(line) and memory.by_rank(again) == memory.by_rank(program.compiled)

@@ -11,7 +11,8 @@ import pytest
 from meshc.errors import ScheduleError
 from meshc.passes.schedules import build
 from meshc.pipelining import draw, trace
-from meshc.pipelining.schedule import Action, Recv, Send, parse
+from meshc.pipelining.events import Run
+from meshc.pipelining.schedule import Action, Message, Recv, Send, parse
 from meshc.pipelining.timing import Costs, Event, Timeline, equal, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -69,6 +70,38 @@ def test_names_cannot_break_the_picture_and_nothing_can_be_drawn() -> None:
     assert boxes(draw.svg(Timeline((), 2))) == {}
     flat = Timeline((Event(0, Action("F", 0, 0), 1.0, 1.0),), 1)
     assert list(boxes(draw.svg(flat))) == ["F0.0 on rank 0, 0 to 0 ns"]
+
+
+def test_pipelines_stand_one_below_the_other() -> None:
+    """Ranks 0 and 2 are one, 1 and 3 another, as on a mesh pp=2,dp=2; rank 1 has a stage before the first microbatch."""
+    events = [Event(rank, Action("F", int(rank > 1), 0), 1.0, 2.0) for rank in range(4)] + [Event(1, Run("before_0"), 0.0, 1.0)]
+    line = Timeline(tuple(events), 4, pipelines=((0, 2), (1, 3)))
+    root = ElementTree.fromstring(draw.svg(line))
+    rows = {str(text.text): float(text.attrib["y"]) for text in root.iter(f"{SVG}text") if str(text.text).startswith("rank ")}
+    assert rows == {"rank 0": 75, "rank 2": 107, "rank 1": 139, "rank 3": 171}
+    tops = {}
+    for title, group in boxes(draw.svg(line)).items():
+        box = group.find(f"{SVG}rect")
+        assert box is not None
+        tops[title.split(",")[0]] = float(box.attrib["y"])
+    assert tops == {
+        "F0.0 on rank 0": 58, "F1.0 on rank 2": 90, "F0.0 on rank 1": 122, "before_0 on rank 1": 122, "F1.0 on rank 3": 154,
+    }  # fmt: skip
+    assert (line.call_s, line.makespan_s, line.bubble) == (2.0, 1.0, 0.0)
+    again = trace.read(trace.write(line))
+    assert again.pipelines == line.pipelines and again.call_s == pytest.approx(2.0)
+
+
+def test_messages_that_overlap_are_no_slices_of_a_thread() -> None:
+    """Two are on their way from rank 0 to 1 at a time: the second is an asynchronous pair, and both are read back."""
+    lists = [Event(stage, Action("F", stage, k), 4.0 * stage + k, 4.0 * stage + k + 1) for stage in (0, 1) for k in (0, 1)]
+    sends = [Event(0, Send(Message(Action("F", 0, k), 1)), k + 1.0, 3.5) for k in (0, 1)]
+    text = trace.write(Timeline((*lists, *sends), 2))
+    written = [event for event in json.loads(text)["traceEvents"] if event.get("cat") == "message"]
+    kinds = {event["name"]: event["ph"] for event in written if event["ph"] in "Xb"}
+    assert kinds == {"SEND:F0.0>1": "X", "SEND:F0.1>1": "b"}
+    found = {str(event.instruction): (event.start_s, event.end_s) for event in trace.read(text).events}
+    assert found["SEND:F0.0>1"] == (1.0, 3.5) and found["SEND:F0.1>1"] == (2.0, 3.5)
 
 
 def test_text() -> None:
