@@ -88,6 +88,9 @@ def test_a_program_comes_back(schedule: str, tmp_path: Path) -> None:
 def test_what_compiles_is_complete() -> None:
     for schedule in ("gpipe", "interleaved", "zb_h1"):
         refuse_incomplete(compiled(schedule=schedule, microbatches=2))
+    with torch.no_grad():
+        inference = meshc.compile(Blocks(), meshc.Mesh("pp=2,tp=2"), kwargs={"x": torch.randint(11, (4, 6))})
+    refuse_incomplete(inference.compiled)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,7 @@ def test_the_mean_of_parts() -> None:
     pipeline = program.compiled.pipeline
     assert pipeline is not None
     assert Move("buffer:bn.running_mean", 0, 1) in pipeline.returned
+    refuse_incomplete(program.compiled)
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 

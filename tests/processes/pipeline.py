@@ -316,10 +316,23 @@ def word_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+def inductor(mesh: Any) -> None:
+    """Compiled regions, stage by stage."""
+    torch.manual_seed(0)
+    model = TwoEntries().double()
+    twin = copy.deepcopy(model)
+    words, wanted = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    step = meshc.TrainStep(model, optimizer=adamw(model.parameters()), loss=word_loss, microbatches=2, clip_grad_norm=1.0)
+    program = meshc.compile(step, mesh, backend="inductor", options=options())
+    losses = [program(words, target=wanted).item() for _ in range(2)]
+    expected, _, _ = train(twin, lambda output: word_loss(output, wanted), {"x": words}, steps=2)
+    close(losses, expected, 1e-9)
+
+
 CHECKS: tuple[Callable[[Any], None], ...] = (
     scheduled, two_programs, two_programs_the_other_way, states_of_another_cut,
     from_meta, verified, dynamic_sizes, mean_of_parts, as_they_lie, local_inputs,
-    saved_by_ranks, a_part_and_then_the_whole,
+    saved_by_ranks, a_part_and_then_the_whole, inductor,
 )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_refusals_that_are_caught(last: str) -> None:
 
 def test_pipeline_stages_on_two_ranks() -> None:
     names = ("scheduled", "two_programs", "two_programs_the_other_way", "states_of_another_cut", "from_meta")
-    names = (*names, "verified", "dynamic_sizes", "mean_of_parts", "as_they_lie", "saved_by_ranks", "a_part_and_then_the_whole")
+    names = (*names, "verified", "dynamic_sizes", "mean_of_parts", "as_they_lie", "saved_by_ranks", "a_part_and_then_the_whole", "inductor")
     assert run("pipeline", 2, "pp=2", *names).split() == [*names]
 
 
