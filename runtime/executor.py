@@ -101,6 +101,8 @@ class Executor:
     def run(self, values: dict[str, Any], step: int = 0) -> dict[str, Any]:
         """Run the whole schedule. `values` holds every input port by key; parameters and states are updated in place."""
         env = {**values, **self.constants}
+        if self.channels is not None:
+            self.channels.begin()
         with self.recording(step):
             for step_of_list, last in zip(self.steps, self.lasts, strict=True):
                 with self.guarded(step, told(step_of_list)):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.conformance import dtensor
 from tests.conformance.ours import placements
@@ -44,10 +47,18 @@ def test_a_mean_over_a_split_dim_is_the_average_of_the_parts_means() -> None:
 NAMES = ("maximum", "mm", "nn_functional_mse_loss", "nn_functional_channel_shuffle", "take", "lerp")
 
 
+@pytest.fixture
+def group() -> Iterator[None]:
+    """The process group that sends nothing, for as long as a test."""
+    dtensor.start()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", NAMES)
 def test_what_we_say_is_valid(name: str) -> None:
     """Of operators that a rank runs alone, whatever is split."""
-    dtensor.start()
     (operator,) = operators(ENTRIES[name])
     valid, _ = dtensor.compare(operator)
     mine = placements(operator.sample)

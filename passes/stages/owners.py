@@ -1,0 +1,136 @@
+"""Owners: the rank on which a parameter lives, and what goes between ranks once a call for that.
+
+    parameter:table   lives with the first stage that reads it       another stage that reads it gets it before the first microbatch
+    sum:g of it       made on another rank                            goes to the owner after the last
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from meshc.errors import PlanError
+from meshc.ir import is_getitem, records
+from meshc.passes.draft import Draft
+from meshc.passes.stages.shape import Shape
+from meshc.passes.stages.updates import ALL
+from meshc.pipelining.cut import Move
+from meshc.program import Stage
+
+
+class Owners:
+    """Rank by key in `of`: of a parameter, of its state and gradient. `ranks`: of each stage. `before`: what runs before microbatches."""
+
+    def __init__(self, draft: Draft, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
+        self.draft, self.stages, self.ranks = draft, stages, ranks
+        self._behind = {} if before is None else _read_for(before)
+        self.of = self._owners()
+
+    def _owners(self) -> dict[str, int]:
+        """A parameter lives with the first stage that reads it forward."""
+        owners: dict[str, int] = {}
+        forward_first = sorted(self.stages, key=lambda stage: not stage.name.startswith("forward"))
+        names = [port.name for port in self.draft.inputs if port.kind == "parameter"]
+        for name in names:
+            key = f"parameter:{name}"
+            first = next((stage for stage in forward_first if key in self._reads(stage)), None)
+            here = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
+            owners[key] = self.draft.request.owners.get(key, here)
+        for port in (*self.draft.inputs, *self.draft.outputs):
+            of = f"parameter:{port.of}"
+            if port.kind in ("state", "gradient") and of in owners:
+                owners[port.key] = owners[of]
+        return owners
+
+    def shared(self) -> list[Move]:
+        """What goes to other readers of a parameter before the first microbatch."""
+        wanted: dict[Move, None] = {}
+        for stage in self.stages:
+            rank = self.ranks[int(stage.name.rpartition("_")[2])]
+            for key in self._reads(stage):
+                if self.of.get(key, rank) != rank:
+                    wanted[Move(key, self.of[key], rank)] = None
+        return list(wanted)
+
+    def returned(self, after: Stage, made: Mapping[str, int]) -> tuple[dict[str, int], list[Move]]:
+        """Where sums are when the update begins, and those that have to go there first: to the rank of the parameter that they are for,
+        or to all if they are for parameters of several ranks."""
+        settled = dict(made)
+        moves = []
+        labels = {node.name: name for node, name in self.draft.updates.items()}
+        (output,) = after.graph.find_nodes(op="output")
+        leaving: dict[Node, set[str]] = defaultdict(set)
+        for key, node in zip(after.outputs, output.args[0], strict=True):
+            if key.startswith("gradient:"):
+                leaving[node].add(key.removeprefix("gradient:"))
+        params = {port.key: port.name for port in self.draft.inputs if port.kind == "parameter"}
+        entering = list(zip(after.graph.find_nodes(op="placeholder"), after.inputs, strict=True))
+        names = {node: params[key] for node, key in entering if key in params}
+        for node, key in entering:
+            if key in made:
+                here = made[key]
+                wanted = {self.of.get(f"parameter:{name}", here) for name in _parameters_of(node, labels, leaving, names)} or {here}
+                if len(wanted) > 1:
+                    moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
+                    settled[key] = ALL
+                elif wanted != {here}:
+                    (settled[key],) = wanted
+                    moves.append(Move(key, here, settled[key]))
+        return settled, moves
+
+    def written(self, shape: Shape) -> list[Move]:
+        """Buffers that each microbatch writes, on the stage that does, are sent to all ranks in the end."""
+        moves = []
+        forwards = [item for items in shape.schedule(()).actions for item in items if item.op == "F"]
+        for stage, key in [(one, key) for one in self.stages for key in one.outputs if key.startswith("buffer:")]:
+            number = int(stage.name.rpartition("_")[2])
+            others = [other.name for other in self.stages if other is not stage and key in other.inputs]
+            order = [item.microbatch for item in forwards if item.stage == number]
+            if others or order != sorted(order):
+                why = f"{', '.join(others)} read it too" if others else "the schedule runs that stage's microbatches in another order"
+                raise PlanError(
+                    f"{key.removeprefix('buffer:')} is written by each microbatch for the next one, in {stage.name}, but {why}\n"
+                    "  what to do: a mesh without pp, or pp_splits that keep what reads the buffer in one stage"
+                )
+            here = self.ranks[number]
+            moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
+        return moves
+
+    def _reads(self, stage: Stage) -> list[str]:
+        """What a stage reads, parameters that are gathered for it before the first microbatch included."""
+        return [key for own in stage.inputs for key in (own, *self._behind.get(own, ()))]
+
+
+def _read_for(stage: Stage) -> dict[str, list[str]]:
+    """For each value that a stage gives, the keys of what it is made of."""
+    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    behind: dict[Node, dict[str, None]] = {}
+    for node in stage.graph.nodes:
+        behind[node] = {keys[node]: None} if node in keys else {key: None for x in node.all_input_nodes for key in behind[x]}
+    (output,) = stage.graph.find_nodes(op="output")
+    return {key: list(behind[node]) for key, node in zip(stage.outputs, output.args[0], strict=True)}
+
+
+def _parameters_of(node: Node, labels: Mapping[str, str], leaving: Mapping[Node, set[str]], names: Mapping[Node, str]) -> set[str]:
+    """The parameters that a sum is the gradient of: those of the updates that read it, or of what is said to belong to one.
+
+    leaving  what leaves as gradients -> their parameters
+    names    placeholder -> parameter
+    """
+    found: set[str] = set()
+    work, seen = [node], {node}
+    while work:
+        one = work.pop()
+        found |= leaving.get(one, set())
+        for user in one.users:
+            if user.op != "call_function" or user in seen:
+                continue
+            seen.add(user)
+            label = None if is_getitem(user) else labels.get(records(user)[0].of.partition(".")[0])
+            mine = {names[operand] for operand in user.all_input_nodes if operand in names} | ({label} if label is not None else set())
+            found |= mine
+            if not mine:
+                work.append(user)
+    return found

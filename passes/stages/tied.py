@@ -1,0 +1,82 @@
+"""Tied: the gradient of a parameter that several stages read adds up apart on each of them, and together once a call.
+
+    each:  part:g = add(g0, g3)            stage 0: part:g0     stage 3: part:g3
+                                  becomes  after:   sum:g = add(sum:g0, sum:g3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import record, set_record
+from meshc.passes.stages.homes import Home
+from meshc.program import Stage
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Parts:
+    """What a microbatch gives, by key, each with the half that makes it; the stage after the last one; additions that are left out."""
+
+    made: dict[str, tuple[Node, Home]]
+    after: Stage
+    apart: set[Node] = field(default_factory=set)
+
+
+def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Home], end: Home) -> Parts:
+    """`end`: where what has no home is made."""
+    found = Parts({}, after)
+    (output,) = each.graph.find_nodes(op="output")
+    for key, node in zip(each.outputs, output.args[0], strict=True):
+        terms = _terms(node, placed) if key.startswith("part:") else [node]
+        for term in terms:
+            found.made[f"part:{term.name}" if len(terms) > 1 else key] = (term, placed.get(term, end))
+        if len(terms) > 1:
+            _leave_out(node, terms, found.apart)
+            found.after = _summed_apart(found.after, "sum:" + key.removeprefix("part:"), [f"sum:{term.name}" for term in terms])
+    return found
+
+
+def _terms(node: Node, placed: Mapping[Node, Home]) -> list[Node]:
+    """A partial sum as what different stages add to it: gradients of a tied parameter travel once, not with every microbatch."""
+    if node.target is not aten.add.Tensor or node.kwargs or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
+        return [node]
+    if not all(isinstance(operand, Node) and record(operand).shape == record(node).shape for operand in node.args):
+        return [node]
+    return [term for operand in node.args for term in _terms(operand, placed)]  # type: ignore[arg-type]
+
+
+def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
+    """Notes the additions of terms that are now added up after the last microbatch: no stage makes them, unless it reads them."""
+    if node not in terms and all(user.op == "output" or user in apart for user in node.users):
+        apart.add(node)
+        for operand in node.all_input_nodes:
+            _leave_out(operand, terms, apart)
+
+
+def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:
+    """`after` with a sum in several parts, which it adds up."""
+    graph = after.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    place = after.inputs.index(key)
+    old = placeholders[place]
+    with graph.inserting_before(old):
+        made = [graph.placeholder(term.replace(":", "_").replace(".", "_")) for term in terms]
+    for node in made:
+        set_record(node, record(old))
+    total = made[0]
+    with graph.inserting_after(placeholders[-1]):
+        last = placeholders[-1]
+    for term in made[1:]:
+        with graph.inserting_after(last if last is not old else made[-1]):
+            total = last = graph.call_function(aten.add.Tensor, (total, term))
+        set_record(total, replace(record(old), reason="gradients of several stages"))
+    old.replace_all_uses_with(total)
+    graph.erase_node(old)
+    graph.lint()
+    return Stage(after.name, graph, (*after.inputs[:place], *terms, *after.inputs[place + 1 :]), after.outputs)
