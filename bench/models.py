@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -156,8 +157,8 @@ def _decoder() -> nn.Module:
     return Decoder()
 
 
-def _decoder_batch(generator: torch.Generator) -> Batch:
-    ids = torch.randint(VOCAB, (4, GPT_SEQ + 1), generator=generator)
+def _decoder_batch(generator: torch.Generator, rows: int = 4) -> Batch:
+    ids = torch.randint(VOCAB, (rows, GPT_SEQ + 1), generator=generator)
     return {"ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
@@ -194,6 +195,11 @@ WORKLOADS: dict[str, Workload] = {
             "nanogpt",
             _decoder,
             _decoder_batch,
+        ),
+        Workload(
+            "nanogpt8",  # for eight microbatches
+            _decoder,
+            partial(_decoder_batch, rows=8),
         ),
         Workload(
             "mlp",

@@ -35,7 +35,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-AXIS_OF = {"ddp": "dp", "fsdp": "dp_shard", "megatron": "tp", "megatron_sp": "tp"}
+PIPELINES = ("gpipe-4", "gpipe-8", "1f1b-4", "1f1b-8")
+"""A schedule and how many microbatches."""
+AXIS_OF = {"ddp": "dp", "fsdp": "dp_shard", "megatron": "tp", "megatron_sp": "tp", **dict.fromkeys(PIPELINES, "pp")}
 ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
 
 Step = Callable[[Batch], Tensor]
@@ -51,6 +53,7 @@ class Contender:
 
     def title(self, plan: str) -> str:
         peers = {"ddp": "DDP", "fsdp": "FSDP2", "megatron": "parallelize_module", "megatron_sp": "parallelize_module, sequence"}
+        peers |= dict.fromkeys(PIPELINES, "torch pipelining")
         name = {"single": "single process", "peer": peers[plan], "meshc": "meshc"}[self.system]
         return name if self.fused else f"{name}, default AdamW"
 
@@ -75,6 +78,8 @@ def build(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh)
     if contender.system == "single":
         model = workload.build()
         return _trainer(model, workload, contender)
+    if plan in PIPELINES:
+        return _pipelined(contender, workload, plan, mesh)
     make = {"ddp": _ddp, "fsdp": _fsdp}.get(plan, _tensor_parallel)
     return make(contender, workload, plan, mesh)
 
@@ -84,8 +89,11 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
 
     model = workload.build()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss)
-    program = meshc.compile(step, mesh, plan=plan, backend="inductor" if contender.compiled else "eager")
+    schedule, _, count = plan.partition("-")
+    step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss, microbatches=int(count or 1))
+    options = meshc.Options(schedule=schedule) if count else meshc.Options()
+    backend = "inductor" if contender.compiled else "eager"
+    program = meshc.compile(step, mesh, plan="auto" if count else plan, backend=backend, options=options)
     return Built(lambda batch: program(**batch), program=program)
 
 
@@ -109,6 +117,14 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         except AttributeError:
             continue
     return list(model.children())
+
+
+def _pipelined(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh) -> Built:
+    from pipeline_peers import Pipelined  # torch.distributed.pipelining is slow to import
+
+    model = workload.build()
+    assert isinstance(model, Decoder)
+    return Built(Pipelined(model, plan, mesh, contender.compiled, ADAMW).step)
 
 
 def _tensor_parallel(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh) -> Built:
