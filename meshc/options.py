@@ -22,7 +22,8 @@ class Options:
     schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text
     microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best.
                    A TrainStep has its own
-    memory_budget  bytes that a rank may hold, by which a pipeline's schedule and microbatches are chosen; default: the device's memory
+    memory_budget  bytes that a rank of a pipeline may hold: microbatches are chosen by it, and a schedule that holds more is refused;
+                   default: the device's memory, and nothing is refused
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     """
 

@@ -37,7 +37,7 @@ class Request:
     fixed         storage of parameters that another program of the same model has settled
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, or each rank's list as text
-    memory_budget  bytes that a rank may hold, by which schedules and microbatches are chosen; None: what the device has
+    memory_budget  bytes that a rank of a pipeline may hold; None: microbatches are chosen by what the device has, and nothing is refused
     pp_splits     modules at which the second and further stages of a pipeline begin
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
@@ -114,10 +114,11 @@ class Draft:
 
     def again(self, request: Request, **changes: Any) -> Draft:
         """What `factorize` left, for the passes after it under another request: they make graphs of their own."""
-        return replace(
-            self, request=request, inputs=list(self.inputs), outputs=list(self.outputs), notes=list(self.notes), sizes=dict(self.sizes),
-            pins={}, storage_pins={}, spread_pins={}, seconds={}, **changes,
+        own: dict[str, Any] = dict(
+            request=request, inputs=list(self.inputs), outputs=list(self.outputs), notes=list(self.notes), sizes=dict(self.sizes), pins={},
+            storage_pins={}, spread_pins={}, seconds={},
         )  # fmt: skip
+        return replace(self, **{**own, **changes})
 
     def the_graph(self) -> Graph:
         assert self.graph is not None

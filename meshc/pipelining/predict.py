@@ -54,7 +54,14 @@ def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
 
 
 def rank_bytes(pipeline: Pipeline, stages: Mapping[str, Stage], ports: Iterable[Port], sizes: Mapping[str, int]) -> list[int]:
-    """For each rank of the axis the bytes of what it owns, of gradients as large as its parameters, and of what waits for backward."""
+    """For each rank of the axis `kept_bytes`, and the bytes of what waits for backward."""
+    kept = kept_bytes(pipeline, ports, sizes)
+    waiting = peaks(pipeline.schedule.actions, saved_bytes(stages, pipeline.schedule.stages))
+    return [int(one + other) for one, other in zip(kept, waiting, strict=True)]
+
+
+def kept_bytes(pipeline: Pipeline, ports: Iterable[Port], sizes: Mapping[str, int]) -> list[int]:
+    """For each rank of the axis the bytes of the parameters and states that it owns, and of gradients as large as its parameters."""
     ranks = len(pipeline.schedule.lists)
     kept = [0] * ranks
     for port in {port.key: port for port in ports if port.kind in ("parameter", "state")}.values():
@@ -62,8 +69,7 @@ def rank_bytes(pipeline: Pipeline, stages: Mapping[str, Stage], ports: Iterable[
         size = port_bytes(port, sizes) * (2 if port.kind == "parameter" and pipeline.schedule.trains else 1)
         for rank in range(ranks):
             kept[rank] += size if owner in (None, rank) else 0
-    waiting = peaks(pipeline.schedule.actions, saved_bytes(stages, pipeline.schedule.stages))
-    return [int(one + other) for one, other in zip(kept, waiting, strict=True)]
+    return kept
 
 
 def saved_bytes(stages: Mapping[str, Stage], count: int) -> list[int]:

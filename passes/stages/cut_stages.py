@@ -30,7 +30,7 @@ from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
-from meshc.pipelining.predict import costs_of
+from meshc.pipelining.predict import costs_of, kept_bytes, saved_bytes
 from meshc.pipelining.schedule import Link
 from meshc.program import Stage
 
@@ -84,7 +84,17 @@ class Cutter:
         pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners.of, *moves)
         costs = costs_of(pipeline, draft.stages, draft.mesh)
         draft.pipeline = replace(pipeline, schedule=shape.schedule(messages, costs))
-        check(draft.pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
+        check(
+            draft.pipeline.schedule, messages, saved_bytes(draft.stages, len(self.ranks)), self._budget(draft.pipeline),
+            stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains,
+        )  # fmt: skip
+
+    def _budget(self, pipeline: Pipeline) -> list[float] | None:
+        """Bytes that each rank may hold of what waits for backward, if the user has said what it may hold in all."""
+        budget = self.draft.request.memory_budget
+        if budget is None:
+            return None
+        return [budget - kept for kept in kept_bytes(pipeline, (*self.draft.inputs, *self.draft.outputs), self.draft.sizes)]
 
     def _ways(self, parts: Parts) -> dict[Names, dict[Node, Home]]:
         """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""

@@ -156,7 +156,7 @@ def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
         assert mine <= simulate(other.pipeline.schedule, costs).makespan_s * 1.1, name
 
 
-@pytest.mark.parametrize("budget, where", [(None, {"before", "after"}), (1, {"forward", "backward", "after"})])
+@pytest.mark.parametrize("budget, where", [(None, {"before", "after"}), (400_000, {"forward", "backward", "after"})])
 def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int | None, where: set[str]) -> None:
     report = verify("llama", "1f1b", "pp=2,dp_shard=2", memory_budget=budget)
     program = captured("llama").latest
@@ -167,3 +167,9 @@ def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int
         if node.target in (spmd.all_gather, spmd.reduce_scatter)
     }
     assert report.ok and moved <= where and (budget is None) == ("forward" not in moved)
+
+
+def test_a_schedule_that_holds_more_than_the_budget_is_refused() -> None:
+    with pytest.raises(meshc.ScheduleError, match=r"gpipe cannot run:\n  rank 0, position \d+, F0\.\d"):
+        compiled(schedule="gpipe", memory_budget=5_000)
+    assert compiled(schedule="gpipe", memory_budget=8_000).pipeline is not None
