@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshc.errors import CaptureError
 from meshc.ops.routed import routed_mm
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
@@ -49,7 +50,10 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     experts' hidden dim, the product's pending sums are then added up over k before ranks exchange them, and are not kept for backward.
     """
     if self._is_expert_parallel:
-        raise NotImplementedError("experts that transformers has already spread over ranks; compile the model as it is on one device")
+        raise CaptureError(
+            "transformers has already spread the experts of this model over ranks\n"
+            "  what to do: build it without transformers' own expert parallelism, as on one device; meshc splits it"
+        )
     tokens, chosen = top_k_index.shape
     choice, weights = top_k_index.reshape(-1), top_k_weights.reshape(-1, 1)
     rows = hidden_states.unsqueeze(1).expand(-1, chosen, -1).reshape(tokens * chosen, -1)

@@ -76,10 +76,6 @@ class Pending:
         self._held = None
         return self._tensor
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """The same communication, with `change` applied to its result when it is waited for."""
         return Pending(self._tensor, (self,), lambda: change(self._tensor))

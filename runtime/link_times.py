@@ -8,7 +8,6 @@ All groups of a kind measure at the same time, as those of an axis communicate a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -20,7 +19,7 @@ from torch.distributed import ProcessGroup
 from meshc import environment
 from meshc.cost.calibrate import BETWEEN, INSIDE
 from meshc.cost.fit import Sample
-from meshc.cost.measure import wait
+from meshc.cost.measure import batch
 from meshc.runtime import collectives
 
 SIZES: Final = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
@@ -88,9 +87,4 @@ def _timed(run: Callable[[], None], count: int, group: ProcessGroup, device: tor
 
 def _batch(run: Callable[[], None], count: int, group: ProcessGroup, device: torch.device) -> float:
     dist.barrier(group)
-    wait(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        run()
-    wait(device)
-    return (time.perf_counter() - start) / count
+    return batch(run, count, device)

@@ -76,12 +76,13 @@ def overhead(device: torch.device) -> float:
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a run. Runs of a batch are started one after another and waited for together, as those of a program are."""
-    _batch(run, 1, device)  # the first may load kernels
-    count = max(1, round(BATCH_S / max(_batch(run, 1, device), 1e-7)))
-    return min(_batch(run, count, device) for _ in range(BATCHES))
+    batch(run, 1, device)  # the first may load kernels
+    count = max(1, round(BATCH_S / max(batch(run, 1, device), 1e-7)))
+    return min(batch(run, count, device) for _ in range(BATCHES))
 
 
-def _batch(run: Callable[[], object], count: int, device: torch.device) -> float:
+def batch(run: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds of each of `count` runs, started one after another and waited for together."""
     wait(device)
     start = time.perf_counter()
     for _ in range(count):

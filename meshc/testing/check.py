@@ -18,8 +18,8 @@ from meshc.errors import CaptureError, CompileError, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.optimizer import describe, numbers
 from meshc.parse import parse_stage
-from meshc.passes.draft import Draft, Request
-from meshc.passes.pipeline import PASSES, finish, run_passes, start
+from meshc.passes.draft import Request
+from meshc.passes.pipeline import PASSES, PLANLESS, finish, run_passes, start
 from meshc.passes.propagate import MICROBATCH
 from meshc.program import Program
 from meshc.recipes import resolve
@@ -29,8 +29,6 @@ from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.sketch import Sketch, module
 from meshc.text import print_stage, side_table
 
-PLANLESS = [entry.name for entry in PASSES].index("annotate")
-"""How many passes come before the first that reads the plan."""
 LEARNING_RATE = 0.1
 HOME = Path(__file__).parent.parent
 
@@ -86,10 +84,7 @@ class Captured:
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Program:
         request = replace(self.request, mesh=mesh, plan=plan, microbatches=how.microbatches, inputs=how.inputs)
         sizes = {axis.name: axis.size for axis in mesh.axes} | ({MICROBATCH: how.microbatches} if how.microbatches > 1 else {})
-        draft: Draft = replace(
-            self.draft, request=request, plan=resolve(plan, mesh), sizes=sizes, inputs=list(self.draft.inputs),
-            outputs=list(self.draft.outputs), notes=list(self.draft.notes), pins={}, storage_pins={}, spread_pins={}, seconds={},
-        )  # fmt: skip
+        draft = self.draft.again(request, plan=resolve(plan, mesh), sizes=sizes)
         with torch.set_grad_enabled(request.grad):
             return finish(run_passes(draft, PASSES[PLANLESS:]))
 

@@ -35,7 +35,6 @@ class Work:
     places  where cuts may stand, in order
     end     behind the last operator
     send_s  what a cut at each position sends takes, one way
-    parts   the gradients of a microbatch
     """
 
     takes: Mapping[Node, float]
