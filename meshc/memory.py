@@ -1,9 +1,9 @@
 """What a rank keeps in memory, by a liveness walk over the program that it runs.
 
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
-share the storage of what they look at. Parameters, buffers and optimizer state live for ever, and are counted apart; what a kernel needs
-while it runs is not counted. A message between pipeline stages counts on its sender until the last instruction there that reads it, as if
-it had left by then; gloo keeps it until the update.
+share the storage of what they look at, and updates write into their operands, also where `emit` has not said so yet. Parameters, buffers
+and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted. A message between pipeline
+stages counts on its sender until the last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from meshc import ir, packing
 from meshc.accumulate import ACCUMULATES, whole_of
+from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
 from meshc.pipelining.steps import last_reads, steps_of
 from meshc.program import Port, Program, Stage
@@ -29,11 +30,15 @@ KEPT = ("parameter", "state", "buffer", "constant", "input")
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of bytes that values made by the program hold at once on a rank, gradients of parameters among them, and where."""
+    """The largest number of bytes that values made by the program hold at once on a rank, gradients of parameters among them, and where.
+
+    step  position of the instruction among those of its rank
+    """
 
     total: int = 0
     gradients: int = 0
     at: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
     sizes = value_bytes(program)
     made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
     walked: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
-    for step, last in zip(steps, last_reads(program, steps), strict=True):
+    for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
         if step.op == "run":
             stage = program.stages[step.stage]
             freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
@@ -142,7 +147,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
             waiting = sum(carried.values())
             if waiting + inside.total > best.total:
                 grown = sum(size for key, size in carried.items() if key.startswith(("gradient:", "sum:")))
-                best = Peak(waiting + inside.total, inside.gradients + grown, inside.at)
+                best = Peak(waiting + inside.total, inside.gradients + grown, inside.at, position)
             carried.update((slot(key, step.microbatch), size) for key, size in leaves.items())
         elif step.op in ACCUMULATES:
             carried.pop(step.value, None)
@@ -151,7 +156,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
             carried.pop(step.value, None)
             rows = carried[step.into] = carried.get(step.into, 0) + made[step.value]
             if rows >= sizes[step.into] and sum(carried.values()) + rows > best.total:  # all are there, and are copied into one
-                best = Peak(sum(carried.values()) + rows, 0, f"rows of {step.into.partition(':')[2]} joined")
+                best = Peak(sum(carried.values()) + rows, 0, f"rows of {step.into.partition(':')[2]} joined", position)
         elif step.op == "recv":
             carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
         for key in last if step.op == "send" else ():
@@ -188,7 +193,7 @@ def _walk(stage: Stage, freed: Mapping[str, int]) -> tuple[Peak, dict[str, int]]
         if whole in joined:
             home[node] = first.setdefault(whole, node)
         else:
-            home[node] = home[node.all_input_nodes[0]] if packing.is_view(node) or packing.in_place(node) else node
+            home[node] = home.get(_lies_in(node), node)
         if home[node] is node:
             made = node.op == "call_function" and ir.has_record(node)
             size[node] = sum(map(ir.local_bytes, ir.records(whole))) if made else freed.get(entering.get(node, ""), 0)
@@ -216,6 +221,15 @@ def _walk(stage: Stage, freed: Mapping[str, int]) -> tuple[Peak, dict[str, int]]
             alive -= size[dead]
             growing -= size[dead] if dead in grown else 0
     return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+
+
+def _lies_in(node: Node) -> Node:
+    """The value in whose memory a node's result lies: the node, if that is its own."""
+    if node.target in WRITTEN:
+        return node.args[0]  # type: ignore[return-value]
+    if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
+        return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
+    return node.all_input_nodes[0] if packing.is_view(node) or packing.in_place(node) else node
 
 
 def _place(stage: Stage, node: Node) -> str:

@@ -19,11 +19,12 @@ class Options:
                    {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
     pp_splits      names of modules at which the second and further stages of a pipeline begin: ["model.layers.8", ...];
                    default: stages of equal predicted time
-    schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text
-    microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best.
+    schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text; default: the one predicted to
+                   be fastest among those that fit
+    microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best that fits.
                    A TrainStep has its own
-    memory_budget  bytes that a rank of a pipeline may hold: microbatches are chosen by it, and a schedule that holds more is refused;
-                   default: the device's memory, and nothing is refused
+    memory_budget  bytes that a rank of a pipeline may hold: what holds more is not chosen, and refused if it is named; default: a GPU's
+                   memory, which bounds only what is left open; on CPU ranks no bound
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     """
 

@@ -114,7 +114,7 @@ def _verify_there(
     shapes = dict(program._shapes(args, kwargs))
     examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)
     base: dict[str, Any] = dict(
-        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain",
+        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_chosen(program),
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         if program.step is not None:
@@ -131,6 +131,14 @@ def _verify_there(
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report
+
+
+def _chosen(program: Program) -> dict[str, Any]:
+    """What the compiler has chosen of a pipeline; it might choose otherwise for float64, and for a CPU."""
+    pipeline = program.general.pipeline
+    if pipeline is None:
+        return {}
+    return dict(schedule=program.options.schedule or pipeline.schedule.name, microbatches=program.general.microbatches)
 
 
 def _computed(draft: Draft) -> set[torch.dtype]:

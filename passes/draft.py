@@ -37,7 +37,7 @@ class Request:
     fixed         storage of parameters that another program of the same model has settled
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, or each rank's list as text
-    memory_budget  bytes that a rank of a pipeline may hold; None: microbatches are chosen by what the device has, and nothing is refused
+    memory_budget  bytes that a rank of a pipeline may hold; None: of a GPU its memory, which bounds only what is not named
     pp_splits     modules at which the second and further stages of a pipeline begin
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """

@@ -1,4 +1,4 @@
-"""What a program takes: its stages on a clock, its schedule's sum or, of a pipeline, its timeline; and what a rank must keep in memory.
+"""What a program takes: its stages on a clock, its schedule's sum or, of a pipeline, its timeline.
 
 Stages of one rank do not overlap, and all ranks are equally fast.
 """
@@ -17,7 +17,7 @@ from meshc.pipelining.call import predicted
 from meshc.pipelining.steps import steps_of
 from meshc.program import Instruction, Program
 
-__all__ = ["Seconds", "program_seconds", "rank_bytes", "stage_seconds"]
+__all__ = ["Seconds", "program_seconds", "stage_seconds"]
 
 
 def program_seconds(program: Program, device: Device) -> Seconds:
@@ -54,9 +54,3 @@ def _busy(program: Program, steps: Sequence[Instruction], stages: Mapping[str, S
         elif instruction.op not in ("send", "recv"):
             raise CompileError(f"the cost model does not know the instruction {instruction.op} of the schedule")
     return total
-
-
-def rank_bytes(program: Program) -> int:
-    """Bytes of a rank's memory at the peak of a call: what is there all along (parameters, state, inputs), and what is made. Of a pipeline,
-    those of the rank that needs most."""
-    return memory.worst(program).total

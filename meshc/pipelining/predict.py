@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from meshc.accumulate import whole_of
 from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import link_of, send_seconds
 from meshc.ir import local_bytes, record
-from meshc.memory import output_bytes, port_bytes
+from meshc.memory import output_bytes
 from meshc.mesh import Mesh
-from meshc.pipelining.activations import peaks
 from meshc.pipelining.cut import FLOW, STAGE_NAMES, Pipeline
 from meshc.pipelining.timing import Costs
-from meshc.program import Port, Stage
+from meshc.program import Stage
 
 
 def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device: Device | None = None) -> Costs:
@@ -51,25 +50,6 @@ def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
             if key.startswith(FLOW):
                 found[key] = local_bytes(record(node))
     return found
-
-
-def rank_bytes(pipeline: Pipeline, stages: Mapping[str, Stage], ports: Iterable[Port], sizes: Mapping[str, int]) -> list[int]:
-    """For each rank of the axis `kept_bytes`, and the bytes of what waits for backward."""
-    kept = kept_bytes(pipeline, ports, sizes)
-    waiting = peaks(pipeline.schedule.actions, saved_bytes(stages, pipeline.schedule.stages))
-    return [int(one + other) for one, other in zip(kept, waiting, strict=True)]
-
-
-def kept_bytes(pipeline: Pipeline, ports: Iterable[Port], sizes: Mapping[str, int]) -> list[int]:
-    """For each rank of the axis the bytes of the parameters and states that it owns, and of gradients as large as its parameters."""
-    ranks = len(pipeline.schedule.lists)
-    kept = [0] * ranks
-    for port in {port.key: port for port in ports if port.kind in ("parameter", "state")}.values():
-        owner = pipeline.owners.get(port.key)
-        size = port_bytes(port, sizes) * (2 if port.kind == "parameter" and pipeline.schedule.trains else 1)
-        for rank in range(ranks):
-            kept[rank] += size if owner in (None, rank) else 0
-    return kept
 
 
 def saved_bytes(stages: Mapping[str, Stage], count: int) -> list[int]:

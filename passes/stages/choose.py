@@ -7,16 +7,14 @@ divide the batch, and one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from typing import Final
 
-from meshc.cost.devices import for_mesh
 from meshc.errors import CompileError, PlanError, ScheduleError
 from meshc.passes.draft import Draft
 from meshc.passes.propagate import MICROBATCH
-from meshc.pipelining.predict import costs_of, rank_bytes
+from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold
+from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
 
@@ -32,31 +30,33 @@ def choose_microbatches(draft: Draft, run: Callable[[Draft], Draft]) -> int:
     if asked is not None and ":" in asked:
         return parse(asked, ()).microbatches
     found: dict[int, float] = {}
+    needs: list[Need] = []
     for count in (1, *(times * axis.size for times in TIMES_RANKS)):
         if count > 1 and any(size % count for size in batch_sizes(draft)):
             continue
-        with suppress(CompileError, PlanError, ScheduleError):
+        try:
             found[count] = predicted_s(run(with_count(draft, count)))
-    if not found or min(found.values()) == inf:
-        return 1  # compiling it says what is wrong
-    return min(found, key=lambda count: (found[count], count))
+        except DoesNotFit as error:
+            needs.append(error.need)
+        except (CompileError, PlanError, ScheduleError):
+            continue  # another number may do
+    if needs and not found:
+        raise DoesNotFit(least(needs), draft.request)
+    return min(found, key=lambda count: (found[count], count), default=1)  # if none will do, compiling one says what is wrong
 
 
 def with_count(draft: Draft, count: int) -> Draft:
-    own = draft.again(replace(draft.request, microbatches=count))
+    """Held to what a rank may hold, whether or not the user has said that."""
+    own = draft.again(replace(draft.request, microbatches=count, memory_budget=may_hold(draft.request)))
     if count > 1:
         own.sizes[MICROBATCH] = count
     return own
 
 
 def predicted_s(draft: Draft) -> float:
-    """Seconds of a call's microbatches; infinite if a rank would hold more than it has."""
+    """Seconds of a call's microbatches."""
     pipeline = draft.pipeline
     assert pipeline is not None
-    device = for_mesh(draft.mesh)
-    budget = draft.request.memory_budget or device.memory_bytes
-    if max(rank_bytes(pipeline, draft.stages, (*draft.inputs, *draft.outputs), draft.sizes)) > budget:
-        return inf
     return simulate(pipeline.schedule, costs_of(pipeline, draft.stages, draft.mesh)).makespan_s
 
 

@@ -12,25 +12,28 @@ a call, before the first microbatch, and hands the sum of its gradients back aft
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from torch.fx import Node
 
 from meshc.accumulate import whole_of
+from meshc.errors import CompileError, PlanError, ScheduleError
 from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
+from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flows, key_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, kinds, numbers
 from meshc.passes.stages.once import before_ranks, without_update
 from meshc.passes.stages.owners import Owners
-from meshc.passes.stages.shape import Shape, shape_of
+from meshc.passes.stages.shape import Shape, shapes_of
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
-from meshc.pipelining.predict import costs_of, kept_bytes, saved_bytes
+from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import Link
 from meshc.program import Stage
 
@@ -51,20 +54,36 @@ def cut_stages(draft: Draft) -> Draft:
     keys = dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True))
     found = kinds(each.graph, keys)
     known = numbers(each.graph, draft.the_graph())
-    shape = shape_of(draft, found, known)
-    Cutter(draft, axis.name, found, shape).run()
-    return draft
+    return fastest_that_fits(draft, [Cutter(draft, axis.name, found, shape) for shape in shapes_of(draft, found, known)])
+
+
+def fastest_that_fits(draft: Draft, cutters: Sequence[Cutter]) -> Draft:
+    """The draft cut in the first way under which no rank holds more than it may. `cutters`: the fastest first.
+
+    A schedule that the user names is held against nothing but the user's own budget. DoesNotFit: none fits.
+    """
+    budget = may_hold(draft.request)
+    if budget is None or (draft.request.schedule is not None and draft.request.memory_budget is None):
+        return cutters[0].run()
+    needs: list[Need] = []
+    for cutter in cutters:
+        with suppress(CompileError, PlanError, ScheduleError) if needs else nullcontext():  # one that cannot be is no alternative
+            made = cutter.run()
+            needs.append(need_of(made))
+            if needs[-1].most.total <= budget:
+                return made
+    raise DoesNotFit(least(needs), draft.request)
 
 
 class Cutter:
-    """Cuts a draft's stages `before`, `each` and `after` as the shape says."""
+    """Cuts a draft's stages `before`, `each` and `after` as the shape says; those of the draft that it is given stay as they are."""
 
     def __init__(self, draft: Draft, axis: str, found: Kinds, shape: Shape) -> None:
         self.draft, self.axis, self.found, self.shape = draft, axis, found, shape
         self.ranks, self.placed = shape.ranks, shape.placed
 
-    def run(self) -> None:
-        draft, shape = self.draft, self.shape
+    def run(self) -> Draft:
+        draft, shape = replace(self.draft), self.shape
         before, each, after = (draft.stages.get(name) for name in ("before", "each", "after"))
         assert each is not None and after is not None
         parts = parts_of(each, after, self.placed, Home(len(self.ranks) - 1, FORWARD))
@@ -84,17 +103,8 @@ class Cutter:
         pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners.of, *moves)
         costs = costs_of(pipeline, draft.stages, draft.mesh)
         draft.pipeline = replace(pipeline, schedule=shape.schedule(messages, costs))
-        check(
-            draft.pipeline.schedule, messages, saved_bytes(draft.stages, len(self.ranks)), self._budget(draft.pipeline),
-            stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains,
-        )  # fmt: skip
-
-    def _budget(self, pipeline: Pipeline) -> list[float] | None:
-        """Bytes that each rank may hold of what waits for backward, if the user has said what it may hold in all."""
-        budget = self.draft.request.memory_budget
-        if budget is None:
-            return None
-        return [budget - kept for kept in kept_bytes(pipeline, (*self.draft.inputs, *self.draft.outputs), self.draft.sizes)]
+        check(draft.pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
+        return draft
 
     def _ways(self, parts: Parts) -> dict[Names, dict[Node, Home]]:
         """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""

@@ -51,8 +51,8 @@ class Shape:
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
 
-def shape_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> Shape:
-    """What the user asked for; else the schedule that is predicted to be fastest, over stages of equal time."""
+def shapes_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> list[Shape]:
+    """What the user asked for; else all schedules that can be, over stages of equal time, the one predicted to be fastest first."""
     trains = bool(found.backward)
     work = Work.of(draft, found, numbers)
     named = _named_cuts(draft.request, found) if draft.request.pp_splits else None
@@ -63,7 +63,7 @@ def shape_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> Shape:
         return Shape(cuts, ranks, kind, draft.request.count, trains, homes(found, cuts, numbers))
 
     if draft.request.schedule is not None:
-        return shaped(_asked(draft.request.schedule, trains))
+        return [shaped(_asked(draft.request.schedule, trains))]
     shapes = []
     for name in schedules.names():
         kind = schedules.get(name)
@@ -71,8 +71,8 @@ def shape_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> Shape:
             with suppress(ScheduleError, CompileError):  # too few places, stages or microbatches for this one
                 shapes.append(shaped(kind))
     if not shapes:
-        return shaped(schedules.get("1f1b" if trains else "inference"))
-    return min(shapes, key=lambda shape: predicted_s(shape, work, found))
+        return [shaped(schedules.get("1f1b" if trains else "inference"))]
+    return sorted(shapes, key=lambda shape: predicted_s(shape, work, found))
 
 
 def predicted_s(shape: Shape, work: Work, found: Kinds) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from meshc.ir import record, set_record
 from meshc.passes.stages.homes import Home
@@ -60,8 +60,9 @@ def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
 
 
 def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:
-    """`after` with a sum in several parts, which it adds up."""
-    graph = after.graph
+    """`after` with a sum in several parts, which it adds up; a graph of its own."""
+    graph = Graph()
+    graph.output(graph.graph_copy(after.graph, {}))
     placeholders = graph.find_nodes(op="placeholder")
     place = after.inputs.index(key)
     old = placeholders[place]

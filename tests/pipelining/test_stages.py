@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc import spmd
+from meshc import memory, spmd
+from meshc.cost.devices import device
+from meshc.passes.stages import fit
 from meshc.passes.stages.balance import SLACK, Place, best_cuts, stage_seconds
 from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import Link
@@ -46,12 +50,13 @@ def step(**options: object) -> tuple[meshc.Program, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Blocks()
     microbatches = options.pop("count", 2)
+    mesh = meshc.Mesh("pp=2", device=str(options.pop("device", "cpu")))
     train = meshc.TrainStep(
         model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
         microbatches=microbatches, clip_grad_norm=1.0,
     )  # fmt: skip
     inputs = {"x": torch.randint(11, (4, 6)), "y": torch.randint(11, (4, 6))}
-    program = meshc.compile(train, meshc.Mesh("pp=2"), kwargs=inputs, options=meshc.Options(**options))  # type: ignore[arg-type]
+    program = meshc.compile(train, mesh, kwargs=inputs, options=meshc.Options(**options))  # type: ignore[arg-type]
     return program, inputs
 
 
@@ -169,7 +174,40 @@ def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int
     assert report.ok and moved <= where and (budget is None) == ("forward" not in moved)
 
 
-def test_a_schedule_that_holds_more_than_the_budget_is_refused() -> None:
-    with pytest.raises(meshc.ScheduleError, match=r"gpipe cannot run:\n  rank 0, position \d+, F0\.\d"):
-        compiled(schedule="gpipe", memory_budget=5_000)
-    assert compiled(schedule="gpipe", memory_budget=8_000).pipeline is not None
+def test_what_does_not_fit_is_not_chosen() -> None:
+    """With 4 microbatches the fastest schedule holds 7,104 bytes, of all numbers of microbatches the fastest is one, which takes 8,512."""
+    for options, holds in (({"count": 4}, 7_104), ({"count": None}, 8_512)):
+        free, (program, inputs) = compiled(**options), step(**options, memory_budget=7_000)
+        tight = program.compiled
+        assert free.pipeline is not None and tight.pipeline is not None
+        assert memory.worst(free).total == holds and memory.worst(tight).total <= 7_000
+        assert (free.microbatches, free.pipeline.schedule) != (tight.microbatches, tight.pipeline.schedule)
+        assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"schedule": "gpipe"}, "gpipe with microbatches=2 holds 7,616 on rank 0"),
+        ({}, "zb_h1 with microbatches=2 holds 7,360 on rank 0"),  # the least of all schedules
+        ({"count": None}, "zb_h1 with microbatches=4 holds 5,696 on rank 0"),
+        ({"count": None, "schedule": "gpipe"}, "gpipe with microbatches=4 holds 7,104 on rank 0"),
+    ],
+)
+def test_what_holds_more_than_the_budget_is_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(meshc.PlanError) as caught:
+        compiled(memory_budget=5_000, **options)
+    message = str(caught.value)
+    assert f"may hold 5,000 bytes (Options(memory_budget=5000)), but {said}" in message
+    assert re.search(r"1,600 are there for the whole call, [\d,]+ are made in it and there at once in [BF]0\.\d, \w+ at test_st", message)
+
+
+def test_a_gpus_memory_counts_where_the_schedule_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is kept from trying what he names himself."""
+    monkeypatch.setattr(fit, "for_mesh", lambda mesh: replace(device("h100"), memory_bytes=5_000))
+    with pytest.raises(meshc.PlanError, match=r"5,000 bytes \(the device's memory\), but zb_h1 with microbatches=2 holds 7,360"):
+        compiled(device="cuda")
+    with pytest.raises(meshc.PlanError, match=r"5,000 bytes \(the device's memory\), but gpipe with microbatches=4 holds 7,104"):
+        compiled(device="cuda", schedule="gpipe", count=None)
+    assert compiled(device="cuda", schedule="gpipe").pipeline is not None
+    assert compiled().pipeline is not None

@@ -1,0 +1,79 @@
+"""Fit: whether a pipeline holds on its ranks no more than it may, and the error if nothing does.
+
+    budget 8 MB:  zb_v 1.2 ms, 9.1 MB    zb_h1 1.3 ms, 7.9 MB    1f1b 1.5 ms, 5.2 MB       zb_h1 is taken: the fastest of those that fit
+    budget 5 MB:                                                                           refused: 1f1b needs least
+
+What a rank holds is what `meshc/memory.py` predicts: what is there for the whole call, and the peak of what a call makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshc import memory
+from meshc.cost.devices import for_mesh
+from meshc.errors import PlanError
+from meshc.passes.draft import Draft, Request
+from meshc.pipelining.steps import items_of
+from meshc.program import Program
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the rank that needs most holds of a pipeline, and where its peak is: `F0.3, relu at model.py:12`."""
+
+    schedule: str
+    microbatches: int
+    most: memory.RankBytes
+    at: str
+
+
+class DoesNotFit(PlanError):
+    """Nothing that was tried fits; `need` is that of the candidate that needs least."""
+
+    def __init__(self, need: Need, request: Request) -> None:
+        most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
+        source = "the device's memory" if said is None else f"Options(memory_budget={said})"
+        advice = [
+            "Options(memory_budget=...), if a rank has more" if said is None else "a larger memory_budget",
+            *(["a schedule that holds less, such as 1f1b, or none by name"] if request.schedule is not None else []),
+            "more or smaller microbatches, checkpointed layers", "a plan that stores parameters split, or more ranks",
+        ]  # fmt: skip
+        super().__init__(
+            f"a rank of the pipeline may hold {may_hold(request):,} bytes ({source}), but {need.schedule} with microbatches="
+            f"{need.microbatches} holds {most.total:,} on rank {most.rank}, and nothing else that was tried holds less:\n"
+            f"  {kept:,} are there for the whole call, {most.peak.total:,} are made in it and there at once in {need.at}\n"
+            f"  what to do: {'; '.join(advice)}"
+        )
+        self.need = need
+
+
+def may_hold(request: Request) -> int | None:
+    """Bytes that a rank may hold: what the user says, or the memory of a GPU; None: whatever it takes.
+
+    What is widened to float64 to be compared with the model is not what will run.
+    """
+    if request.double:
+        return None
+    if request.memory_budget is not None:
+        return request.memory_budget
+    return int(for_mesh(request.mesh).memory_bytes) if request.mesh.device_type == "cuda" else None
+
+
+def need_of(draft: Draft) -> Need:
+    """Of a draft that is cut into stages."""
+    pipeline = draft.pipeline
+    assert pipeline is not None and draft.plan is not None
+    program = Program(
+        draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), axis_sizes=draft.sizes,
+        microbatches=draft.request.count, pipeline=pipeline,
+    )  # fmt: skip
+    most = memory.worst(program)
+    items = items_of(program, {pipeline.axis: most.rank})
+    item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
+    return Need(pipeline.schedule.name or "the schedule", draft.request.count, most, f"{item}, {most.peak.at}")
+
+
+def least(found: list[Need]) -> Need:
+    """The candidate that needs least."""
+    return min(found, key=lambda need: need.most.total)
