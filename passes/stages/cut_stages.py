@@ -22,19 +22,19 @@ from meshc.errors import CompileError, PlanError, ScheduleError
 from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
-from meshc.passes.stages.flows import Flows, flows, key_of
+from meshc.passes.stages.flows import Flows, flows, key_of, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, kinds, numbers
 from meshc.passes.stages.once import before_ranks, without_update
 from meshc.passes.stages.owners import Owners
+from meshc.passes.stages.sent import sent
 from meshc.passes.stages.shape import Shape, shapes_of
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
 from meshc.pipelining.predict import costs_of
-from meshc.pipelining.schedule import Link
 from meshc.program import Stage
 
 Names = tuple[tuple[str, str], ...]
@@ -84,14 +84,14 @@ class Cutter:
 
     def run(self) -> Draft:
         draft, shape = replace(self.draft), self.shape
+        self.placed = {**shape.placed, **sent(self.found, shape.placed, self.ranks, draft.mesh)}
         before, each, after = (draft.stages.get(name) for name in ("before", "each", "after"))
         assert each is not None and after is not None
         parts = parts_of(each, after, self.placed, Home(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)
         crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
         stages = self._halves(each, parts, ways, crossings)
-        messages = {Link(half, a, b): tuple(map(key_of, nodes)) for (half, a, b), nodes in next(iter(crossings.values())).messages.items()
-                    if self.ranks[a] != self.ranks[b]}  # fmt: skip
+        messages = messages_of(next(iter(crossings.values())), self.ranks, shape.schedule(()).actions)
         owners = Owners(draft, stages, self.ranks, before)
         made = {whole[1]: self.ranks[home.stage] for key, (_, home) in parts.made.items() if (whole := whole_of(key))}
         made, returned = owners.returned(parts.after, made)

@@ -5,14 +5,14 @@
     stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
 
 A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips. Values
-that need only the call's inputs are made again where they are read, which costs less than a message, unless they are worth their memory:
-then the stage that made them forward keeps them for backward.
+that need only the call's inputs are made again where they are read, unless `sent.py` has found a home for them, since a message is cheaper;
+and unless they are worth their memory: then the stage that made them forward keeps them for backward.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx import Node
 from meshc import spmd
 from meshc.ir import is_getitem, is_tensor
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds
+from meshc.pipelining.schedule import Action, Link
 
 
 @dataclass
@@ -57,7 +58,7 @@ def flows(found: Kinds, placed: Mapping[Node, Home], results: Iterable[tuple[Nod
                 continue
             if source is None:
                 keeper = Home(home.stage, FORWARD)
-                if home.half != FORWARD and node in found.given and _worth_keeping(node) and node in forward.get(home.stage, ()):
+                if home.half != FORWARD and node in found.given and worth_keeping(node) and node in forward.get(home.stage, ()):
                     made.reads[home][node] = None
                     made.gives[keeper][node] = None
                 continue
@@ -95,7 +96,37 @@ def _carry(made: Flows, node: Node, source: Home, reader: Home) -> None:
         made.messages[(BACKWARD, source.stage, reader.stage)][node] = None
 
 
-def _worth_keeping(node: Node) -> bool:
+def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Action]]) -> dict[Link, tuple[str, ...]]:
+    """What goes from rank to rank, by keys. A value that two stages of a rank read goes to the one that runs first, and stays.
+
+    ranks  of each stage
+    lists  each rank's actions
+    """
+    turns: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    for actions in lists:
+        for turn, item in enumerate(actions):
+            turns[item.direction, item.stage][item.microbatch] = turn
+    found: dict[Link, tuple[str, ...]] = {}
+    for (half, source, target), nodes in made.messages.items():
+        if ranks[source] == ranks[target]:
+            continue
+        first = [
+            stage for stage in range(len(ranks))
+            if ranks[stage] == ranks[target] and _precedes(turns[half, stage], turns[half, target])
+        ]  # fmt: skip
+        there = {node for stage in first for node in made.messages.get((half, source, stage), ())}
+        keys = tuple(key_of(node) for node in nodes if node not in there)
+        if keys:
+            found[Link(half, source, target)] = keys
+    return found
+
+
+def _precedes(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
+    """Whether one stage runs each microbatch before another does, by their turns."""
+    return all(microbatch in one and one[microbatch] < turn for microbatch, turn in other.items())
+
+
+def worth_keeping(node: Node) -> bool:
     """Values that are not made twice for nothing: draws, what ranks have exchanged, products."""
     target = node.target
     if spmd.is_collective(target):

@@ -7,7 +7,7 @@
 An operator of the forward half is at home where its place in the trace falls between the cuts; an operator of the backward half where the
 forward operator is at home that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later stage than the gradient that
 it reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has no home: each stage
-that reads it makes it.
+that reads it makes it. What is made of inputs alone has none either, unless a message is cheaper (`sent.py`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MOST_PLACES: Final = 256
 @dataclass(frozen=True)
 class Work:
     """
-    takes   seconds of each operator of either half
+    takes   seconds of each operator of either half, and of those that read inputs alone
     places  where cuts may stand, in order
     end     behind the last operator
     send_s  what a cut at each position sends takes, one way
@@ -49,7 +49,7 @@ class Work:
         assert axis is not None
         takes = {
             node: collective_seconds(node, draft.mesh, device) if is_collective(node.target) else seconds(node, device)
-            for node in (*found.forward, *found.backward)
+            for node in (*found.forward, *found.backward, *found.given) if node.op == "call_function"
         }
         order = found.forward
         before = [0.0, *accumulate(_both_halves(found, numbers, takes))]
@@ -79,9 +79,12 @@ def _ends(found: Kinds) -> list[Node]:
 
 
 def _both_halves(found: Kinds, numbers: Mapping[Node, int], takes: Mapping[Node, float]) -> list[float]:
-    """Seconds at each forward operator, with those of the backward operators that belong to it: by number, or by what they read of it."""
+    """Seconds at each forward operator, with those of the backward operators that belong to it: by number, or by what they read of it. What
+    is made of inputs alone counts where it is read first."""
     total = [takes[node] for node in found.forward]
     position = {node: i for i, node in enumerate(found.forward)}
+    for node, place in _first_read(found, position).items():
+        total[place] += takes[node]
     last_of = {numbers[node]: i for i, node in enumerate(found.forward) if node in numbers}
     known = sorted(last_of)
     number: dict[Node, int] = {}
@@ -95,6 +98,19 @@ def _both_halves(found: Kinds, numbers: Mapping[Node, int], takes: Mapping[Node,
         place = bisect_right(known, number[node]) - 1
         total[last_of[known[max(place, 0)]]] += takes[node]
     return total
+
+
+def _first_read(found: Kinds, position: Mapping[Node, int]) -> dict[Node, int]:
+    """Of what is made of inputs alone, the position of the first forward operator that needs it, for those that any needs."""
+    first: dict[Node, int] = {}
+    for node in found.forward:
+        work = [operand for operand in node.all_input_nodes if operand in found.given]
+        while work:
+            operand = work.pop()
+            if operand.op == "call_function" and operand not in first:
+                first[operand] = position[node]
+                work += operand.all_input_nodes
+    return first
 
 
 def _sent(order: Sequence[Node], wire: Wire) -> list[float]:
