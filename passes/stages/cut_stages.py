@@ -24,8 +24,8 @@ from meshc.passes.microbatch import Splitter
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flows, key_of, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
-from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, kinds, numbers
+from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
+from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, homes, kinds, numbers
 from meshc.passes.stages.once import before_ranks, without_update
 from meshc.passes.stages.owners import Owners
 from meshc.passes.stages.sent import sent
@@ -50,11 +50,24 @@ def cut_stages(draft: Draft) -> Draft:
         draft.stages = without_update(draft.stages["main"])
     if gathers_once(draft):
         draft.stages = gather_once(draft.stages)
-    each = draft.stages["each"]
+    whole = draft.stages["each"]
+    halves = weights_apart(whole)
+    found, known = _read(draft, halves)
+    shapes = shapes_of(draft, found, known)
+    cutters = [Cutter(draft, axis.name, halves, found, shape) for shape in shapes]
+    if halves is not whole:  # a schedule that wants no halves is spared them
+        found, known = _read(draft, whole)
+        cutters = [
+            cutter if shape.halved else Cutter(draft, axis.name, whole, found, replace(shape, placed=homes(found, shape.cuts, known)))
+            for shape, cutter in zip(shapes, cutters, strict=True)
+        ]
+    return fastest_that_fits(draft, cutters)
+
+
+def _read(draft: Draft, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
+    """What a microbatch's values depend on, and the numbers of the global-view values that they are forms of."""
     keys = dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True))
-    found = kinds(each.graph, keys)
-    known = numbers(each.graph, draft.the_graph())
-    return fastest_that_fits(draft, [Cutter(draft, axis.name, found, shape) for shape in shapes_of(draft, found, known)])
+    return kinds(each.graph, keys), numbers(each.graph, draft.the_graph())
 
 
 def fastest_that_fits(draft: Draft, cutters: Sequence[Cutter]) -> Draft:
@@ -76,17 +89,16 @@ def fastest_that_fits(draft: Draft, cutters: Sequence[Cutter]) -> Draft:
 
 
 class Cutter:
-    """Cuts a draft's stages `before`, `each` and `after` as the shape says; those of the draft that it is given stay as they are."""
+    """Cuts a draft's stages `before` and `after`, and `each`, as the shape says; those that it is given stay as they are."""
 
-    def __init__(self, draft: Draft, axis: str, found: Kinds, shape: Shape) -> None:
-        self.draft, self.axis, self.found, self.shape = draft, axis, found, shape
+    def __init__(self, draft: Draft, axis: str, each: Stage, found: Kinds, shape: Shape) -> None:
+        self.draft, self.axis, self.each, self.found, self.shape = draft, axis, each, found, shape
         self.ranks, self.placed = shape.ranks, shape.placed
 
     def run(self) -> Draft:
         draft, shape = replace(self.draft), self.shape
         self.placed = {**shape.placed, **sent(self.found, shape.placed, self.ranks, draft.mesh)}
-        before, each, after = (draft.stages.get(name) for name in ("before", "each", "after"))
-        assert each is not None and after is not None
+        before, each, after = draft.stages.get("before"), self.each, draft.stages["after"]
         parts = parts_of(each, after, self.placed, Home(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)
         crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
@@ -110,12 +122,11 @@ class Cutter:
         """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""
         found: dict[Names, Mapping[Node, Home]] = {}
         graphs = self.shape.graphs
-        halved = {stage for name, stage in graphs if name == "weight"}
-        if not halved or any(name == "backward" for name, _ in graphs):
+        if not self.shape.halved or any(name == "backward" for name, _ in graphs):
             found[((FORWARD, "forward"), (BACKWARD, "backward"))] = self.placed
-        if halved:
+        if self.shape.halved:
             names = ((BACKWARD, "input"), (WEIGHTS, "weight"))
-            placed = split_backward(self.found, self.placed, [node for node, _ in parts.made.values()], halved)
+            placed = split_backward(self.found, self.placed, [node for node, _ in parts.made.values()], self.shape.halved)
             found[names if found else ((FORWARD, "forward"), *names)] = placed
         return {names: {node: home for node, home in placed.items() if node not in parts.apart} for names, placed in found.items()}
 

@@ -4,19 +4,68 @@
     gw = mm(x.t, grad)       W: nothing but the gradient of one weight comes of it
 
 Zero-bubble schedules run W whenever a rank would idle (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241).
+
+A convolution's backward is one operator for both, which kernels do one after the other all the same; it is taken apart by its output mask:
+
+    g, gw, gb = convolution_backward(grad, x, w, ..., [True, True, True])
+  becomes
+    g, _, _ = convolution_backward(grad, x, w, ..., [True, False, False])       I
+    _, gw, gb = convolution_backward(grad, x, w, ..., [False, True, True])      W
+
+A layer norm's has a mask too, but is left whole: it reads its operands once for all three, and would read them twice. Batch and group norms
+are made of smaller operators anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
-from meshc.ir import is_getitem
+from meshc.ir import is_getitem, records, set_record
 from meshc.passes.stages.homes import BACKWARD, Home, Kinds
+from meshc.program import Stage
+
+aten = torch.ops.aten
 
 WEIGHTS: Final = "W"
+
+
+def weights_apart(each: Stage) -> Stage:
+    """The stage with convolutions' backwards in two where both are wanted, in a graph of its own; itself, if none is."""
+    if not any(_makes_both(node) for node in each.graph.nodes):
+        return each
+    graph = Graph()
+    graph.output(graph.graph_copy(each.graph, {}))
+    for node in filter(_makes_both, list(graph.nodes)):
+        *given, wanted = node.args
+        with graph.inserting_before(node):
+            inputs = _with_mask(graph, node, given, [True, False, False])
+            weights = _with_mask(graph, node, given, [False, *wanted[1:]])
+        for result in list(node.users):
+            result.update_arg(0, weights if result.args[1] else inputs)
+        graph.erase_node(node)
+    graph.lint()
+    return replace(each, graph=graph)
+
+
+def _makes_both(node: Node) -> bool:
+    """Whether an operator makes gradients of its input and of weights, and both are read."""
+    if node.target is not aten.convolution_backward.default:
+        return False
+    read = {result.args[1] for result in node.users if result.users}
+    return 0 in read and bool(read & {1, 2})
+
+
+def _with_mask(graph: Graph, node: Node, given: Sequence[Argument], mask: Sequence[bool]) -> Node:
+    made = graph.call_function(aten.convolution_backward.default, (*given, list(mask)))
+    none = [replace(one, shape=(), dtype=None, sharding=None) for one in records(node)]
+    set_record(made, tuple(one if wanted else empty for one, empty, wanted in zip(records(node), none, mask, strict=True)))
+    return made
 
 
 def split_backward(found: Kinds, placed: Mapping[Node, Home], parts: Collection[Node], stages: Collection[int]) -> dict[Node, Home]:
@@ -27,6 +76,8 @@ def split_backward(found: Kinds, placed: Mapping[Node, Home], parts: Collection[
         home = placed[node]
         own = [user for user in node.users if user in weight and placed[user] == home]
         gradients = {weight[user] for user in own} | ({node} if node in parts else set())
+        if None not in gradients and node.users and all(map(is_getitem, node.users)):
+            gradients = {node}  # those of one layer's weight and bias count as one
         alone = len(gradients) == 1 and not any(user in placed and placed[user] != home for user in node.users)
         weight[node] = next(iter(gradients)) if alone else None
         if weight[node] is not None and home.stage in stages and home.half == BACKWARD:

@@ -39,6 +39,11 @@ class Shape:
     placed: Mapping[Node, Home]
 
     @cached_property
+    def halved(self) -> frozenset[int]:
+        """Stages of which some backward is in two halves."""
+        return frozenset(stage for name, stage in self.graphs if name == "weight")
+
+    @cached_property
     def graphs(self) -> frozenset[tuple[str, int]]:
         """What the schedule runs: (forward, backward, input or weight, stage)."""
         return frozenset((STAGE_NAMES[item.op], item.stage) for items in self.schedule(()).actions for item in items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ class Building:
     def given(self, *shape: int, dtype: torch.dtype = F32) -> Node:
         node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
         ir.set_record(node, Record(shape, dtype))
+        return node
+
+    def item(self, made: Node, index: int) -> Node:
+        """One result of a call with several."""
+        node = self.graph.call_function(operator.getitem, (made, index))
+        ir.set_record(node, ir.records(made)[index])
         return node
 
     def call(self, target: Any, *args: Any, made: tuple[int, ...] | list[tuple[int, ...]] = (), dtype: torch.dtype | None = F32) -> Node:
