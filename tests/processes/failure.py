@@ -27,7 +27,7 @@ def program_of(case: Case, mesh: Any, inputs: str = "global") -> meshc.Program:
 
 def killed(mesh: Any) -> None:
     """Rank 1 is killed in its second step: a thread does it, while the main thread computes and communicates."""
-    case = mlp(batch=4000, width=2000)
+    case = mlp(batch=2000, width=1000)
     program = program_of(case, mesh)
     program(**case.call_kwargs)
     print("one step", flush=True)

@@ -4,7 +4,8 @@
     run = launch("tests.runtime.programs:hello", "x", ranks=4, torchrun=True)
     assert run.ok, run
 
-The function takes the further arguments, as text, and sets up its own process group.
+The function takes the further arguments, as text, and sets up its own process group. Ranks are forked from processes that have imported
+what ranks import (`nursery.py`); under torchrun each is a new interpreter.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tests.runtime.nursery import Nursery
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -55,26 +58,32 @@ class Run:
         return "\n".join(lines)
 
 
+_NURSERIES: Final[list[Nursery]] = []
+"""One for each rank that has been needed so far."""
+
+
 def launch(
     target: str, *arguments: str, ranks: int, torchrun: bool = False, timeout_s: float = 60, environment: Mapping[str, str] | None = None
 ) -> Run:
     """Runs `target` ("module:function") with `arguments` on `ranks` processes, one thread each, from the repository's root."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
-    module = ["-m", "tests.runtime.launch", target, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         if torchrun:
-            return _under_torchrun(module, ranks, timeout_s, variables, Path(folder))
-        return _by_hand(module, ranks, timeout_s, variables, Path(folder))
+            return _under_torchrun(["-m", "tests.runtime.launch", target, *arguments], ranks, timeout_s, variables, Path(folder))
+        return _forked(target, arguments, ranks, timeout_s, variables, Path(folder))
 
 
-def _by_hand(module: list[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
+def _forked(target: str, arguments: Sequence[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
+    while len(_NURSERIES) < ranks:
+        _NURSERIES.append(Nursery())
+    for nursery in _NURSERIES[:ranks]:
+        nursery.wait()
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     start = time.monotonic()
     processes = []
     for rank in range(ranks):
-        with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
-            environment = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen([sys.executable, *module], cwd=ROOT, env=environment, stdout=out, stderr=err))
+        environment = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(_NURSERIES[rank].start(target, arguments, environment, folder / f"{rank}.out", folder / f"{rank}.err"))
     seconds = [0.0] * ranks
     running = set(range(ranks))
     timed_out = False

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshc.errors import PeerError
-from meshc.runtime import collectives
+from meshc.runtime import collectives, watch
 from meshc.runtime.failure import FailureBoard, world_board
 from meshc.runtime.groups import Groups
 from meshc.runtime.halo import Exchange
@@ -232,8 +232,14 @@ def _board(store: str) -> FailureBoard:
     return world_board()
 
 
+SHORT_S = 3.0
+"""What these tests wait for instead of ten seconds of silence and twenty of grace."""
+
+
 def steps(store: str, deed: str, culprit: str) -> None:
     """Eight steps of two all-reduces over dp and one over tp; in step 5 the culprit does the deed."""
+    if deed == "freeze":
+        watch.SILENT_S = SHORT_S
     board = _board(store)
     size = dist.get_world_size()
     groups = Groups({"dp": size // 2, "tp": 2}, board.rank, size)
@@ -258,7 +264,7 @@ def _do(deed: str) -> None:
     if deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "freeze":
-        subprocess.Popen(["sh", "-c", f"sleep 25; kill -9 {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     if deed == "leave":
         sys.exit(0)
@@ -277,6 +283,7 @@ def raises_between_steps() -> None:
 
 def leaves_early(store: str) -> None:
     """Rank 0 is done after one step, without a word to torch; the others, which need it no more, go on for longer than silence lasts."""
+    watch.SILENT_S = SHORT_S
     board = _board(store)
     rest = dist.new_group(list(range(1, dist.get_world_size())))
     with board.guard(0, "all_reduce"):
@@ -284,7 +291,7 @@ def leaves_early(store: str) -> None:
     if board.rank == 0:
         return
     board.groups.append(rest)
-    end = time.monotonic() + 12
+    end = time.monotonic() + SHORT_S + 2
     done = torch.zeros(1)
     while not done:
         with board.guard(1, "all_reduce"):
@@ -311,16 +318,17 @@ def waits_for_one_that_raised() -> None:
             elif board.rank == 2:
                 collectives.all_reduce(torch.ones(1000, 1000), pairs[1]).wait()
             else:
-                time.sleep(8)
+                time.sleep(6)
     except PeerError as error:
         assert time.monotonic() - start < 5 or board.rank == 3, time.monotonic() - start
         print(f"PeerError: {error}", flush=True)
     except ValueError:
-        time.sleep(8)
+        time.sleep(6)
 
 
 def does_not_come_back() -> None:
     """Rank 1 raises; rank 0 is deaf, in a computation that never ends, so its watcher ends it."""
+    watch.GRACE_S = SHORT_S
     board = _board("env")
     with board.guard(2, "stage 0"):
         if board.rank == 1:

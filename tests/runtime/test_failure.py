@@ -46,9 +46,9 @@ def test_a_rank_is_killed_where_the_store_is_a_file(culprit: int, tmp_path: Path
         assert f"meshc.errors.PeerError: rank {culprit} died at step 5, all_reduce(dp)" in text, run
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_is_killed_under_torchrun(culprit: int) -> None:
-    run = launch(STEPS, "env", "kill", str(culprit), ranks=4, torchrun=True, timeout_s=90)
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (4, 2)])
+def test_a_rank_is_killed_under_torchrun(ranks: int, culprit: int) -> None:
+    run = launch(STEPS, "env", "kill", str(culprit), ranks=ranks, torchrun=True, timeout_s=90)
     assert run.code != 0 and not run.timed_out, run
     for rank, end in enumerate(run.ranks):
         assert "finished" not in end.out, run
@@ -66,7 +66,7 @@ def test_a_rank_raises_under_torchrun() -> None:
 def test_a_rank_freezes() -> None:
     run = launch(STEPS, "env", "freeze", "1", ranks=2, timeout_s=90)
     assert "meshc.errors.PeerError: rank 1 died at step 5, all_reduce(dp)" in run.ranks[0].err, run
-    assert run.ranks[0].code == 1 and run.ranks[0].seconds < run.ranks[1].seconds, run  # which was killed 25 s after it froze
+    assert run.ranks[0].code == 1 and run.ranks[0].seconds < run.ranks[1].seconds, run  # which was killed 12 s after it froze
 
 
 def test_a_rank_leaves_in_mid_step() -> None:
