@@ -13,15 +13,22 @@ the window before.
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from meshc import spmd
+from meshc import ops, spmd
 from meshc.bundle import bundle
 from meshc.ir import local_bytes, record
 from meshc.packing import in_place, stays
@@ -202,12 +209,30 @@ class _Region:
         if self.compiled is not None:
             results = self.compiled(*inputs)
         else:
-            self.compiled = torch._inductor.compile(self.module, list(inputs))
+            with _cached():
+                self.compiled = torch._inductor.compile(self.module, list(inputs))
             results = self.compiled(*inputs)
             self.copied = [index for index in self.own if _is_shared(index, inputs, results)]
         if self.copied:
             results = [x.clone() if index in self.copied else x for index, x in enumerate(results)]
         return results
+
+
+@contextmanager
+def _cached() -> Iterator[None]:
+    """In it Inductor keeps what it compiles on disk, and finds what an earlier process has kept: for that torch asks for a tracing context
+    that could hold symbolic sizes. Torch's key knows operators by name, so meshc's, whose code may change, are in the key's tag."""
+    config = torch.compiler.config
+    tag = f"{config.cache_key_tag} meshc {_version_of_operators()}"
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
+    with config.patch(cache_key_tag=tag), tracing(context):  # type: ignore[attr-defined]  # torch adds it when it is imported
+        yield
+
+
+@cache
+def _version_of_operators() -> str:
+    files = sorted(file for folder in ops.__path__ for file in Path(folder).iterdir() if file.is_file())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _is_shared(index: int, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> bool:

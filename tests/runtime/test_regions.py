@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
 from meshc import spmd
@@ -104,3 +105,13 @@ def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypat
         for _ in range(2):
             for found, value in zip(run([x]), wanted, strict=True):
                 torch.testing.assert_close(found, value)
+
+
+def test_what_was_compiled_is_found_again() -> None:
+    groups, x = Groups({"dp": 1}, 0, 1), torch.randn(4, 4)
+    groups.prepare([("dp",)])
+    for _ in range(2):
+        counters.clear()
+        compile_regions(reductions(False), groups, {"dp": 0}, torch.device("cpu"))([x])
+    found = counters["aot_autograd"]["autograd_cache_hit"]
+    assert found == 2 and not counters["inductor"]["fxgraph_cache_bypass"], counters
