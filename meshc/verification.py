@@ -138,7 +138,8 @@ def _chosen(program: Program) -> dict[str, Any]:
     pipeline = program.general.pipeline
     if pipeline is None:
         return {}
-    return dict(schedule=program.options.schedule or pipeline.schedule.name, microbatches=program.general.microbatches)
+    schedule = program.options.schedule or pipeline.schedule.name
+    return dict(schedule=schedule, microbatches=program.general.microbatches, gather_once=program.draft.request.gather_once)
 
 
 def _computed(draft: Draft) -> set[torch.dtype]:

@@ -38,6 +38,7 @@ class Request:
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, or each rank's list as text
     memory_budget  bytes that a rank of a pipeline may hold; None: of a GPU its memory, which bounds only what is not named
+    gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
@@ -66,6 +67,7 @@ class Request:
     pp_splits: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
     memory_budget: int | None = None
+    gather_once: bool = True
 
     @property
     def count(self) -> int:

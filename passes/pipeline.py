@@ -26,6 +26,7 @@ from meshc.passes.propagate import MICROBATCH, Interest, Propagator
 from meshc.passes.specialise import specialise
 from meshc.passes.stages import cut_stages
 from meshc.passes.stages.choose import choose_microbatches
+from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.stages.gather_once import gathers_once
 from meshc.paths import input_names
 from meshc.program import Port, Program, Stage
@@ -292,16 +293,23 @@ Hook = Callable[[str, Draft], None]
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
-    if request.microbatches is not None:
-        draft = run_passes(start(request), PASSES, hook)
-        return finish(draft), draft
     draft = run_passes(start(request), PASSES[:PLANLESS], hook)
-    begin = time.process_time()
-    with_count = replace(request, microbatches=choose_microbatches(draft, lambda own: run_passes(own, PASSES[PLANLESS:STAGED])))
-    draft = replace(draft, request=with_count, sizes=start(with_count).sizes)
-    draft.seconds["choose"] = time.process_time() - begin
-    draft = run_passes(draft, PASSES[PLANLESS:], hook)
+    if request.microbatches is None:
+        begin = time.process_time()
+        with_count = replace(request, microbatches=choose_microbatches(draft, lambda own: _fitting(own, PASSES[PLANLESS:STAGED])))
+        draft = replace(draft, request=with_count, sizes=start(with_count).sizes)
+        draft.seconds["choose"] = time.process_time() - begin
+    draft = _fitting(draft, PASSES[PLANLESS:], hook)
     return finish(draft), draft
+
+
+def _fitting(draft: Draft, entries: Sequence[Entry], hook: Hook | None = None) -> Draft:
+    """The passes after `factorize`. If a pipeline does not fit with its parameters gathered once, they are gathered more often."""
+    spare = draft.again(replace(draft.request, gather_once=False), seconds=draft.seconds)
+    try:
+        return run_passes(draft, entries, hook)
+    except DoesNotFit:
+        return run_passes(spare, entries, hook)
 
 
 def start(request: Request) -> Draft:

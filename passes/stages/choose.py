@@ -22,7 +22,7 @@ TIMES_RANKS: Final = (1, 2, 4, 8)
 
 
 def choose_microbatches(draft: Draft, run: Callable[[Draft], Draft]) -> int:
-    """`draft`: what `factorize` left. `run`: the passes from there to the stages."""
+    """`draft`: what `factorize` left. `run`: the passes from there to the stages. DoesNotFit: nothing does."""
     axis = draft.mesh.pipeline_axis
     if axis is None:
         return 1

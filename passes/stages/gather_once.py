@@ -30,7 +30,7 @@ SHARE = 0.5
 def gathers_once(draft: Draft) -> bool:
     """Whether a pipeline's stages keep their parameters gathered, by what that is expected to take."""
     axis = draft.mesh.pipeline_axis
-    if axis is None or MICROBATCH not in draft.sizes:
+    if axis is None or MICROBATCH not in draft.sizes or not draft.request.gather_once:
         return False
     stored = whole = 0.0
     for port in draft.inputs:

@@ -21,6 +21,7 @@ from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import Link
 from meshc.pipelining.timing import simulate
 from meshc.program import Program
+from tests.models import nanogpt
 from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, captured, verify
 
 SAMPLE = sorted(random.Random(4).sample(list(itertools.product(FAMILIES, SCHEDULES, MESHES)), 10))
@@ -174,6 +175,31 @@ def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int
     assert report.ok and moved <= where and (budget is None) == ("forward" not in moved)
 
 
+def test_parameters_are_gathered_more_often_if_once_does_not_fit() -> None:
+    """Half of the budget would do for them; it is the microbatches that leave too little."""
+    case = nanogpt(layers=2, batch=16, seq=32)
+    train = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss, microbatches=2)
+
+    def program(budget: int | None) -> meshc.Program:
+        options = meshc.Options(schedule="1f1b", memory_budget=budget)
+        return meshc.compile(train, meshc.Mesh("pp=2,dp_shard=2"), kwargs=case.call_kwargs, options=options)
+
+    once = program(None).compiled
+    often = program(memory.worst(once).total - 1)
+    assert gathers(once) == {"before"} and {"forward", "backward"} <= gathers(often.compiled)
+    assert memory.worst(often.compiled).total < memory.worst(once).total
+    assert meshc.verify(often, case.call_kwargs, dtype=torch.float64).ok
+
+
+def gathers(program: Program) -> set[str]:
+    """The kinds of stages that gather anything."""
+    return {
+        name.partition("_")[0]
+        for name, stage in program.stages.items()
+        if stage.graph.find_nodes(op="call_function", target=spmd.all_gather)
+    }
+
+
 def test_what_does_not_fit_is_not_chosen() -> None:
     """With 4 microbatches the fastest schedule holds 7,104 bytes, of all numbers of microbatches the fastest is one, which takes 8,512."""
     for options, holds in (({"count": 4}, 7_104), ({"count": None}, 8_512)):
@@ -198,6 +224,7 @@ def test_what_holds_more_than_the_budget_is_refused(options: dict[str, object], 
     with pytest.raises(meshc.PlanError) as caught:
         compiled(memory_budget=5_000, **options)
     message = str(caught.value)
+    assert compiled(memory_budget=caught.value.need.most.total, **options).pipeline is not None  # type: ignore[attr-defined]
     assert f"may hold 5,000 bytes (Options(memory_budget=5000)), but {said}" in message
     assert re.search(r"1,600 are there for the whole call, [\d,]+ are made in it and there at once in [BF]0\.\d, \w+ at test_st", message)
 
