@@ -57,6 +57,7 @@ zoo: $(STAMP)
 
 pipelines: $(STAMP)
 	$(RUN) -m tests.pipelining
+	$(RUN) -m tests.pipelining --torchrun
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

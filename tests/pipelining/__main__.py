@@ -1,9 +1,10 @@
 """Run the pipelines' table: every schedule with every model on every mesh, simulated, against the model on one device.
 
     python -m tests.pipelining [--only llama,gpt2] [--schedule 1f1b] [--limit-seconds T] [--fresh]
+    python -m tests.pipelining --torchrun [--fresh]                 ten of the cells on processes, with a table of their own
 
-Cells are kept in out/pipelines.json, so a run that was stopped goes on where it was; cells that are not ok run again. The table is written
-to docs/pipelines.md once there is a row for every cell.
+Cells are kept in out/pipelines.json (out/pipelines-processes.json), so a run that was stopped goes on where it was; cells that are not ok
+run again. The table is written to docs/pipelines.md once there is a row for every cell.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.coverage_page import PAGE, put
+from tests.pipelining import processes
 from tests.pipelining.cells import FAMILIES, MESHES, MICROBATCHES, SCHEDULES, STEPS, verify
 from tests.results import Results
 
@@ -64,7 +66,10 @@ def main() -> int:
     parser.add_argument("--schedule", default="", help="one schedule")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no cell after so many seconds")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--torchrun", action="store_true", help="ten cells on processes")
     arguments = parser.parse_args()
+    if arguments.torchrun:
+        return processes.run(arguments.fresh)
     warnings.simplefilter("ignore")
     results = Results("pipelines", arguments.fresh)
     rows = results.rows
