@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,8 @@ class Program:
             guard_calls(self.traced.module)
         if self.step is not None:
             self._store.adopt_optimizer(self.step.optimizer, compiled.inputs, self.spec)
+            self.spec = None if self.spec is None else self.spec.of_live(self._store.live)
+            draft.request = replace(draft.request, optimizer=self.spec)
         if first:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)

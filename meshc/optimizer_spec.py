@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,6 +133,18 @@ class OptimizerSpec:
 
     def slots_of(self, param: Tensor) -> tuple[Slot, ...]:
         return self.group_of(param).slots_of(param)
+
+    def of_live(self, live: Callable[[Tensor], Tensor]) -> OptimizerSpec:
+        """The same of the parameters that have taken the place of these; neither the old ones nor their state is held any more."""
+        groups = [
+            replace(
+                group,
+                params=tuple(live(param) for param in group.params),
+                slots=tuple(tuple(replace(slot, value=None) for slot in slots) for slots in group.slots),
+            )
+            for group in self.groups
+        ]
+        return replace(self, groups=tuple(groups))
 
     def key_of(self, optimizer: torch.optim.Optimizer) -> tuple[tuple[str, Hashable], ...]:
         return guarded_key(optimizer, [group.guards for group in self.groups])

@@ -128,6 +128,11 @@ def append_update(draft: Draft) -> Draft:
         set_reason(node, reason="the gradient norm")
     kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
     coefficient = _clip_coefficient(add, total, draft.request.clip_grad_norm)
+    if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
+        raise CompileError(
+            f"{spec.optimizer} updates none of the model's parameters\n"
+            "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
+        )
     numbers = _number_inputs(add, draft, spec)
     for name, gradient in gradients.items():
         parameter = modules[name]

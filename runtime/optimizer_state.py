@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,5 +92,5 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
     if not port.shape and not (isinstance(present, Tensor) and present.device.type != "cpu"):
         tile = tile.cpu()  # where torch keeps counts of steps
     held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape))
-    held.of, held.slot, held.fresh = parameter.key, name, slot
+    held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
     return held

@@ -356,6 +356,11 @@ class Store:
                 + "\n  what to do: give both programs plans that store alike; the first to be compiled decides"
             )
 
+    def live(self, parameter: Tensor) -> Tensor:
+        """What has taken the place of a parameter of this model; another is returned as it is."""
+        key = self.parameter_key(parameter)
+        return parameter if key is None else self.held[key].live
+
     def parameter_key(self, parameter: Tensor) -> str | None:
         """The key of a parameter of this model, live or replaced."""
         return self._replaced.get(parameter) or self._live.get(id(parameter))

@@ -78,6 +78,26 @@ def recompiled(mesh: Any) -> None:
     close(losses, wanted, 1e-10)
 
 
+def another_batch(mesh: Any) -> None:
+    """A batch of another size is another compilation of the same step: it goes on with the same parameters and state."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    optimizer, theirs = adamw(case.model.parameters()), adamw(twin.parameters())
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss), mesh)
+    losses, wanted = [], []
+    for rows in (6, 6, 4, 4, 6):
+        batch = {name: value[:rows] for name, value in case.call_kwargs.items()}
+        losses.append(program(**batch).item())
+        loss = case.loss(twin(batch["x"]), batch["target"])
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(loss.item())
+    close(losses, wanted, 1e-10)
+    for mine, other in zip(case.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other.detach(), rtol=1e-10, atol=1e-10)  # type: ignore[attr-defined]
+
+
 def weight_decay_to_zero(mesh: Any) -> None:
     """Without decay Adam's update is another one: a compilation that says why, once."""
     case = mlp(torch.float64)
@@ -228,7 +248,8 @@ def partial_storage(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    scheduled, recompiled, weight_decay_to_zero, loss_arguments, microbatches, mean_of_parts, autocast, dynamic_sizes, partial_storage
+    scheduled, recompiled, another_batch, weight_decay_to_zero, loss_arguments, microbatches, mean_of_parts, autocast, dynamic_sizes,
+    partial_storage,
 )  # fmt: skip
 
 
