@@ -21,12 +21,18 @@ RANKS = 8
 def draw_parts(chance: random.Random, sketch: Sketch, train: bool) -> How:
     """Whether a step is to be the mean of its microbatches, which its trace has to know: where that is a number to rely on."""
     counts = [count for count in (2, 3, 4) if sketch.batch and sketch.batch % count == 0]
-    if not train or not counts or chance.random() < 0.3:
+    if not train or not counts or chance.random() < 0.3 or _crashes(sketch):
         return How()
     count = chance.choice(counts)
     rows = sketch.batch // count
     leaves = tuple(replace(leaf, shape=(rows, *leaf.shape[1:])) if leaf.kind == "input" else leaf for leaf in sketch.leaves)
     return How(count, mean_of_parts=True) if steady(replace(sketch, leaves=leaves)) else How()
+
+
+def _crashes(sketch: Sketch) -> bool:
+    """torch checks no shapes of a recurrent layer's weights: where they come of an input, fewer rows would end the process."""
+    parameters = {leaf.name for leaf in sketch.of_kind("parameter")}
+    return any(step.op == "recurrent" and not parameters.issuperset(step.operands[1:]) for step in sketch.steps)
 
 
 def draw_how(chance: random.Random, sketch: Sketch, train: bool, how: How, reparse: bool) -> How:
