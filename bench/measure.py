@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,7 +60,8 @@ class Peak:
     """The most bytes of tensors alive at once between `mark()` and the end, of all that was allocated since the beginning.
 
     Counts every allocation of torch's CPU allocator on this process, whoever makes it: eager operators, Inductor's code, DDP's buckets.
-    Gloo's own buffers are not tensors and are left out.
+    Gloo's own buffers are not tensors and are left out. What gloo's threads free last is not recorded: it is gone when its place is used
+    again.
     """
 
     def __enter__(self) -> Peak:
@@ -74,14 +76,24 @@ class Peak:
 
     def __exit__(self, *exception: Any) -> None:
         self._profile.__exit__(*exception)
-        results = self._profile.profiler.kineto_results
-        events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+        live: dict[int, int] = {}
         alive = peak = 0
-        for at_ns, change in events:
+        for at_ns, place, change in sorted(_allocations(self._profile.profiler.kineto_results.experimental_event_tree())):
             if at_ns >= self._marked_ns:
                 peak = max(peak, alive)
-            alive += change
+            alive -= live.pop(place, 0)
+            if change > 0:
+                live[place] = change
+                alive += change
         self.bytes = max(peak, alive)
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """(time in ns, address, bytes, negative where they are freed) below these events of a profile."""
+    for event in events:
+        if event.name == "[memory]":
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
+        yield from _allocations(event.children)
 
 
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in linux/tcp.h's struct tcp_info; bytes_sent would count retransmissions
