@@ -30,3 +30,9 @@ def whole_of(key: str) -> tuple[str, str] | None:
     word, _, name = key.partition(":")
     found = WAYS.get(word)
     return None if found is None else (found[0], f"{found[1]}:{name}")
+
+
+def is_added(key: str) -> bool:
+    """Whether a stage's output under this key is taken into a sum, a largest or a smallest as soon as the stage has made it."""
+    found = whole_of(key)
+    return found is not None and found[0] in ACCUMULATES

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir, packing
-from meshc.accumulate import ACCUMULATES, whole_of
+from meshc.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
 from meshc.pipelining.steps import last_reads, steps_of
@@ -135,14 +135,15 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
     carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
     sizes = value_bytes(program)
     made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
-    walked: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
+    walked: dict[tuple[str, bool, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
     for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
         if step.op == "run":
             stage = program.stages[step.stage]
             freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
-            case = stage.name, frozenset(freed.items())
+            summed = any(is_added(key) and (whole := whole_of(key)) is not None and whole[1] in carried for key in stage.outputs)
+            case = stage.name, summed, frozenset(freed.items())
             if case not in walked:
-                walked[case] = _walk(stage, freed)
+                walked[case] = _walk(stage, freed, summed)
             inside, leaves = walked[case]
             waiting = sum(carried.values())
             if waiting + inside.total > best.total:
@@ -164,10 +165,11 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
     return best
 
 
-def _walk(stage: Stage, freed: Mapping[str, int]) -> tuple[Peak, dict[str, int]]:
+def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple[Peak, dict[str, int]]:
     """The peak inside a stage, and the bytes of each value that it makes and another may read.
 
-    freed  bytes of inputs that nobody reads later, by key: each is gone after its last use here
+    freed   bytes of inputs that nobody reads later, by key: each is gone after its last use here
+    summed  whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
     """
     nodes = list(stage.graph.nodes)
     home: dict[Node, Node] = {}  # the node that made a value's storage
@@ -183,7 +185,7 @@ def _walk(stage: Stage, freed: Mapping[str, int]) -> tuple[Peak, dict[str, int]]
         last[node] = position
         if node.op == "output":
             for key, value in zip(stage.outputs, node.args[0], strict=True):
-                if isinstance(value, Node):
+                if isinstance(value, Node) and not (summed and is_added(key)):
                     results.setdefault(home[value], []).append(key)
                     last[home[value]] = position
                     if key.startswith("gradient:"):

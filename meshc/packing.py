@@ -90,6 +90,23 @@ def escapes(node: Node) -> bool:
     return any(user.op == "output" or (_may_share(user) and escapes(user)) for user in node.users)
 
 
+def is_alone(value: Node) -> bool:
+    """Whether nothing but the stage's results has a value's memory: the runtime may write there once the stage is over."""
+    if any(user.op != "output" for user in value.users):
+        return False
+    while value.op == "call_function" and _may_share(value):
+        operand = value.all_input_nodes[0] if value.all_input_nodes else None
+        if operand is None or operand.op != "call_function":
+            return False
+        if is_getitem(value):
+            made_by = operand.target
+            return isinstance(made_by, torch._ops.OpOverload) and all(one.alias_info is None for one in made_by._schema.returns)
+        if set(operand.users) != {value}:
+            return False
+        value = operand
+    return value.op == "call_function"
+
+
 def _may_share(node: Node) -> bool:
     """Whether a node's value may lie in its operand's memory. The operators of per-rank programs may give back what they got: a mask of a
     tile without padding, a collective among one rank."""

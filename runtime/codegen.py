@@ -5,6 +5,7 @@
     v9 = f9(v1)                    # runs meanwhile
     v8 = v8.wait()
     v10 = f10(v8, v9); del v8, v9
+    a11(env, v10); del v10         # part:g, a gradient of one microbatch: into sum:g
 
 Integers that stand for a rank's place are computed once, at load. The function is made from a checked graph; no text of a program is
 executed.
@@ -23,11 +24,13 @@ from torch.distributed import ProcessGroup
 from torch.fx import Node
 
 from meshc import spmd
+from meshc.accumulate import is_added
 from meshc.ir import record
 from meshc.ops.implementations import direct
-from meshc.packing import escapes, in_place, pieces, stays
+from meshc.packing import escapes, in_place, is_alone, pieces, stays
 from meshc.program import Stage
 from meshc.runtime import collectives, halo
+from meshc.runtime.accumulator import Accumulator
 from meshc.runtime.groups import Groups
 
 
@@ -125,12 +128,15 @@ def generate(
     device: torch.device,
     here: Callable[[str], None] | None = None,
     overwrites: Collection[Node] = (),
+    own: Collection[Node] = (),
 ) -> Callable[..., list[Any]]:
-    """`run(inputs, mb)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failure reports).
+    """`run(inputs, mb, env)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failure reports).
 
-    `overwrites`: all-reduces that may write over their operand, beside those of which the graph shows it.
+    Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made.
+    `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both beside those of which
+    the graph shows it.
     """
-    return _Writer(stage, groups, coordinates, device, here, overwrites).function()
+    return _Writer(stage, groups, coordinates, device, here, overwrites, own).function()
 
 
 class _Writer:
@@ -144,8 +150,9 @@ class _Writer:
         device: torch.device,
         here: Callable[[str], None] | None,
         overwrites: Collection[Node],
+        own: Collection[Node],
     ) -> None:
-        self.overwrites = set(overwrites)
+        self.overwrites, self.own = set(overwrites), set(own)
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
         self.known = integers(stage, coordinates)
         self.source = Source()
@@ -156,9 +163,19 @@ class _Writer:
         """Memory that several values are made in, by the `cat` that joins them."""
         self.kept: set[Node] = set()
         """Of these, what lives between calls."""
-        last = {operand: node for node in stage.graph.nodes for operand in node.all_input_nodes}
+        (output,) = stage.graph.find_nodes(op="output")
+        given = list(zip(stage.outputs, output.args[0], strict=True))
+        self.returned = [value for key, value in given if not is_added(key)]
+        self.added: dict[Node, list[str]] = defaultdict(list)
+        """Values that go into sums, with their keys."""
+        for key, value in given:
+            if is_added(key):
+                self.added[value].append(key)
+        self.last = {operand: node for node in stage.graph.nodes if node is not output for operand in node.all_input_nodes}
+        """What reads a value last; a sum that takes it in does not count."""
+        self.last |= {value: output for value in self.returned if isinstance(value, Node)}
         self.dying: dict[Node, list[Node]] = defaultdict(list)
-        for operand, node in last.items():
+        for operand, node in self.last.items():
             self.dying[node].append(operand)
 
     def function(self) -> Callable[..., list[Any]]:
@@ -170,23 +187,36 @@ class _Writer:
             lines.append(", ".join(self.env[node] for node in placeholders) + ", = inputs; inputs.clear()")
         for number, node in enumerate(self.graph.nodes):
             if node.op == "placeholder":
+                self._add(node)
                 continue
             if node in self.known:
                 self.env[node] = repr(self.known[node])
                 continue
-            self._wait(node)
             if node.op == "output":
-                lines.append("return " + self.source.literal(list(node.args[0]), self.env))
+                for value in node.all_input_nodes:  # collectives that nothing here waits for
+                    self._wait_for(value)
+                lines.append("return " + self.source.literal(self.returned, self.env))
                 break
+            for operand in node.all_input_nodes:
+                self._wait_for(operand)
             self._line(node, f"w{number}")
-            self._forget(node)
-        return self.source.function("inputs, mb=0")
+            if node not in self.flying:
+                self._add(node)
+            self._forget([*self.dying.pop(node, []), *([] if node in self.last else [node])])
+        return self.source.function("inputs, mb=0, env=None")
 
-    def _wait(self, node: Node) -> None:
-        for operand in node.all_input_nodes:
-            if operand in self.flying:
-                self.source.lines.append(f"{self.env[operand]} = {self.env[operand]}.wait()")
-                self.flying.discard(operand)
+    def _wait_for(self, value: Node) -> None:
+        if value in self.flying:
+            self.source.lines.append(f"{self.env[value]} = {self.env[value]}.wait()")
+            self.flying.discard(value)
+            self._add(value)
+
+    def _add(self, node: Node) -> None:
+        """What this value is a microbatch's part of takes it in, if there is such a thing."""
+        keys = self.added.get(node, ())
+        shared = len(keys) > 1 or node in self.last or not (node in self.own or is_alone(node))
+        for key in keys:
+            self.source.lines.append(f"{self.source.bind(Accumulator(key, shared), 'a')}(env, {self.env[node]})")
 
     def _line(self, node: Node, name: str) -> None:
         if node in self.pieces:
@@ -206,6 +236,10 @@ class _Writer:
                 self.source.lines.append(f"{note}({label})")
             self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
             self.flying.add(node)
+        elif getattr(node.target, "boxed", False):  # it empties the list that it takes: what is read here for the last time goes meanwhile
+            self.source.lines.append(f"box = {self.source.literal(node.args[0], self.env)}")
+            self._forget(self.dying.pop(node, []))
+            self.source.lines.append(f"{name} = {self.source.bind(function_of(node, self.device), 'f')}(box)")
         else:
             self.source.lines.append(f"{name} = {self._call(node)}")
 
@@ -228,11 +262,9 @@ class _Writer:
         place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
         self.source.lines.append(f"{place}.copy_({self._call(node)})")
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, values: Collection[Node]) -> None:
         alive = (self.known, self.flying, self.pieces, self.kept)
-        dead = [self.env[operand] for operand in self.dying[node] if not any(operand in some for some in alive)]
-        if not node.users and node in self.env:
-            dead.append(self.env[node])
+        dead = [self.env[value] for value in values if value in self.env and not any(value in some for some in alive)]
         if dead:
             self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
 

@@ -6,7 +6,7 @@ Nothing here is special to a program of one stage; a schedule of one instruction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshc import environment, spmd
-from meshc.accumulate import ACCUMULATES
+from meshc.accumulate import ACCUMULATES, is_added
 from meshc.errors import StateError
 from meshc.pipelining.cut import slot
 from meshc.pipelining.steps import last_reads, steps_of
@@ -31,7 +31,10 @@ RunStage = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage on this rank: `perform` reads its inputs from the values by key, and adds its outputs."""
+    """A stage on this rank: `perform` reads its inputs from the values by key, and adds its outputs.
+
+    outputs  without those that the stage itself takes into sums
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -41,7 +44,7 @@ class LoadedStage:
         """`last`: what nothing reads any more after this; the stage frees it as it goes."""
         slots = [slot(key, microbatch) for key in self.inputs]
         inputs = [env.pop(name) if name in last else env[name] for name in slots]
-        results = self.run(inputs, microbatch)
+        results = self.run(inputs, microbatch, env)
         env.update({slot(key, microbatch): value for key, value in zip(self.outputs, results, strict=True)})
 
 
@@ -73,7 +76,7 @@ class Executor:
         self.device = device
         self.board = board
         groups.prepare(needed_groups(program))
-        self.steps = steps_of(program, coordinates)
+        self.steps = _with_sums(program, steps_of(program, coordinates))
         self.lasts = last_reads(program, self.steps)
         self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
         if board is not None:
@@ -92,7 +95,7 @@ class Executor:
 
     def load(self, stage: Stage) -> LoadedStage:
         """A stage as this rank runs it. One that is not the program's own uses no other groups than the program does."""
-        return LoadedStage(stage.inputs, stage.outputs, self._make(stage))
+        return LoadedStage(stage.inputs, tuple(key for key in stage.outputs if not is_added(key)), self._make(stage))
 
     def _here(self, instruction: str) -> None:
         assert self.board is not None
@@ -150,12 +153,6 @@ class Executor:
     def _do(self, instruction: Instruction, env: dict[str, Any], last: Collection[str]) -> None:
         if instruction.op == "run":
             self.stages[instruction.stage].perform(env, instruction.microbatch, last)
-        elif instruction.op in ACCUMULATES:
-            part = env.pop(instruction.value)
-            if instruction.into in env:
-                ACCUMULATES[instruction.op](env[instruction.into], part, out=env[instruction.into])
-            else:
-                env[instruction.into] = part.clone() if part._is_view() else part
         elif instruction.op == "join":
             rows = env.setdefault(f"{instruction.into} so far", {})
             rows[instruction.microbatch] = env.pop(instruction.value)
@@ -170,6 +167,29 @@ class Executor:
             self.channels.receive(instruction)
         else:
             raise StateError(f"the schedule has an instruction that this runtime does not know: {instruction.op}")
+
+
+def _with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instruction]:
+    """Without the instructions by which a run's parts go into sums: its stage does that as it makes them.
+
+    StateError: a list, such as one that was edited, that wants something else of them.
+    """
+    found: list[Instruction] = []
+    wanted: set[str] = set()
+    for step in steps:
+        if step.op in ACCUMULATES:
+            if step.value not in wanted:
+                raise StateError(f"the schedule takes {step.value} into {step.into} where no run of a stage has just made it")
+            wanted.discard(step.value)
+            continue
+        if wanted and step.op != "join":
+            break
+        found.append(step)
+        if step.op == "run":
+            wanted = {key for key in program.stages[step.stage].outputs if is_added(key)}
+    if wanted:
+        raise StateError(f"the schedule does nothing with {min(wanted)}: its sum takes it in right after its stage has run")
+    return found
 
 
 def told(step: Instruction) -> str:

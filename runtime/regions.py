@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshc import ops, spmd
+from meshc.accumulate import is_added
 from meshc.bundle import bundle
 from meshc.ir import local_bytes, record
 from meshc.packing import in_place, stays
@@ -116,6 +117,8 @@ def compile_regions(
     varying = _varying(stage, known)
     overwrites: list[Node] = []
     (output,) = stage.graph.find_nodes(op="output")
+    added = {value for key, value in zip(stage.outputs, output.args[0], strict=True) if is_added(key)}
+    own: list[Node] = []
     outer = Graph()
     env: dict[Node, Node] = {}
     for node in stage.graph.find_nodes(op="placeholder"):
@@ -127,7 +130,7 @@ def compile_regions(
         inside = [n for n in stage.graph.nodes if n.op == "call_function" and level[n] == number and n not in known and n not in varying]
         region = [n for n in inside if not spmd.is_collective(n.target) and not _outside(n, known, varying)]
         if region:
-            _add_region(outer, env, region, known, device)
+            own += _add_region(outer, env, region, known, device, added)
         for node in inside:
             if node not in region:
                 env[node] = outer.call_function(
@@ -138,7 +141,7 @@ def compile_regions(
                 if in_place(node):
                     overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
-    return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites)
+    return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites, own)
 
 
 def _bundled(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int]) -> tuple[Stage, dict[Node, int]]:
@@ -165,15 +168,20 @@ def _new_behind(node: Node, found: Mapping[Node, int]) -> list[Node]:
     return [*new, *(other for operand in new for other in _new_behind(operand, found))]
 
 
-def _add_region(outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device) -> None:
+def _add_region(
+    outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device, added: Collection[Node]
+) -> list[Node]:
+    """A call of a compiled region, whose results go to `env`. Returned: those that have memory of their own."""
     members = set(region)
     inner = Graph()
+    box = inner.placeholder("inputs")
+    box.meta["steal_arg"] = True  # by which torch knows that it may empty the list
     copies: dict[Node, Node] = {}
     inputs: list[Node] = []
     for node in region:
         for operand in node.all_input_nodes:
             if operand not in members and operand not in known and operand not in copies:
-                copies[operand] = inner.placeholder(operand.name)
+                copies[operand] = inner.call_function(operator.getitem, (box, len(inputs)))
                 inputs.append(operand)
     for node in region:
         kwargs = {key: codegen._moved(key, value, device) for key, value in node.kwargs.items()}
@@ -184,10 +192,11 @@ def _add_region(outer: Graph, env: dict[Node, Node], region: list[Node], known: 
         )
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
-    own = [index for index, node in enumerate(results) if any(map(in_place, node.users))]
-    call = outer.call_function(_Region(GraphModule(torch.nn.Module(), inner), own), tuple(env[n] for n in inputs))
+    own = [index for index, node in enumerate(results) if node in added or any(map(in_place, node.users))]
+    call = outer.call_function(_Region(GraphModule(torch.nn.Module(), inner), own), ([env[n] for n in inputs],))
     for index, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, index))
+    return [env[results[index]] for index in own]
 
 
 def _is_tuple(node: Node) -> bool:
@@ -195,24 +204,31 @@ def _is_tuple(node: Node) -> bool:
 
 
 class _Region:
-    """A region, compiled for the first inputs that it sees. The results numbered in `own` have memory of their own."""
+    """A region, compiled for the first inputs that it sees. The results numbered in `own` have memory of their own.
+
+    module  takes one list
+    """
+
+    boxed = True
 
     def __init__(self, module: GraphModule, own: Sequence[int]) -> None:
         self.module = module
         self.own = own
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: Callable[[list[Any]], Any] | None = None
         self.copied: list[int] = []
         """Those that Inductor makes in the memory of an input or of another result."""
         self.__name__ = "region"
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Takes the inputs out of the list, so that each is gone after its last use."""
         if self.compiled is not None:
-            results = self.compiled(*inputs)
+            results = self.compiled(inputs)
         else:
             with _cached():
-                self.compiled = torch._inductor.compile(self.module, list(inputs))
-            results = self.compiled(*inputs)
-            self.copied = [index for index in self.own if _is_shared(index, inputs, results)]
+                self.compiled = torch._inductor.compile(self.module, [list(inputs)])  # type: ignore[list-item]  # it takes lists too
+            places = [_place(x) for x in inputs if isinstance(x, torch.Tensor)]
+            results = self.compiled(inputs)
+            self.copied = [index for index in self.own if _is_shared(index, places, results)]
         if self.copied:
             results = [x.clone() if index in self.copied else x for index, x in enumerate(results)]
         return results
@@ -235,7 +251,10 @@ def _version_of_operators() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _is_shared(index: int, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> bool:
-    others = [x for x in inputs if isinstance(x, torch.Tensor)] + [x for number, x in enumerate(results) if number != index]
-    place = results[index].untyped_storage().data_ptr()
-    return any(x.untyped_storage().data_ptr() == place for x in others)
+def _place(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _is_shared(index: int, places: Sequence[int], results: Sequence[torch.Tensor]) -> bool:
+    others = [_place(x) for number, x in enumerate(results) if number != index and isinstance(x, torch.Tensor)]
+    return _place(results[index]) in (*places, *others)
