@@ -242,11 +242,23 @@ def pruned(sketch: Sketch) -> Sketch:
     return replace(sketch, steps=steps, leaves=leaves, parts=tuple(parts) if len(steps) else ())
 
 
+class _RowMajor(torch.autograd.Function):
+    """The value and its gradient, in row-major order."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
 def outcome(sketch: Sketch, noise: float = 0.0, seed: int = 0) -> list[Tensor]:
     """Floating outputs and gradients on one device; with `noise`, every floating value is off by that part of itself.
 
-    Noisy values also lie in row-major order: some kernels of torch are wrong about others (batch norm's backward, where input and gradient
-    lie differently), and are no reference then.
+    Noisy values and their gradients also lie in row-major order: some kernels of torch are wrong about others (batch norm's backward, where
+    input and gradient lie differently), and are no reference then.
     """
     generator = torch.Generator().manual_seed(seed)
     leaves = {leaf.name: leaf.value() for leaf in sketch.leaves}
@@ -258,7 +270,7 @@ def outcome(sketch: Sketch, noise: float = 0.0, seed: int = 0) -> list[Tensor]:
         for name in step.outs if noise else ():
             value = env[name]
             if value.is_floating_point() and bool((value != value.round()).any()):
-                env[name] = (value * (1 + noise * torch.randn(value.shape, generator=generator, dtype=value.dtype))).contiguous()
+                env[name] = _RowMajor.apply(value * (1 + noise * torch.randn(value.shape, generator=generator, dtype=value.dtype)))
     outputs = [env[name] for name in sketch.outputs]
     wanting = [value for value in leaves.values() if value.requires_grad]
     given = [value for value in outputs if value.requires_grad]

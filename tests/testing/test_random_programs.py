@@ -89,6 +89,15 @@ def test_a_program_that_hangs_on_its_last_digits_is_not_steady() -> None:
     assert steady(Sketch((leaf,), (third,), ("v0",)))
 
 
+def test_a_kernel_that_is_wrong_about_a_layout_is_no_reference() -> None:
+    """torch's batch norm gives a wrong gradient where what comes back lies otherwise than what went in."""
+    leaf = Leaf("x0", "input", (2, 1, 4, 4), grad=True)
+    norm = Step("norm", "{out} = F.instance_norm({0})", ("x0",), ("v0",))
+    turn = Step("permute", "{out} = {0}.permute([1, 2, 3, 0])", ("v0",), ("v1",))
+    assert steady(Sketch((leaf,), (norm,), ("v0",)))
+    assert not steady(Sketch((leaf,), (norm, turn), ("v1",)))
+
+
 def test_one_capture_serves_many_plans() -> None:
     from meshc.mesh import Mesh
 
