@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from meshc.accumulate import ACCUMULATES, whole_of
 
 
 class Accumulator:
-    """For the key of a part. The first part becomes the whole, unless it is `shared` with something else or looks at a larger storage."""
+    """For the key of a part. The first part becomes the whole, unless it is `shared` with something else or looks at a larger storage.
+
+    done  is told the key of the whole, after that has taken the part in
+    """
 
     __slots__ = ("_combine", "_shared", "_whole")
 
@@ -20,7 +23,7 @@ class Accumulator:
         assert found is not None
         self._combine, self._whole, self._shared = ACCUMULATES[found[0]], found[1], shared
 
-    def __call__(self, env: MutableMapping[str, Any], part: torch.Tensor) -> None:
+    def __call__(self, env: MutableMapping[str, Any], part: torch.Tensor, done: Callable[[str], None] | None = None) -> None:
         whole = env.get(self._whole)
         if whole is not None:
             self._combine(whole, part, out=whole)
@@ -28,3 +31,5 @@ class Accumulator:
             env[self._whole] = part.clone()
         else:
             env[self._whole] = part
+        if done is not None:
+            done(self._whole)

@@ -31,6 +31,7 @@ from meshc.packing import escapes, in_place, is_alone, pieces, stays
 from meshc.program import Stage
 from meshc.runtime import collectives, halo
 from meshc.runtime.accumulator import Accumulator
+from meshc.runtime.early import EARLY
 from meshc.runtime.groups import Groups
 
 
@@ -130,9 +131,10 @@ def generate(
     overwrites: Collection[Node] = (),
     own: Collection[Node] = (),
 ) -> Callable[..., list[Any]]:
-    """`run(inputs, mb, env)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failure reports).
+    """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failures).
 
-    Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made.
+    Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made, and `done`
+    is told the sum's key. Inputs that are collectives on their way are waited for where they are first read, and such outputs not at all.
     `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both beside those of which
     the graph shows it.
     """
@@ -165,6 +167,8 @@ class _Writer:
         """Of these, what lives between calls."""
         (output,) = stage.graph.find_nodes(op="output")
         given = list(zip(stage.outputs, output.args[0], strict=True))
+        self.inputs = stage.inputs
+        self.leaving = {value for key, value in given if key.startswith(EARLY)}
         self.returned = [value for key, value in given if not is_added(key)]
         self.added: dict[Node, list[str]] = defaultdict(list)
         """Values that go into sums, with their keys."""
@@ -183,6 +187,7 @@ class _Writer:
         placeholders = self.graph.find_nodes(op="placeholder")
         for position, node in enumerate(placeholders):
             self.env[node] = f"v{position}"
+        self.flying |= {node for node, key in zip(placeholders, self.inputs, strict=True) if key.startswith(EARLY)}
         if placeholders:
             lines.append(", ".join(self.env[node] for node in placeholders) + ", = inputs; inputs.clear()")
         for number, node in enumerate(self.graph.nodes):
@@ -193,8 +198,9 @@ class _Writer:
                 self.env[node] = repr(self.known[node])
                 continue
             if node.op == "output":
-                for value in node.all_input_nodes:  # collectives that nothing here waits for
-                    self._wait_for(value)
+                for value in node.all_input_nodes:  # collectives that nothing here has waited for
+                    if value not in self.leaving:
+                        self._wait_for(value)
                 lines.append("return " + self.source.literal(self.returned, self.env))
                 break
             for operand in node.all_input_nodes:
@@ -203,7 +209,7 @@ class _Writer:
             if node not in self.flying:
                 self._add(node)
             self._forget([*self.dying.pop(node, []), *([] if node in self.last else [node])])
-        return self.source.function("inputs, mb=0, env=None")
+        return self.source.function("inputs, mb=0, env=None, done=None")
 
     def _wait_for(self, value: Node) -> None:
         if value in self.flying:
@@ -216,7 +222,7 @@ class _Writer:
         keys = self.added.get(node, ())
         shared = len(keys) > 1 or node in self.last or not (node in self.own or is_alone(node))
         for key in keys:
-            self.source.lines.append(f"{self.source.bind(Accumulator(key, shared), 'a')}(env, {self.env[node]})")
+            self.source.lines.append(f"{self.source.bind(Accumulator(key, shared), 'a')}(env, {self.env[node]}, done)")
 
     def _line(self, node: Node, name: str) -> None:
         if node in self.pieces:

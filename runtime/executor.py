@@ -21,6 +21,7 @@ from meshc.pipelining.steps import last_reads, steps_of
 from meshc.program import Instruction, Program, Stage
 from meshc.runtime.channels import Channels
 from meshc.runtime.codegen import generate
+from meshc.runtime.early import EARLY, Early, Reduction, made_whole, without_early
 from meshc.runtime.failure import FailureBoard
 from meshc.runtime.groups import Groups
 from meshc.runtime.recorder import Recorder
@@ -40,11 +41,13 @@ class LoadedStage:
     outputs: tuple[str, ...]
     run: RunStage
 
-    def perform(self, env: dict[str, Any], microbatch: int = 0, last: Collection[str] = ()) -> None:
-        """`last`: what nothing reads any more after this; the stage frees it as it goes."""
+    def perform(
+        self, env: dict[str, Any], microbatch: int = 0, last: Collection[str] = (), done: Callable[[str], None] | None = None
+    ) -> None:
+        """`last`: what nothing reads any more after this; the stage frees it as it goes. `done` is told of each sum that has grown."""
         slots = [slot(key, microbatch) for key in self.inputs]
         inputs = [env.pop(name) if name in last else env[name] for name in slots]
-        results = self.run(inputs, microbatch, env)
+        results = self.run(inputs, microbatch, env, done)
         env.update({slot(key, microbatch): value for key, value in zip(self.outputs, results, strict=True)})
 
 
@@ -87,8 +90,18 @@ class Executor:
         if make is None:
             raise StateError(f"backend={backend!r} is not known: use 'eager' or 'inductor'")
         self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
-        mine = {step.stage for step in self.steps if step.op == "run"}
-        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in program.stages.items() if name in mine}
+        mine = dict.fromkeys(step.stage for step in self.steps if step.op == "run")
+        stages = {name: program.stages[name] for name in mine}
+        whole = made_whole(self.steps, stages)
+        found: list[Reduction] = []
+        kept = {key for step in self.steps if step.op == "send" for key in step.keys}
+        if whole and self.steps[-1].op == "run":
+            late = self.steps[-1].stage
+            stages[late], found = without_early(stages[late], whole)
+            kept |= set(stages[late].inputs)
+            self.lasts[-1] |= {key for key in stages[late].inputs if key in whole or key.startswith(EARLY)}
+        self.early = Early(found, whole, kept, lambda stage: generate(stage, groups, coordinates, device, here))
+        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in stages.items()}
         file = environment.trace_file()
         self.recorder = None if file is None else Recorder(program, coordinates, device, board, file)
         self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
@@ -106,10 +119,11 @@ class Executor:
         env = {**values, **self.constants}
         if self.channels is not None:
             self.channels.begin()
+        self.early.begin()
         with self.recording(step):
-            for step_of_list, last in zip(self.steps, self.lasts, strict=True):
+            for position, (step_of_list, last) in enumerate(zip(self.steps, self.lasts, strict=True)):
                 with self.guarded(step, told(step_of_list)):
-                    self.perform(step_of_list, env, last)
+                    self.perform(step_of_list, env, last, self.early.finishing(position, env))
             if self.channels is not None:
                 with self.guarded(step, "recv what the last stages have sent"):
                     self.channels.finish(env)
@@ -134,11 +148,13 @@ class Executor:
         """A context in which this rank's failure reaches the others, and theirs this one."""
         return nullcontext() if self.board is None else self.board.guard(step, text)
 
-    def perform(self, instruction: Instruction, env: dict[str, Any], last: Collection[str] = ()) -> None:
-        """One instruction of the list. `last`: values that no later one reads."""
+    def perform(
+        self, instruction: Instruction, env: dict[str, Any], last: Collection[str] = (), done: Callable[[str], None] | None = None
+    ) -> None:
+        """One instruction of the list. `last`: values that no later one reads. `done` is told of each sum that has grown."""
         arrived = self._await(instruction, env)
         with self.doing(instruction, arrived):
-            self._do(instruction, env, last)
+            self._do(instruction, env, last, done)
 
     def _await(self, instruction: Instruction, env: dict[str, Any]) -> Collection[str]:
         """Waits for the messages that an instruction needs."""
@@ -150,9 +166,9 @@ class Executor:
             self.channels.settle()  # what it sent it may write now
         return arrived
 
-    def _do(self, instruction: Instruction, env: dict[str, Any], last: Collection[str]) -> None:
+    def _do(self, instruction: Instruction, env: dict[str, Any], last: Collection[str], done: Callable[[str], None] | None) -> None:
         if instruction.op == "run":
-            self.stages[instruction.stage].perform(env, instruction.microbatch, last)
+            self.stages[instruction.stage].perform(env, instruction.microbatch, last, done)
         elif instruction.op == "join":
             rows = env.setdefault(f"{instruction.into} so far", {})
             rows[instruction.microbatch] = env.pop(instruction.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshc
+from meshc.runtime.executor import told
 from tests.models import mlp, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks
@@ -144,7 +146,7 @@ def loss_arguments(mesh: Any) -> None:
 
 
 def microbatches(mesh: Any) -> None:
-    """Two microbatches draw the dropout of the whole batch."""
+    """Two microbatches draw the dropout of the whole batch; gradients are reduced while the second runs."""
     case = nanogpt(torch.float64, batch=8, layers=1, dropout=0.1)
     start = copy.deepcopy(case.model)
     step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=lambda output: output[1], microbatches=2)
@@ -152,6 +154,34 @@ def microbatches(mesh: Any) -> None:
     ours = [program(**case.kwargs).item() for _ in range(2)]
     wanted, _, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
     close(ours, wanted, 1e-10)
+    found = messages(program, case.kwargs)
+    assert found["run each 1"] > 0 and found["run each 0"] == 0, found
+
+
+def messages(program: meshc.Program, kwargs: dict[str, Any]) -> Counter[str]:
+    """How many messages each instruction of a call starts."""
+    executor = next(iter(program._sessions.values()))[0].executor
+    found: Counter[str] = Counter()
+    now = [""]
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[now[0]] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def doing(instruction: Any, *rest: Any) -> None:
+        now[0] = told(instruction)
+        perform(instruction, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        perform = executor._do
+        patch.setattr(executor, "_do", doing)
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(dist, name, noting(getattr(dist, name)))
+        program(**kwargs)
+    return found
 
 
 def mean_of_parts(mesh: Any) -> None:
