@@ -71,10 +71,10 @@ def test_a_call_that_fails_is_written_as_far_as_it_came(tmp_path: Path, monkeypa
     executor, values = loaded()
     each = executor.stages["each"]
 
-    def fail(inputs: list[Any], microbatch: int) -> list[Any]:
+    def fail(inputs: list[Any], microbatch: int, *sums: Any) -> list[Any]:
         if microbatch == 1:
             raise ValueError("on purpose")
-        return each.run(inputs, microbatch)
+        return each.run(inputs, microbatch, *sums)
 
     executor.stages["each"] = type(each)(each.inputs, each.outputs, fail)
     with torch.no_grad(), pytest.raises(ValueError, match="on purpose"):
