@@ -32,26 +32,47 @@ class Place:
     send_s: float = 0.0
 
 
-def best_cuts(places: Sequence[Place], end: Place, stages: int) -> tuple[list[int], float] | None:
-    """Positions of the cuts, and the seconds of the slowest stage. None: there are fewer places than cuts.
+def best_cuts(
+    places: Sequence[Place], end: Place, stages: int, may: Callable[[int, Place, Place], bool] = lambda stage, first, last: True
+) -> tuple[list[int], float] | None:
+    """Positions of the cuts, and the seconds of the slowest stage. None: there are fewer places than cuts, or nothing that may be.
 
     places   ascending, without the beginning and the end
     end      behind the last operator
+    may      whether a stage may lie between two places
     """
     points = [Place(0, 0.0), *places, end]
     if len(places) < stages - 1:
         return None
-    found = _search(points, stages, lambda score, first, last: max(score, stage_seconds(first, last)))
-    assert found is not None
+
+    def slowest(stage: int, score: float, first: Place, last: Place) -> float:
+        return max(score, stage_seconds(first, last)) if may(stage, first, last) else inf
+
+    found = _search(points, stages, slowest)
+    if found is None:
+        return None
     bound = found[1] * (1 + SLACK)
-    cheap = _search(points, stages, lambda score, first, last: score + last.send_s if stage_seconds(first, last) <= bound else inf)
+
+    def sends(stage: int, score: float, first: Place, last: Place) -> float:
+        return score + last.send_s if stage_seconds(first, last) <= bound and may(stage, first, last) else inf
+
+    cheap = _search(points, stages, sends)
     cuts = (cheap or found)[0]
     ends = [points[0], *(points[i] for i in cuts), end]
     return [points[i].position for i in cuts], max(stage_seconds(a, b) for a, b in zip(ends, ends[1:], strict=False))
 
 
-def _search(points: Sequence[Place], stages: int, joined: Callable[[float, Place, Place], float]) -> tuple[list[int], float] | None:
-    """Indices of the cuts with the least score: that of the stages so far `joined` with the stage between two points."""
+def least_cuts(
+    places: Sequence[Place], end: Place, stages: int, size: Callable[[int, Place, Place], float]
+) -> tuple[list[int], float] | None:
+    """Positions of the cuts under which the largest stage is as small as can be, and its size."""
+    points = [Place(0, 0.0), *places, end]
+    found = _search(points, stages, lambda stage, score, first, last: max(score, size(stage, first, last)))
+    return None if found is None else ([points[i].position for i in found[0]], found[1])
+
+
+def _search(points: Sequence[Place], stages: int, joined: Callable[[int, float, Place, Place], float]) -> tuple[list[int], float] | None:
+    """Indices of the cuts with the least score: that of the stages so far `joined` with the next, between two points."""
     count = len(points)
     score = [0.0] + [inf] * (count - 1)
     origins: list[list[int]] = []
@@ -59,7 +80,7 @@ def _search(points: Sequence[Place], stages: int, joined: Callable[[float, Place
         after, origin = [inf] * count, [-1] * count
         for j in [count - 1] if stage == stages - 1 else range(stage + 1, count - 1):
             for i in range(stage, j):
-                if score[i] < inf and (found := joined(score[i], points[i], points[j])) < after[j]:
+                if score[i] < inf and (found := joined(stage, score[i], points[i], points[j])) < after[j]:
                     after[j], origin[j] = found, i
         score = after
         origins.append(origin)

@@ -11,8 +11,7 @@ a call, before the first microbatch, and hands the sum of its gradients back aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
@@ -26,8 +25,10 @@ from meshc.passes.stages.flows import Flows, flows, key_of, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, homes, kinds, numbers
+from meshc.passes.stages.lean import Held, lean_cuts
 from meshc.passes.stages.once import before_ranks, without_update
 from meshc.passes.stages.owners import Owners
+from meshc.passes.stages.places import Work
 from meshc.passes.stages.sent import sent
 from meshc.passes.stages.shape import Shape, shapes_of
 from meshc.passes.stages.tied import Parts, parts_of
@@ -53,15 +54,20 @@ def cut_stages(draft: Draft) -> Draft:
     whole = draft.stages["each"]
     halves = weights_apart(whole)
     found, known = _read(draft, halves)
-    shapes = shapes_of(draft, found, known)
-    cutters = [Cutter(draft, axis.name, halves, found, shape) for shape in shapes]
-    if halves is not whole:  # a schedule that wants no halves is spared them
-        found, known = _read(draft, whole)
-        cutters = [
-            cutter if shape.halved else Cutter(draft, axis.name, whole, found, replace(shape, placed=homes(found, shape.cuts, known)))
-            for shape, cutter in zip(shapes, cutters, strict=True)
-        ]
-    return fastest_that_fits(draft, cutters)
+    work = Work.of(draft, found, known)
+    shapes = shapes_of(draft, found, known, work)
+    plain = (whole, *_read(draft, whole)) if halves is not whole else (halves, found, known)
+
+    def cutter(shape: Shape) -> Cutter:
+        each, has, ordered = (halves, found, known) if shape.halved else plain
+        return Cutter(draft, axis.name, each, has, replace(shape, placed=homes(has, shape.cuts, ordered)))
+
+    def leaner(shape: Shape, need: Need, budget: int) -> list[Shape]:
+        keys = dict(zip(halves.graph.find_nodes(op="placeholder"), halves.inputs, strict=True))
+        cuts = lean_cuts(shape, work, Held.of(draft, found, keys), need.most.total, budget)
+        return [replace(shape, cuts=one) for one in cuts]
+
+    return fastest_that_fits(draft, shapes, cutter, leaner)
 
 
 def _read(draft: Draft, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
@@ -70,22 +76,40 @@ def _read(draft: Draft, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
     return kinds(each.graph, keys), numbers(each.graph, draft.the_graph())
 
 
-def fastest_that_fits(draft: Draft, cutters: Sequence[Cutter]) -> Draft:
-    """The draft cut in the first way under which no rank holds more than it may. `cutters`: the fastest first.
+def fastest_that_fits(
+    draft: Draft,
+    shapes: Sequence[Shape],
+    cutter: Callable[[Shape], Cutter],
+    leaner: Callable[[Shape, Need, int], Sequence[Shape]],
+) -> Draft:
+    """The draft cut in the first way under which no rank holds more than it may. `shapes`: the fastest first.
 
-    A schedule that the user names is held against nothing but the user's own budget. DoesNotFit: none fits.
+    Where none fits, stages that hold less and take longer are tried (`leaner`), unless the user has said where to cut. A schedule that the
+    user names is held against nothing but the user's own budget. DoesNotFit: none fits.
     """
     budget = may_hold(draft.request)
     if budget is None or (draft.request.schedule is not None and draft.request.memory_budget is None):
-        return cutters[0].run()
-    needs: list[Need] = []
-    for cutter in cutters:
-        with suppress(CompileError, PlanError, ScheduleError) if needs else nullcontext():  # one that cannot be is no alternative
-            made = cutter.run()
-            needs.append(need_of(made))
-            if needs[-1].most.total <= budget:
+        return cutter(shapes[0]).run()
+    needs: list[tuple[Shape, Need]] = []
+
+    def fitting(shape: Shape) -> Draft | None:
+        try:
+            made = cutter(shape).run()
+        except (CompileError, PlanError, ScheduleError):
+            if not needs:
+                raise
+            return None  # one that cannot be is no alternative
+        needs.append((shape, need_of(made)))
+        return made if needs[-1][1].most.total <= budget else None
+
+    for shape in shapes:
+        if (made := fitting(shape)) is not None:
+            return made
+    for shape, need in () if draft.request.pp_splits else tuple(needs):
+        for lean in leaner(shape, need, budget):
+            if (made := fitting(lean)) is not None:
                 return made
-    raise DoesNotFit(least(needs), draft.request)
+    raise DoesNotFit(least([need for _, need in needs]), draft.request)
 
 
 class Cutter:

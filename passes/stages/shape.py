@@ -56,10 +56,9 @@ class Shape:
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
 
-def shapes_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> list[Shape]:
+def shapes_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int], work: Work) -> list[Shape]:
     """What the user asked for; else all schedules that can be, over stages of equal time, the one predicted to be fastest first."""
     trains = bool(found.backward)
-    work = Work.of(draft, found, numbers)
     named = _named_cuts(draft.request, found) if draft.request.pp_splits else None
 
     def shaped(kind: Kind | str) -> Shape:
