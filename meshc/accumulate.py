@@ -32,6 +32,10 @@ def whole_of(key: str) -> tuple[str, str] | None:
     return None if found is None else (found[0], f"{found[1]}:{name}")
 
 
+WHOLES: Final = tuple(f"{word}:" for _, word in WAYS.values())
+"""How keys of wholes begin."""
+
+
 def is_added(key: str) -> bool:
     """Whether a stage's output under this key is taken into a sum, a largest or a smallest as soon as the stage has made it."""
     found = whole_of(key)

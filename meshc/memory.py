@@ -181,6 +181,7 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
     joined = {piece.whole for piece in inside.values()}
     first: dict[Node, Node] = {}  # the first value made in the memory of each
     entering = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    gradients |= {node for node, key in entering.items() if key.startswith("sum:")}
     for position, node in enumerate(nodes):
         last[node] = position
         if node.op == "output":

@@ -99,7 +99,7 @@ class Executor:
             late = self.steps[-1].stage
             stages[late], found = without_early(stages[late], whole)
             kept |= set(stages[late].inputs)
-            self.lasts[-1] |= {key for key in stages[late].inputs if key in whole or key.startswith(EARLY)}
+            self.lasts[-1] |= {key for key in stages[late].inputs if key.startswith(EARLY)}
         self.early = Early(found, whole, kept, lambda stage: generate(stage, groups, coordinates, device, here))
         self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in stages.items()}
         file = environment.trace_file()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshc.accumulate import whole_of
+from meshc.accumulate import WHOLES, whole_of
 from meshc.pipelining.cut import FLOW, Move, Pipeline, slot, stage_name
 from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
@@ -42,12 +42,12 @@ def _handed(moves: Sequence[Move], rank: int) -> Iterator[Handed]:
 
 
 def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
-    """For each instruction, the values of its microbatch that it is the last to read."""
+    """For each instruction, the values of its microbatch, and of all microbatches together, that it is the last to read."""
     found: list[frozenset[str]] = []
     seen: set[str] = set()
     for step in reversed(steps):
         keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
-        slots = {slot(key, step.microbatch) for key in keys if key.startswith(FLOW)}
+        slots = {slot(key, step.microbatch) for key in keys if key.startswith((FLOW, *WHOLES))}
         found.append(frozenset(slots - seen))
         seen |= slots
     return found[::-1]
