@@ -68,10 +68,10 @@ def raises_in_a_pipeline(mesh: Any) -> None:
         stages, name = session.executor.stages, "backward_1"
         stage = stages[name]
 
-        def run(inputs: list[Any], microbatch: int) -> list[Any]:
+        def run(inputs: list[Any], microbatch: int, *sums: Any) -> list[Any]:
             if microbatch == 2:
                 raise ValueError("nothing left")
-            return stage.run(inputs, microbatch)
+            return stage.run(inputs, microbatch, *sums)
 
         stages[name] = dataclasses.replace(stage, run=run)
     for _ in range(1000):
