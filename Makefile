@@ -39,6 +39,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) bench/run.py
+	$(RUN) bench/pipeline.py
 
 fuzz: $(STAMP)
 	$(RUN) -m meshc.testing --cases $(CASES) --seed $(SEED)

@@ -51,8 +51,8 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     """
     if self._is_expert_parallel:
         raise CaptureError(
-            "transformers has already spread the experts of this model over ranks\n"
-            "  what to do: build it without transformers' own expert parallelism, as on one device; meshc splits it"
+            "transformers has already spread the experts of this model over ranks; "  # in one line: who traces quotes it
+            "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
     tokens, chosen = top_k_index.shape
     choice, weights = top_k_index.reshape(-1), top_k_weights.reshape(-1, 1)

@@ -190,12 +190,13 @@ def _with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instructi
 
     StateError: a list, such as one that was edited, that wants something else of them.
     """
+    advice = "\n  what to do: put that instruction right behind the run, or compile and save the program again"
     found: list[Instruction] = []
     wanted: set[str] = set()
     for step in steps:
         if step.op in ACCUMULATES:
             if step.value not in wanted:
-                raise StateError(f"the schedule takes {step.value} into {step.into} where no run of a stage has just made it")
+                raise StateError(f"the schedule takes {step.value} into {step.into} where no run of a stage has just made it{advice}")
             wanted.discard(step.value)
             continue
         if wanted and step.op != "join":
@@ -204,7 +205,7 @@ def _with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instructi
         if step.op == "run":
             wanted = {key for key in program.stages[step.stage].outputs if is_added(key)}
     if wanted:
-        raise StateError(f"the schedule does nothing with {min(wanted)}: its sum takes it in right after its stage has run")
+        raise StateError(f"the schedule does nothing with {min(wanted)}: its sum takes it in right after its stage has run{advice}")
     return found
 
 

@@ -139,3 +139,12 @@ def test_experts_in_bfloat16_come_to_the_same_operators() -> None:
     nodes = [node for node in ir.calls(Captured(stock, train=True, double=False).draft.the_graph()) if "routed" in ir.op_name(node)]
     assert sorted(map(ir.op_name, nodes)) == ["meshc.routed_mm"] * 8 + ["meshc.routed_outer"] * 4
     assert {ir.record(node).dtype for node in nodes} == {torch.bfloat16}
+
+
+def test_experts_that_are_spread_already_are_refused_with_advice() -> None:
+    found = case("qwen3_moe")
+    for module in found.model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module._is_expert_parallel = True  # type: ignore[assignment]
+    with pytest.raises(meshc.CaptureError, match="already spread the experts .* what to do: build it without transformers' own"):
+        meshc.compile(found.model, meshc.Mesh("tp=2"), kwargs=found.call_kwargs)

@@ -32,8 +32,8 @@ def call(graph: Graph, target: Any, *args: object, shape: tuple[int, ...] = (4, 
 
 
 def stage_of(**outputs: str) -> Stage:
-    """Outputs by what they are: of x and y, the stage's inputs, `product`, its transpose `turned`, a `corner` of it, `larger` and its
-    `index`, and `used`, of which `after` is made."""
+    """Outputs by what they are: `x` itself, `product` of x and y, the transpose `turned` of another, a `corner` of one, and `used`,
+    of which `after` is made."""
     graph = Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     for node in (x, y):
