@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from torch.fx import Node
 
@@ -62,10 +63,12 @@ def cut_stages(draft: Draft) -> Draft:
         each, has, ordered = (halves, found, known) if shape.halved else plain
         return Cutter(draft, axis.name, each, has, replace(shape, placed=homes(has, shape.cuts, ordered)))
 
+    @cache
+    def has_held() -> Held:
+        return Held.of(draft, found, dict(zip(halves.graph.find_nodes(op="placeholder"), halves.inputs, strict=True)))
+
     def leaner(shape: Shape, need: Need, budget: int) -> list[Shape]:
-        keys = dict(zip(halves.graph.find_nodes(op="placeholder"), halves.inputs, strict=True))
-        cuts = lean_cuts(shape, work, Held.of(draft, found, keys), need.most.total, budget)
-        return [replace(shape, cuts=one) for one in cuts]
+        return [replace(shape, cuts=cuts) for cuts in lean_cuts(shape, work, has_held(), need.most.total, budget)]
 
     return fastest_that_fits(draft, shapes, cutter, leaner)
 
