@@ -172,9 +172,7 @@ def torch_graph(
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     stock.prepare(module)
     root = Root(module, function, autocast)
-    root.train(module.training)
-    for owner, original in zip(root.module.modules(), module.modules(), strict=True):
-        owner.training = original.training
+    root.training = module.training  # its own flag alone: a model in training may hold layers in evaluation (frozen norms)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
         torch._dynamo.reset()

@@ -86,6 +86,18 @@ def test_buffers_go_on_from_call_to_call(make: type[nn.Module]) -> None:
         assert model.at == 5 and (model.ring != 0).any(1).all()
 
 
+def test_a_layer_in_evaluation_stays_so_while_the_rest_trains() -> None:
+    """A norm that fine-tuning freezes: its statistics are read, not made, and compiling changes no flag of the user's model."""
+    torch.manual_seed(0)
+    model = Norms().train()
+    model.norm.eval()
+    model.norm.running_mean.fill_(3.0)
+    program = module_means_itself(model, X, "dp=4")
+    assert [child.training for child in model.modules()] == [True, True, False, True]
+    assert not any(port.kind == "buffer" for port in program.compiled.outputs)
+    calls_alike(model, X)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
