@@ -1,35 +1,31 @@
 """A saved program: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
 
-    manifest.json            format and version, mesh, torch version, size and SHA-256 of each file
+    manifest.json            format and version, mesh, torch version; size and SHA-256 of each text, size and header's SHA-256 of each file
+                             of tensors, which carries its tensors' hashes (`meshc.tensor_file`); and a hash of all this
     program.json             ports, schedule or pipeline, plan, mesh, mode, microbatches, notes, the stages' side tables
     stages/NAME.py           the stages, as `meshc.text` prints them
     constants.safetensors    constant tensors
     weights.safetensors      parameters and buffers, if they were saved along
 
-A folder is complete or not there: `save` writes beside the path and renames, and an older program at the path survives until then.
+A folder is complete or not there: `save` writes beside the path and exchanges the two (`meshc.folders`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from meshc import ir
+from meshc import ir, seal, tensor_file
 from meshc.allowed import name_of
 from meshc.errors import ArtifactError, MeshcError, ScheduleError
-from meshc.folders import beside, may_replace, put, to_disk
+from meshc.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.instance import relation
 from meshc.mesh import Mesh
 from meshc.parse import parse_one_type, parse_sizes, parse_stage
@@ -38,23 +34,26 @@ from meshc.pipelining.complete import refuse_incomplete
 from meshc.plan import Plan
 from meshc.program import KINDS, Instruction, Port, Program
 from meshc.sizes import parse as parse_size
+from meshc.tensor_file import TensorFile
 from meshc.text import port_type, print_sizes, print_stage, side_table
 
 FORMAT: Final = "meshc program"
-VERSION: Final = 1
+VERSION: Final = 2
+READ: Final = (1, 2)
+"""Versions that are read. In the first, files of tensors have one hash over all, and the manifest has none."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
 CONSTANTS: Final = "constants.safetensors"
 WEIGHTS: Final = "weights.safetensors"
-HASHED_BYTES: Final = 1 << 30
-"""Weights up to this size are hashed when they are opened; of larger ones the size is checked, unless all of it is asked for."""
+TENSORS: Final = (CONSTANTS, WEIGHTS)
+AGAIN: Final = "save or copy the program again"
 
 
 def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write a program, and whole weights by name if given, to the folder `path`; a program that is there is replaced.
 
     Entries of `program.info` that JSON cannot hold are left out. Raises ArtifactError if the program has no text (an operator off the
-    allow-list, for instance) or something else stands at `path`; then nothing has changed there.
+    allow-list, for instance) or something else stands at `path`, FileError if it cannot be written; then nothing has changed there.
     """
     target = Path(os.path.realpath(path))
     if not may_replace(target, MANIFEST):
@@ -64,33 +63,24 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
             name_of(node.target)
     texts = {f"stages/{name}.py": print_stage(stage, program) for name, stage in program.stages.items()}
     texts[PROGRAM] = json.dumps(_described(program), indent=1) + "\n"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = beside(target, f"new-{secrets.token_hex(4)}")
-    try:
-        (made / "stages").mkdir(parents=True)
+    with writing(target), replacing(target) as made:
+        (made / "stages").mkdir()
         for name, text in texts.items():
             (made / name).write_text(text, encoding="utf-8", newline="\n")
-        save_file(_plain(program.constants), made / CONSTANTS)
-        if weights is not None:
-            save_file(_plain(weights), made / WEIGHTS)
-        names = [*texts, CONSTANTS, *([WEIGHTS] if weights is not None else [])]
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "torch": torch.__version__,
-            "mesh": str(program.mesh),
-            "files": {name: {"bytes": (made / name).stat().st_size, "sha256": _sha256(made / name)} for name in sorted(names)},
-        }
-        (made / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        for name in (*names, MANIFEST):
             to_disk(made / name)
+        to_disk(made / "stages")
+        files: dict[str, Any] = {name: {"bytes": (made / name).stat().st_size, "sha256": _sha256(made / name)} for name in texts}
+        for name, tensors in ((CONSTANTS, program.constants), (WEIGHTS, weights)):
+            if tensors is not None:
+                files[name] = tensor_file.write(made / name, tensors)
+        told = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "mesh": str(program.mesh)}
+        (made / MANIFEST).write_text(seal.sealed({**told, "files": dict(sorted(files.items()))}), encoding="utf-8")
+        to_disk(made / MANIFEST)
         put(made, target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program:
-    """The program in the folder `path`. Weights stay on disk (`open_weights`); only their size is checked.
+    """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
 
     With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked in any case.
     Raises ArtifactError for a folder that is missing, damaged, edited, of another version, or holds what no program may.
@@ -98,7 +88,10 @@ def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program
     folder = Path(path)
     files = _manifest(folder)
     for name, entry in files.items():
-        _check(folder, name, entry, editable=_is_text(name), allow_edited=allow_edited, hashed=name != WEIGHTS)
+        if name in TENSORS:
+            _check_size(folder, name, entry)
+        elif not (_is_text(name) and allow_edited):
+            _check(folder, name, entry, editable=_is_text(name))
     for name in (PROGRAM, CONSTANTS):
         _listed(folder, name, files)
     told = _json(folder / PROGRAM)
@@ -111,65 +104,23 @@ def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program
         raise ArtifactError(f"{folder / PROGRAM} does not describe a program: {kind}{error}") from error
 
 
-class Weights:
-    """The weights of a saved program on disk, read a slice at a time. Use as a context manager, or `close` it."""
+def open_weights(path: str | os.PathLike[str]) -> TensorFile:
+    """The weights of the program in the folder `path`, to be read slice by slice; what is read is checked.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stack = contextlib.ExitStack()
-        with _readable(path):
-            self._file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        self.names: tuple[str, ...] = tuple(self._file.keys())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape."""
-        return tuple(self._file.get_slice(self._known(name)).get_shape())
-
-    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The part of a weight between (start, stop) of each dim, a range for each dim; only that part is read.
-
-        Ranges end where the weight does: a tile that lies in the padding comes back shorter, or empty.
-        """
-        shape = self.shape(name)
-        if len(ranges) != len(shape) or any(start < 0 or stop < start for start, stop in ranges):
-            raise ArtifactError(f"{self.path}: {name} has shape {list(shape)}, which {list(ranges)} is no slice of")
-        inside = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in zip(ranges, shape, strict=True))
-        found: torch.Tensor = self._file.get_slice(name)[inside]
-        return found
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A whole weight."""
-        found: torch.Tensor = self._file.get_tensor(self._known(name))
-        return found
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _known(self, name: str) -> str:
-        if name not in self.names:
-            raise ArtifactError(f"{self.path} has no weight {name!r}; it has {len(self.names)}: {', '.join(self.names[:8])}, ...")
-        return name
-
-
-def open_weights(path: str | os.PathLike[str], *, check_all: bool | None = None) -> Weights:
-    """The weights of the program in the folder `path`, to be read slice by slice.
-
-    Their hash is checked first if `check_all`, by default if they hold at most `HASHED_BYTES`; their size always is.
     Raises ArtifactError if the program was saved without weights or they are damaged.
     """
     folder = Path(path)
     files = _manifest(folder)
     if WEIGHTS not in files:
         raise ArtifactError(f"{folder} was saved without weights; save it with them, or load them into the running program")
-    hashed = files[WEIGHTS]["bytes"] <= HASHED_BYTES if check_all is None else check_all
-    _check(folder, WEIGHTS, files[WEIGHTS], editable=False, allow_edited=False, hashed=hashed)
-    return Weights(folder / WEIGHTS)
+    return _tensors(folder, WEIGHTS, files[WEIGHTS])
+
+
+def _tensors(folder: Path, name: str, entry: Mapping[str, Any]) -> TensorFile:
+    if "header" in entry:
+        return TensorFile(folder / name, entry, AGAIN)
+    _check(folder, name, entry, editable=False)
+    return TensorFile(folder / name, advice=AGAIN)
 
 
 def load_weights(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -210,8 +161,8 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
     for instruction in schedule:
         if instruction.stage and instruction.stage not in stages:
             raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
-    with _readable(folder / CONSTANTS), safe_open(folder / CONSTANTS, framework="pt", device="cpu") as file:
-        constants = {name: file.get_tensor(name) for name in file.keys()}
+    with _tensors(folder, CONSTANTS, files[CONSTANTS]) as held:
+        constants = {name: held.tensor(name) for name in held.names}
     program = Program(
         stages,
         Mesh(told["mesh"]),
@@ -271,15 +222,16 @@ def _without_defaults(value: Instruction) -> dict[str, Any]:
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The files that the manifest lists, each inside the folder and there."""
     if not folder.is_dir():
-        kept = beside(Path(os.path.realpath(folder)), "old")
-        hint = f"; a program whose replacement was cut short lies in {kept}" if kept.is_dir() else ""
-        raise ArtifactError(f"there is no saved program at {folder}{hint}: `program.save(path)` makes such a folder")
+        raise ArtifactError(f"there is no saved program at {folder}{kept_aside(folder)}: `program.save(path)` makes such a folder")
     if not (folder / MANIFEST).is_file():
         raise ArtifactError(f"{folder} is no saved program: it has no {MANIFEST}")
     manifest = _json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+    if manifest.get("format") != FORMAT or manifest.get("version") not in READ:
         found = f"{manifest.get('format')!r} version {manifest.get('version')!r}"
-        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {VERSION}: compile and save the program again")
+        known = " and ".join(map(str, READ))
+        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {known}: compile and save the program again")
+    if manifest["version"] > READ[0] and not seal.unbroken(_text(folder / MANIFEST)):
+        raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise ArtifactError(f"{folder / MANIFEST} lists no files")
@@ -292,7 +244,8 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
                 raise ArtifactError(f"{part} is a link, which may lead out of the program's folder: nothing was read")
         if not (folder / pure).is_file():
             raise ArtifactError(f"{folder} is damaged: {name}, which its manifest lists, is missing; save or copy the program again")
-        if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("sha256"), str):
+        hashed = "header" if name in TENSORS and isinstance(entry, dict) and "header" in entry else "sha256"
+        if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get(hashed), str):
             raise ArtifactError(f"{folder / MANIFEST} has no size and hash for {name}")
     return files
 
@@ -303,16 +256,19 @@ def _listed(folder: Path, name: str, files: Mapping[str, Any]) -> Path:
     return folder / name
 
 
-def _check(folder: Path, name: str, entry: Mapping[str, Any], *, editable: bool, allow_edited: bool, hashed: bool) -> None:
-    if editable and allow_edited:
-        return
+def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
     size = (folder / name).stat().st_size
-    found = _sha256(folder / name) if hashed or size != entry["bytes"] else entry["sha256"]
+    if size != entry["bytes"]:
+        raise ArtifactError(f"{folder / name} is not what was saved: it has {size} bytes, {entry['bytes']} were written; {AGAIN}")
+
+
+def _check(folder: Path, name: str, entry: Mapping[str, Any], *, editable: bool) -> None:
+    size, found = (folder / name).stat().st_size, _sha256(folder / name)
     if found == entry["sha256"]:
         return
     saved = f"{entry['bytes']} bytes with hash {entry['sha256'][:12]}"
     what = f"{folder / name} is not what was saved: it has {size} bytes with hash {found[:12]}, {saved} were written"
-    fix = "if you edited it on purpose, load it with allow_edited=True (--allow-edited)" if editable else "save or copy the program again"
+    fix = "if you edited it on purpose, load it with allow_edited=True (--allow-edited)" if editable else AGAIN
     raise ArtifactError(f"{what}; it was truncated or edited: {fix}")
 
 
@@ -343,28 +299,6 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; save or copy the program again") from None
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors as safetensors takes them: on the host, contiguous, no two sharing storage."""
-    seen: set[int] = set()
-    plain = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        storage = value.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
-            value = value.clone()
-        seen.add(storage.data_ptr())
-        plain[name] = value
-    return plain
 
 
 def _sha256(file: Path) -> str:

@@ -39,6 +39,10 @@ class ArtifactError(MeshcError):
     """A saved program is damaged, edited, or contains something that is not allowed."""
 
 
+class FileError(MeshcError, OSError):
+    """A file or folder could not be written (a full disk, for instance); what was there before is as it was."""
+
+
 class StateError(MeshcError):
     """Parameters, optimizer or process group are not in the state that the call needs."""
 

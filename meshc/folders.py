@@ -1,10 +1,37 @@
-"""Folders that are complete or not there: written beside their path, then renamed; what was there before survives until then."""
+"""Files and folders that are complete or not there: written beside their path, then exchanged for what is there.
+
+    .p.meshc.new-1f0c9a3e     what a save is writing, with a lock (flock) on it that ends with its process
+    p.meshc                   what was saved before, or after: at every moment one of the two
+    .p.meshc.old              where the file system cannot exchange two names: what was there, between two renames
+
+What a killed process has left beside a path is removed by the next that writes there; where the file system has no such locks, once it is a
+day old.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import os
+import re
+import secrets
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+
+from meshc.errors import FileError
+
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ABANDONED_S: Final = 24 * 3600.0
+"""What is being written is younger than this."""
 
 
 def beside(target: Path, suffix: str) -> Path:
@@ -12,30 +39,184 @@ def beside(target: Path, suffix: str) -> Path:
     return target.parent / f".{target.name}.{suffix}"
 
 
-def to_disk(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
+def to_disk(path: Path) -> None:
+    """A file's contents, or a folder's names, are on the disk when this returns, as far as the file system has that for folders."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
 
+def may_replace(target: Path, holding: str) -> bool:
+    """Whether nothing stands at `target`, or an empty folder, or one that holds this file."""
+    return not target.exists() or (target / holding).is_file() or (target.is_dir() and not any(target.iterdir()))
+
+
+def kept_aside(target: Path) -> str:
+    """For the error that nothing stands at `target`: where what was there lies, if a save was cut short between two renames."""
+    old = beside(Path(os.path.realpath(target)), "old")
+    return f"; what was there before a save that was cut short lies in {old}: rename it to go on with it" if old.exists() else ""
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, to be filled and then `put` there; it is gone afterwards in any case."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_left_behind(target)
+    with _claimed(target) as made:
+        yield made
+
+
 def put(made: Path, target: Path) -> None:
-    """Rename `made` to `target`. What is there is kept under another name until then, and put back if that fails."""
-    old = beside(target, "old")
+    """`made` to where `target` is, in one step; what was there is removed then. Both are on one file system."""
+    to_disk(made)
     if not target.exists():
         made.rename(target)
-    else:
-        shutil.rmtree(old, ignore_errors=True)
+    elif not _exchanged(made, target):
+        old = beside(target, "old")
+        _remove(old)
         target.rename(old)
         try:
             made.rename(target)
         except BaseException:
             old.rename(target)
             raise
-    shutil.rmtree(old, ignore_errors=True)
+    to_disk(target.parent)
+    _remove(beside(target, "old"))
 
 
-def may_replace(target: Path, holding: str) -> bool:
-    """Whether nothing stands at `target`, or an empty folder, or one that holds this file."""
-    return not target.exists() or (target / holding).is_file() or (target.is_dir() and not any(target.iterdir()))
+def write_text(target: str | os.PathLike[str], text: str) -> None:
+    """A text file, whole or as it was before. Raises FileError if the disk is full, or the file cannot be written.
+
+    What is no file (/dev/stdout, a pipe) is written to as it stands.
+    """
+    file = Path(os.path.realpath(target))
+    if Path(target).exists() and not file.is_file():
+        with writing(Path(target)):
+            Path(target).write_text(text, encoding="utf-8")
+        return
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        remove_left_behind(file)
+        with _claimed(file, is_folder=False) as made:
+            made.write_text(text, encoding="utf-8", newline="\n")
+            if file.exists():
+                shutil.copymode(file, made)
+            to_disk(made)
+            made.replace(file)
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """What the operating system refuses while `target` is written becomes an error that says what to do."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise _refusal(target, error) from error
+
+
+def _refusal(target: Path, error: OSError | SafetensorError) -> FileError:
+    told = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    reason = os.strerror(number) if number else str(error)
+    if number not in _FULL:
+        return FileError(f"{target} cannot be written: {reason}\n  what to do: choose a path that this process may write")
+    with contextlib.suppress(OSError):
+        reason += f", {shutil.disk_usage(_there(target)).free / 1e6:.1f} MB are free there"
+    return FileError(
+        f"{target} cannot be written: {reason}\n"
+        "  why: the disk is full, or a quota or a limit on the size of files is used up; nothing of it was kept, and what was there "
+        "before is as it was\n"
+        "  what to do: make room there, or choose a path on another disk"
+    )
+
+
+def _there(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.is_dir())
+
+
+# ------------------------------------------------------------------------------------------------------------ what is being written
+
+
+@contextlib.contextmanager
+def _claimed(target: Path, is_folder: bool = True) -> Iterator[Path]:
+    """A neighbour of `target` that nobody else has, locked while it is in use."""
+    while True:
+        made = beside(target, f"new-{secrets.token_hex(4)}")
+        if is_folder:
+            made.mkdir()
+        else:
+            made.touch(exist_ok=False)
+        descriptor = os.open(made, os.O_RDONLY)
+        if _locked(descriptor) is not False and _is(made, descriptor):  # between mkdir and flock it looks abandoned
+            break
+        os.close(descriptor)
+    try:
+        yield made
+    finally:
+        _remove(made)
+        os.close(descriptor)
+
+
+def remove_left_behind(target: Path) -> None:
+    """What processes that are gone were writing to `target`."""
+    name = re.compile(re.escape(beside(target, "new").name) + r"(-[0-9a-f]{8})?")
+    with contextlib.suppress(OSError):
+        for path in [path for path in target.parent.iterdir() if name.fullmatch(path.name) and not path.is_symlink()]:
+            with contextlib.suppress(OSError):
+                _remove_if_abandoned(path)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        locked = _locked(descriptor)
+        if locked or (locked is None and time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_S):
+            _remove(path)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Whether the lock is now this process's; None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the two have changed names, in one step; not every system and file system can."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -183,6 +183,13 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
     return found
 
 
+def to_all(board: FailureBoard | None, text: str) -> list[str]:
+    """What each rank gives, in the order of ranks, on all of them. All ranks call it, in agreement."""
+    texts = to_rank_0(board, text)
+    found: list[str] = from_rank_0(board, lambda: texts)
+    return found
+
+
 def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:
     """Like `to_rank_0` after a failure: what ranks give within so many seconds on rank 0, which waits no longer."""
     if board is None:

@@ -22,7 +22,7 @@ Run = tuple[int, int, int]
 
 
 class Slices(Protocol):
-    """Tensors on disk, of which parts can be read (`meshc.artifact.Weights`)."""
+    """Tensors on disk, of which parts can be read (`meshc.tensor_file.TensorFile`)."""
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor: ...
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from meshc import artifact, environment, text
 from meshc.errors import InputError, StateError
 from meshc.ir import Record
 from meshc.program import Program
-from meshc.runtime.agreement import agree
+from meshc.runtime.agreement import agree, to_all
 from meshc.runtime.failure import FailureBoard, world_board
 from meshc.runtime.loaded import Loaded
 from meshc.runtime.saved_state import SavedState, check_target, save_state
+from meshc.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,15 @@ def _run_rank(program: Program, ask: Run, device: torch.device, board: FailureBo
         loaded = Loaded(program, begin, rank, device, board, backend, ask.seed)
     writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
     for name in ask.inputs or (None,):
-        with artifact.Weights(Path(name)) if name is not None else nullcontext() as file:
+        with TensorFile(Path(name)) if name is not None else nullcontext() as file:
             inputs = loaded.inputs(file)
         step = loaded.step
         found = loaded.run(inputs)
         if writer is not None:
             writer.call(step, found, loaded.learning_rates())
     if ask.save_state is not None:
-        wait = dist.barrier if board is not None else lambda: None
         owners = program.pipeline.owners if program.pipeline is not None else None
-        save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, wait, owners)
+        save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, partial(to_all, board), owners)
     if writer is not None:
         writer.close(ask.save_state)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from meshc import instance
-from meshc.artifact import Weights
 from meshc.errors import InputError, StateError
 from meshc.ops.random import seed_step
 from meshc.program import Port, Program
@@ -28,6 +27,7 @@ from meshc.runtime.failure import FailureBoard
 from meshc.runtime.groups import Groups
 from meshc.runtime.saved_state import SavedState
 from meshc.runtime.transfers import Transfers
+from meshc.tensor_file import TensorFile
 
 KEPT: Final = ("parameter", "buffer", "state")
 
@@ -38,7 +38,7 @@ class Loaded:
     def __init__(
         self,
         program: Program,
-        begin: Weights | SavedState,
+        begin: TensorFile | SavedState,
         rank: int,
         device: torch.device,
         board: FailureBoard | None = None,
@@ -80,7 +80,7 @@ class Loaded:
         tiles = {port.key: state.tile(port.key, port.sharding, self.sizes, self.coordinates) for port in kept}
         return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
 
-    def _from_weights(self, weights: Weights) -> dict[str, Tensor]:
+    def _from_weights(self, weights: TensorFile) -> dict[str, Tensor]:
         """Parameters, buffers and state by key. Raises StateError naming all that the file lacks or has otherwise."""
         kept = self._mine("parameter", "buffer")
         faults = []
@@ -99,11 +99,11 @@ class Loaded:
         """The ports of these kinds whose values live on this rank: of pipeline stages, its own."""
         return [port for port in self.program.inputs if port.kind in kinds and self.program.owns(port.key, self.coordinates)]
 
-    def _tile(self, weights: Weights, name: str, port: Port) -> Tensor:
+    def _tile(self, weights: TensorFile, name: str, port: Port) -> Tensor:
         sharding = port.sharding or layouts.whole_sharding(port.shape)
         return read_tile(weights, name, sharding, self.sizes, self.coordinates).to(self.device, port.dtype)
 
-    def _fresh(self, weights: Weights, port: Port) -> Tensor:
+    def _fresh(self, weights: TensorFile, port: Port) -> Tensor:
         """Optimizer state before the first step: a constant, or a copy of the parameter (where the program says null)."""
         fill = self.program.info.get("fresh", {}).get(port.name, 0.0)
         if fill is None:
@@ -132,7 +132,7 @@ class Loaded:
             )
         return torch.tensor(float(numbers[port.name]), dtype=torch.float64)
 
-    def inputs(self, file: Weights | None) -> dict[str, Tensor]:
+    def inputs(self, file: TensorFile | None) -> dict[str, Tensor]:
         """The program's inputs by key, from a file that holds them whole under their paths. Raises InputError naming every fault."""
         if self.general.dynamic:
             self._fit(file)
@@ -155,7 +155,7 @@ class Loaded:
             raise InputError("the inputs do not fit the program:\n    " + "\n    ".join(faults) + f"\n  it takes {told}")
         return values
 
-    def _fit(self, file: Weights | None) -> None:
+    def _fit(self, file: TensorFile | None) -> None:
         """The program at the sizes that the inputs of the next call have."""
         shapes = {} if file is None else {name: file.shape(name) for name in file.names}
         sizes = instance.sizes_of(self.general, shapes)

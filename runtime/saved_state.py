@@ -1,10 +1,11 @@
 """What a saved program has trained, between two runs: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
 
-    state.json                what the folder is, the mesh, seed and step, and for each tensor its type, as in a program's text
-    rank_00003.safetensors    the tiles of rank 3, without those that an earlier rank holds as well
+    state.json                what the folder is, the mesh, seed and step, for each tensor its type, as in a program's text, for each file
+                              its size and its header's hash; and a hash of all this
+    rank_00003.safetensors    the tiles of rank 3, without those that an earlier rank holds as well, and their hashes
 
 No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank takes from
-the files what its own tiles need. Nothing is unpickled (docs/decisions/0008). All ranks see one file system.
+the files what its own tiles need, and checks that. Nothing is unpickled (docs/decisions/0008). All ranks see one file system.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from meshc.artifact import Weights
-from meshc.errors import ArtifactError, MeshcError, StateError
-from meshc.folders import beside, may_replace, put, to_disk
+from meshc import seal, tensor_file
+from meshc.errors import ArtifactError, FileError, MeshcError, StateError
+from meshc.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.ir import Record
 from meshc.mesh import Mesh
 from meshc.parse import parse_one_type
@@ -32,11 +32,16 @@ from meshc.program import Port
 from meshc.runtime import layouts
 from meshc.runtime.disk import shared_runs, tile_runs
 from meshc.sharding import Sharding, local_shape
+from meshc.tensor_file import TensorFile
 from meshc.text import port_type
 
 FORMAT: Final = "meshc state"
-VERSION: Final = 1
+VERSION: Final = 2
+READ: Final = (1, 2)
+"""Versions that are read. The first has no hashes."""
 TABLE: Final = "state.json"
+Meet = Callable[[str], Sequence[str]]
+ADVICE: Final = "take another copy of the state, or go on from an older one"
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -52,69 +57,93 @@ def save_state(
     tiles: Iterable[tuple[Port, Tensor | None]],
     seed: int,
     step: int,
-    wait: Callable[[], object],
+    meet: Meet,
     owners: Mapping[str, int] | None = None,
 ) -> None:
     """Write every rank's tiles to the folder `path`; a state that is there is replaced. All ranks call it.
 
     tiles   the ports that keep something and this rank's padded tiles of them, None if it has no part of one
-    wait    returns once all ranks have come to it
+    meet    returns what each rank has given it, in the order of ranks (0, 1, ...), once all have
     owners  places on the mesh's pipeline axis, by key, of what lives on one stage's ranks
+
+    Raises FileError on all ranks, naming those that could not write; then what was at `path` is as it was, and nothing else is left.
     """
     check_target(path)
-    target = Path(os.path.realpath(path))
-    made, root = beside(target, "new"), rank == mesh.ranks[0]
-    if root:
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
-    wait()
-    kept, at = list(tiles), owners or {}
-    mine = {
-        port.key: tile.detach().cpu().contiguous().clone()
-        for port, tile in kept
-        if tile is not None and _holder(port.sharding or layouts.whole_sharding(port.shape), mesh, rank, at.get(port.key)) == rank
-    }
-    if not made.is_dir():
-        raise StateError(f"rank {rank} does not see {made}, which rank {mesh.ranks[0]} made: use a folder that all ranks see")
-    save_file(mine, made / _file(rank))
-    to_disk(made / _file(rank))
-    wait()
-    if root:
+    target, kept, at, root = Path(os.path.realpath(path)), list(tiles), owners or {}, mesh.ranks[0]
+    with contextlib.ExitStack() as stack:
+        made = _together(target, meet, lambda: str(stack.enter_context(replacing(target))) if rank == root else "")[root]
+        mine = {
+            port.key: tile
+            for port, tile in kept
+            if tile is not None and _holder(port.sharding or layouts.whole_sharding(port.shape), mesh, rank, at.get(port.key)) == rank
+        }
+        rows = _together(target, meet, lambda: json.dumps(_written(Path(made), rank, mine, root)))
         table = {
             "format": FORMAT, "version": VERSION, "mesh": str(mesh), "seed": seed, "step": step,
             "tensors": {port.key: port_type(port) for port, _ in kept},
             **({"owners": {port.key: at[port.key] for port, _ in kept if port.key in at}} if at else {}),
-            "files": {_file(one): (made / _file(one)).stat().st_size for one in mesh.ranks},
+            "files": {_file(one): json.loads(rows[one]) for one in mesh.ranks},
         }  # fmt: skip
-        (made / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        to_disk(made / TABLE)
-        put(made, target)
-    wait()
+        _together(target, meet, lambda: _put(Path(made), target, table) if rank == root else "")
+
+
+def _together(target: Path, meet: Meet, work: Callable[[], str]) -> list[str]:
+    """What `work` gives on each rank. If it fails on any, all raise one error, so that no rank waits for another."""
+    mine: dict[str, str] = {}
+    try:
+        with writing(target):
+            mine["value"] = work()
+    except FileError as error:
+        mine["error"] = str(error)
+    found = [json.loads(text) for text in meet(json.dumps(mine))]
+    failed = [place for place, one in enumerate(found) if "error" in one]
+    if failed:
+        who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
+        raised = FileError(f"{found[failed[0]]['error']}\n  on {who}")
+        raised.everywhere = True
+        raise raised
+    return [one["value"] for one in found]
+
+
+def _written(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> dict[str, Any]:
+    if not made.is_dir():
+        raise FileError(f"rank {rank} does not see {made}, which rank {root} made\n  what to do: choose a folder that all ranks see")
+    return tensor_file.write(made / _file(rank), tiles)
+
+
+def _put(made: Path, target: Path, table: Mapping[str, Any]) -> str:
+    (made / TABLE).write_text(seal.sealed(table), encoding="utf-8")
+    to_disk(made / TABLE)
+    put(made, target)
+    return ""
 
 
 class SavedState:
     """A state on disk, to be read a tile at a time, in any layout. Use as a context manager, or `close` it.
 
-    Raises ArtifactError for a folder that is missing, damaged or of another version.
+    Raises ArtifactError for a folder that is missing, damaged or of another version, and later for a tile that is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._stack = contextlib.ExitStack()
-        self._open: dict[int, Weights] = {}
+        self._open: dict[int, TensorFile] = {}
         table = _table(self.path)
         try:
             self._mesh = Mesh(table["mesh"])
             self.seed, self.step = int(table["seed"]), int(table["step"])
             self.tensors: dict[str, Record] = {key: parse_one_type(text) for key, text in table["tensors"].items()}
             self._owners = {key: _place(place, self._mesh) for key, place in table.get("owners", {}).items()}
-            sizes = {_file(rank): int(table["files"][_file(rank)]) for rank in self._mesh.ranks}
+            files = {rank: table["files"][_file(rank)] for rank in self._mesh.ranks}
+            hashed = table["version"] > READ[0]
+            sizes = {_file(rank): int(told["bytes"] if hashed else told) for rank, told in files.items()}
+            self._seals = {rank: {"bytes": int(told["bytes"]), "header": str(told["header"])} for rank, told in files.items() if hashed}
         except (MeshcError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"{self.path / TABLE} does not describe a state: {type(error).__name__} {error}") from error
         for name, size in sizes.items():
             file = self.path / name
             if not file.is_file() or file.stat().st_size != size:
-                raise ArtifactError(f"{self.path} is damaged: {name} is missing or not of {size} bytes, as written; take another copy")
+                raise ArtifactError(f"{self.path} is damaged: {name} is missing or not of {size} bytes, as written; {ADVICE}")
 
     def tile(self, key: str, sharding: Sharding | None, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
         """A rank's padded tile of a tensor, zero in the padding, whatever layout it was saved in."""
@@ -137,9 +166,10 @@ class SavedState:
             if _holder(sharding, self._mesh, rank, owner) == rank:
                 yield rank, tile_runs(sharding, layouts.axis_sizes(self._mesh), self._mesh.coordinates(rank))
 
-    def _shard(self, rank: int) -> Weights:
+    def _shard(self, rank: int) -> TensorFile:
         if rank not in self._open:
-            self._open[rank] = self._stack.enter_context(Weights(self.path / _file(rank)))
+            file = TensorFile(self.path / _file(rank), self._seals.get(rank), ADVICE)
+            self._open[rank] = self._stack.enter_context(file)
         return self._open[rank]
 
     def close(self) -> None:
@@ -164,13 +194,20 @@ def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def _table(folder: Path) -> dict[str, Any]:
     if not (folder / TABLE).is_file():
-        raise ArtifactError(f"there is no saved state at {folder}: `meshc run PATH --save-state DIR` makes such a folder")
+        hint = kept_aside(folder) if not folder.is_dir() else ""
+        raise ArtifactError(f"there is no saved state at {folder}{hint}: `meshc run PATH --save-state DIR` makes such a folder")
     try:
-        table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
+        text = (folder / TABLE).read_text(encoding="utf-8")
+        table = json.loads(text)
     except (ValueError, RecursionError, OSError) as error:
-        raise ArtifactError(f"{folder / TABLE} is no JSON, it was truncated or edited: {error}") from None
-    if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (FORMAT, VERSION):
-        raise ArtifactError(f"{folder / TABLE} is no {FORMAT!r} of version {VERSION}, which is what this meshc reads")
+        raise ArtifactError(f"{folder / TABLE} is no JSON, it was truncated or edited: {error}; {ADVICE}") from None
+    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") not in READ:
+        known = " or ".join(map(str, READ))
+        raise ArtifactError(f"{folder / TABLE} is no {FORMAT!r} of version {known}, which is what this meshc reads")
+    if table["version"] == READ[0]:
+        warnings.warn(f"{folder} was saved without hashes: damage to its tensors is not noticed; save the state again", stacklevel=3)
+    elif not seal.unbroken(text):
+        raise ArtifactError(f"{folder / TABLE} is not what was saved, it was damaged or edited; {ADVICE}")
     return table
 
 

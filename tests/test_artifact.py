@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.fx import Graph
 
-from meshc import artifact, ir, spmd
+from meshc import artifact, folders, ir, spmd
 from meshc.artifact import load, load_weights, open_weights, save
-from meshc.errors import ArtifactError
+from meshc.errors import ArtifactError, FileError
 from meshc.ir import Record, Source
 from meshc.mesh import Mesh
 from meshc.plan import Plan
 from meshc.program import Instruction, Port, Program, Stage
+from meshc.seal import sealed
 from meshc.sharding import Part, Sharding, local_shape
 from meshc.text import print_program
 
@@ -75,12 +78,12 @@ def rehash(folder: Path, name: str, text: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     data = text.encode()
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(sealed(manifest))
 
 
 def change_manifest(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    (folder / "manifest.json").write_text(sealed(manifest | changes))
 
 
 def refused(folder: Path, **options: Any) -> str:
@@ -118,22 +121,35 @@ def test_weights_are_read_by_the_slice(saved: Path) -> None:
         assert weights.slice("scale", []) == 2
         with pytest.raises(ArtifactError, match=r"up.weight has shape \[6, 5\], which \[\(0, 6\)\] is no slice of"):
             weights.slice("up.weight", [(0, 6)])
-        with pytest.raises(ArtifactError, match="has no weight 'down'"):
+        with pytest.raises(ArtifactError, match="has no tensor 'down'"):
             weights.tensor("down")
 
 
-def test_damaged_weights_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_weights_are_refused(saved: Path) -> None:
+    data = bytearray((saved / "weights.safetensors").read_bytes())
+    data[-1] ^= 1
+    (saved / "weights.safetensors").write_bytes(data)
+    assert load_weights(saved, ["scale"]) == {"scale": torch.tensor(2.0)}  # of which no byte has changed
+    with pytest.raises(ArtifactError, match=r"(?s)weights.safetensors is not what .* up.weight .* save or copy the program again"):
+        load_weights(saved)
+    (saved / "weights.safetensors").write_bytes(data[:-1])
+    assert "weights.safetensors is not what was saved" in refused(saved)
+
+
+def test_a_program_of_the_first_version_is_read_and_checked(saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text()) | {"version": 1}
+    del manifest["sha256"]
+    for name in ("weights.safetensors", "constants.safetensors"):
+        save_file(load_file(saved / name), saved / name)
+        data = (saved / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    assert load(saved).mode == "forward" and torch.equal(load_weights(saved)["up.weight"], WEIGHT)
     data = bytearray((saved / "weights.safetensors").read_bytes())
     data[-1] ^= 1
     (saved / "weights.safetensors").write_bytes(data)
     with pytest.raises(ArtifactError, match="weights.safetensors is not what was saved: .* save or copy the program again"):
         open_weights(saved)
-    monkeypatch.setattr(artifact, "HASHED_BYTES", 0)
-    open_weights(saved).close()  # too large to be hashed by every rank
-    with pytest.raises(ArtifactError, match="is not what was saved"):
-        open_weights(saved, check_all=True)
-    (saved / "weights.safetensors").write_bytes(data[:-1])
-    assert "weights.safetensors is not what was saved" in refused(saved)
 
 
 def test_weights_that_were_not_saved(tmp_path: Path) -> None:
@@ -212,8 +228,8 @@ def test_a_stage_that_the_manifest_does_not_list_is_refused(saved: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' version 1: compile and save the program again"),
-        ({"format": "other"}, "is 'other' version 1; this meshc reads"),
+        ({"version": 3}, "is 'meshc program' version 3; this meshc reads 'meshc program' version 1 and 2: compile and save"),
+        ({"format": "other"}, "is 'other' version 2; this meshc reads"),
         ({"files": {}}, "manifest.json does not list program.json, which the program needs"),
         ({"files": []}, "manifest.json lists no files"),
         ({"files": {"program.json": 1}}, "manifest.json has no size and hash for program.json"),
@@ -269,11 +285,11 @@ def test_a_failed_save_leaves_the_old_program(saved: Path, tmp_path: Path, monke
         save(unlisted, saved)
 
     def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(artifact, "to_disk", full)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(FileError, match=r"(?s)p.meshc cannot be written: No space left .* MB are free.*make room there"):
             save(program("another reason"), saved)
     rename = Path.rename
 
@@ -283,8 +299,9 @@ def test_a_failed_save_leaves_the_old_program(saved: Path, tmp_path: Path, monke
         return rename(self, target)
 
     with monkeypatch.context() as patch:
+        patch.setattr(folders, "_exchanged", lambda *_: False)
         patch.setattr(Path, "rename", fail_at_last)
-        with pytest.raises(OSError, match="no such luck"):
+        with pytest.raises(FileError, match="no such luck"):
             save(program("another reason"), saved)
     assert print_program(load(saved)) == text and len(load_weights(saved)) == 3
     assert os.listdir(tmp_path) == ["p.meshc"]
@@ -292,7 +309,7 @@ def test_a_failed_save_leaves_the_old_program(saved: Path, tmp_path: Path, monke
 
 def test_a_save_that_was_killed_between_its_renames_names_the_old_program(saved: Path) -> None:
     saved.rename(saved.parent / ".p.meshc.old")
-    assert f"a program whose replacement was cut short lies in {saved.parent / '.p.meshc.old'}" in refused(saved)
+    assert f"what was there before a save that was cut short lies in {saved.parent / '.p.meshc.old'}: rename it" in refused(saved)
     assert load(saved.parent / ".p.meshc.old").mode == "forward"
     save(program(), saved)
     assert load(saved).mode == "forward" and os.listdir(saved.parent) == ["p.meshc"]

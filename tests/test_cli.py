@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from meshc import artifact
 from meshc.__main__ import main
 from meshc.runtime.saved_state import load_model
+from meshc.seal import sealed
 from tests.models import llama, mlp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,7 +138,7 @@ def test_a_path_out_of_the_folder_is_refused(folder: Path, capsys: pytest.Captur
     main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
     manifest = json.loads((folder / "m/manifest.json").read_text())
     manifest["files"]["../model.py"] = {"bytes": 1, "sha256": "0"}
-    (folder / "m/manifest.json").write_text(json.dumps(manifest))
+    (folder / "m/manifest.json").write_text(sealed(manifest))
     assert "lists '../model.py', a path outside the program's folder: nothing was read" in failing(capsys, "show", "m")
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshc.artifact import Weights
 from meshc.mesh import Mesh
 from meshc.runtime import layouts
 from meshc.runtime.disk import read_tile, tile_runs
 from meshc.sharding import Part, Sharding
+from meshc.tensor_file import TensorFile
 
 SHARDINGS = {
     "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),
@@ -25,7 +25,7 @@ SHARDINGS = {
 }
 
 
-class Counting(Weights):
+class Counting(TensorFile):
     """Counts the elements that it hands out."""
 
     read = 0

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import random
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshc.errors import ArtifactError, StateError
+from meshc import tensor_file
+from meshc.errors import ArtifactError, FileError, StateError
 from meshc.mesh import Mesh
 from meshc.program import Port
 from meshc.runtime import layouts
-from meshc.runtime.saved_state import SavedState, check_target, load_model, save_state
+from meshc.runtime.saved_state import TABLE, SavedState, check_target, load_model, save_state
+from meshc.seal import sealed
 from meshc.sharding import Part, Sharding
 
 WEIGHTS = {
@@ -40,10 +47,17 @@ def full(name: str) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).reshape(sharding.shape)
 
 
-def save(path: Path, mesh: Mesh, step: int = 7, owners: Mapping[str, int] | None = None) -> None:
-    """What all ranks do, each in a thread of its own. Padding is filled with NaN, which must never be read."""
-    barrier, failed = threading.Barrier(mesh.world_size), []
+def save(path: Path, mesh: Mesh, step: int = 7, owners: Mapping[str, int] | None = None, errors: int = 1) -> None:
+    """What all ranks do, each in a thread of its own, of which so many must fail alike if any does. Padding is NaN, never to be read."""
+    barrier, failed, said = threading.Barrier(mesh.world_size), [], [""] * mesh.world_size
     places = {f"parameter:{name}": place for name, place in (owners or {}).items()}
+
+    def meet(rank: int, text: str) -> list[str]:
+        said[rank] = text
+        barrier.wait(30)
+        found = list(said)
+        barrier.wait(30)
+        return found
 
     def rank_saves(rank: int) -> None:
         tiles = []
@@ -55,7 +69,7 @@ def save(path: Path, mesh: Mesh, step: int = 7, owners: Mapping[str, int] | None
             port = Port("parameter", name, sharding.shape, torch.float32, sharding)
             tiles.append((port, tile.where(real == 1, torch.nan) if here else None))
         try:
-            save_state(path, mesh, rank, tiles, seed=-3, step=step, wait=lambda: barrier.wait(30), owners=places)
+            save_state(path, mesh, rank, tiles, seed=-3, step=step, meet=partial(meet, rank), owners=places)
         except Exception as error:
             failed.append(error)
             barrier.abort()
@@ -66,6 +80,7 @@ def save(path: Path, mesh: Mesh, step: int = 7, owners: Mapping[str, int] | None
     for thread in threads:
         thread.join()
     if failed:
+        assert len(failed) >= errors and len({str(error) for error in failed[:errors]}) == 1
         raise failed[0]
 
 
@@ -109,15 +124,59 @@ def test_damage_is_found_before_anything_is_read(tmp_path: Path) -> None:
     save(tmp_path / "s", Mesh("dp=1,tp=2"))
     shard = tmp_path / "s/rank_00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ArtifactError, match="rank_00001.safetensors is missing or not of 888 bytes"):
+    with pytest.raises(ArtifactError, match="rank_00001.safetensors is missing or not of 1[0-9]{3} bytes"):
         SavedState(tmp_path / "s")
     table = json.loads((tmp_path / "s/state.json").read_text())
-    (tmp_path / "s/state.json").write_text(json.dumps({**table, "mesh": "dp"}))
+    (tmp_path / "s/state.json").write_text(sealed({**table, "mesh": "dp"}))
     with pytest.raises(ArtifactError, match="does not describe a state"):
         SavedState(tmp_path / "s")
-    (tmp_path / "s/state.json").write_text(json.dumps({**table, "owners": {"parameter:whole": 1}}))
+    (tmp_path / "s/state.json").write_text(sealed({**table, "owners": {"parameter:whole": 1}}))
     with pytest.raises(ArtifactError, match="does not describe a state: .* 1 is no place on a pipeline axis of the mesh dp=1,tp=2"):
         SavedState(tmp_path / "s")
-    (tmp_path / "s/state.json").write_text(json.dumps({**table, "version": 2}))
-    with pytest.raises(ArtifactError, match="is no 'meshc state' of version 1"):
+    (tmp_path / "s/state.json").write_text(sealed({**table, "version": 3}))
+    with pytest.raises(ArtifactError, match="is no 'meshc state' of version 1 or 2"):
         SavedState(tmp_path / "s")
+
+
+def test_one_bit_that_has_changed_in_any_file_is_never_loaded(tmp_path: Path) -> None:
+    """The attack that this is for: a bit of an exponent, and the weight is -5.6e35."""
+    save(tmp_path / "s", Mesh("dp=1,tp=2"))
+    chosen = random.Random(1)
+    for file in sorted((tmp_path / "s").iterdir()):
+        data = file.read_bytes()
+        for at in chosen.sample(range(len(data)), 40):
+            changed = bytearray(data)
+            changed[at] ^= 1 << chosen.randrange(8)
+            file.write_bytes(changed)
+            with pytest.raises(ArtifactError, match=rf"(?s){file.name}.*take another copy of the state|{TABLE} is no 'meshc state'"):
+                load_model(tmp_path / "s")
+        file.write_bytes(data)
+    assert torch.equal(load_model(tmp_path / "s")["whole"], full("whole"))
+
+
+def test_a_state_of_the_first_version_is_read_with_a_warning(tmp_path: Path) -> None:
+    save(tmp_path / "s", Mesh("dp=1,tp=2"))
+    table = json.loads((tmp_path / "s/state.json").read_text())
+    for name in table["files"]:
+        save_file(load_file(tmp_path / "s" / name), tmp_path / "s" / name)
+        table["files"][name] = (tmp_path / "s" / name).stat().st_size
+    (tmp_path / "s/state.json").write_text(json.dumps({**table, "version": 1}))
+    with pytest.warns(UserWarning, match="s was saved without hashes: damage to its tensors is not noticed; save the state again"):
+        whole = load_model(tmp_path / "s")
+    assert all(torch.equal(value, full(name)) for name, value in whole.items())
+
+
+def test_a_rank_whose_disk_is_full_stops_all_with_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "s", Mesh("dp=1,tp=2"))
+    write = tensor_file.write
+
+    def full_on_rank_1(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        if path.name == "rank_00001.safetensors":
+            path.write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, tensors)
+
+    monkeypatch.setattr(tensor_file, "write", full_on_rank_1)
+    with pytest.raises(FileError, match="(?s)s cannot be written: No space left on device, .* MB are free there.*on rank 1$"):
+        save(tmp_path / "s", Mesh("dp=1,tp=2"), step=8, errors=2)
+    assert os.listdir(tmp_path) == ["s"] and SavedState(tmp_path / "s").step == 7

@@ -1,0 +1,32 @@
+"""A table in JSON that carries a hash of its own text: one that was damaged or edited is known by it.
+
+It guards against accidents; who edits a table on purpose can seal it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+_SEAL: Final = re.compile(r'"sha256": "([0-9a-f]{64})"\n}\n?\Z')
+
+
+def sealed(table: Mapping[str, Any]) -> str:
+    """The table's text; the last of its entries is the hash of what stands before it."""
+    rows = {name: value for name, value in table.items() if name != "sha256"}
+    text = json.dumps({**rows, "sha256": "0" * 64}, indent=1) + "\n"
+    found = _SEAL.search(text)
+    assert found is not None
+    return f'{text[: found.start(1)]}{_hash(text[: found.start(1)])}{text[found.end(1) :]}'
+
+
+def unbroken(text: str) -> bool:
+    found = _SEAL.search(text)
+    return found is not None and found[1] == _hash(text[: found.start(1)])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
