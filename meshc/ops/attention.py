@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import attention_spans
+from meshc.ops.operands import misfit
 from meshc.ops.random import dropout, settled
 
 
@@ -31,12 +32,35 @@ def _rows(*heads: Tensor) -> list[Tensor]:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0
 ) -> tuple[Tensor, Tensor]:
+    _fit("attention", q, k, v, bias)
     if not (window or offset or start):
         return _kernel(scale, q, k, v, bias, causal)
     _check(bias, causal, window, offset + start)
     out, lse = _empty(q, v)
     attention_spans.forward(partial(_kernel, scale), q, k, v, out, lse, window, offset + start)
     return out, lse
+
+
+def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    """The CPU kernel walks keys, values and bias by the sizes of the queries, and divides by all of them."""
+    fits = q.dim() == k.dim() == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]
+    fits = fits and v.shape == k.shape and q.dtype == k.dtype == v.dtype
+    if not fits or bias is not None and not _spreads(bias, (*q.shape[:3], k.shape[2])):
+        rule = "k and v are like q but for their number of keys, and a bias [batch|1, heads|1, queries|1, keys|1] is of these sizes"
+        raise misfit(operator, rule, q=q, k=k, v=v, bias=bias)
+
+
+def _spreads(bias: Tensor, shape: tuple[int, ...]) -> bool:
+    return bias.dim() == 4 and all(mine in (1, size) for mine, size in zip(bias.shape, shape, strict=True))
+
+
+def _fit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    _fit("attention_backward", q, k, v, bias)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    fits = grad.shape == q.shape == out.shape and lse.shape == q.shape[:3] and grad.dtype == q.dtype == out.dtype and lse.dtype == sums
+    if not fits:
+        rule = f"grad and out are like q, lse {sums} and like q without its last dim"
+        raise misfit("attention_backward", rule, q=q, grad=grad, out=out, lse=lse)
 
 
 def _check(bias: Tensor | None, causal: bool, window: int, offset: int) -> None:
@@ -66,7 +90,8 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *how: object) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
+    _fit("attention", q, k, v, bias)
     return _empty(q, v)
 
 
@@ -85,6 +110,7 @@ def attention_backward(
     offset: int = 0,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _fit_backward(grad, q, k, v, bias, out, lse)
     if not (window or offset or start):
         return _backward_kernel(scale, grad, q, k, v, bias, out, lse, causal)
     _check(bias, causal, window, offset + start)
@@ -111,7 +137,10 @@ def _backward_kernel(
 
 
 @attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, *how: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    _fit_backward(grad, q, k, v, bias, out, lse)
     return _like(q), _like(k), _like(v)
 
 

@@ -4,8 +4,8 @@
     grouped_outer(left [r, k], right [r, n], ends [g]) -> [g, k, n]       of each run, the sum over its rows of left (x) right
 
 Run i is the rows from ends[i - 1] (0 for the first) to ends[i], exclusive; ends are integers that do not fall. Rows behind the last run
-give zeros. Each is the gradient of the other, so that a backward has one node for every gradient that is wanted. `routed.py` has the same
-for rows in any order.
+give zeros. An end that falls is taken as the greatest before it, one past the rows as the last row: no kernel trusts them. Each operator is
+the gradient of the other, so that a backward has one node for every gradient that is wanted. `routed.py` has them for rows in any order.
 
 Kernels: CUDA in bfloat16, torch's grouped kernel, which asks for rows that lie multiples of 16 bytes apart: narrower operands are filled up
 with zeros. Elsewhere, a product for each run that has rows; that waits for `ends` on the host, as torch's own way does.
@@ -19,20 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ops.operands import misfit
+
 KERNEL_BYTES = 16
 """The multiple of torch's grouped kernel."""
 
 
 @torch.library.custom_op("meshc::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    _fit_mm(rows, matrices, ends)
     return mm_of_runs(rows, matrices, ends)
 
 
 def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_mm`."""
     if _has_kernel(rows):
-        found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=ends.int())[:, : matrices.shape[2]]
-        kept = torch.arange(rows.shape[0], device=rows.device) < ends[-1:]
+        found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=_safe(ends, rows))[:, : matrices.shape[2]]
+        kept = torch.arange(rows.shape[0], device=rows.device) < _safe(ends, rows)[-1:]
         return torch.where(kept.unsqueeze(1), found, 0.0)
     out = rows.new_zeros(rows.shape[0], matrices.shape[2])
     for run, part in _runs(ends):
@@ -42,20 +45,27 @@ def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 @grouped_mm.register_fake
 def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    _check(rows.shape[1], matrices.shape[1], "columns of the rows and rows of the matrices")
-    _check(ends.shape[0], matrices.shape[0], "ends and matrices")
+    _fit_mm(rows, matrices, ends)
     return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    fits = (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
+    if not fits or not _ends(ends) or ends.shape[0] != matrices.shape[0]:
+        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, in runs that end at integers [g]"
+        raise misfit("grouped_mm", rule, rows=rows, matrices=matrices, ends=ends)
 
 
 @torch.library.custom_op("meshc::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    _fit_outer(left, right, ends)
     return outer_of_runs(left, right, ends)
 
 
 def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_outer`."""
     if _has_kernel(left):
-        found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=ends.int())
+        found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=_safe(ends, left))
         return found[:, : left.shape[1], : right.shape[1]].contiguous()
     out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
     for run, part in _runs(ends):
@@ -65,13 +75,24 @@ def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 @grouped_outer.register_fake
 def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    _check(left.shape[0], right.shape[0], "rows of the left and of the right")
+    _fit_outer(left, right, ends)
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _check(one: int, other: int, what: str) -> None:
-    if one != other:
-        raise ValueError(f"grouped products: {what} are {one} and {other}; they must be as many")
+def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
+    fits = (left.dim(), right.dim()) == (2, 2) and left.shape[0] == right.shape[0] and left.dtype == right.dtype
+    if not fits or not _ends(ends):
+        rule = "left [r, k] and right [r, n] have as many rows and one dtype, in runs that end at integers [g]"
+        raise misfit("grouped_outer", rule, left=left, right=right, ends=ends)
+
+
+def _ends(ends: Tensor) -> bool:
+    return ends.dim() == 1 and ends.dtype in (torch.int64, torch.int32)
+
+
+def _safe(ends: Tensor, rows: Tensor) -> Tensor:
+    """For torch's grouped kernel, which reads whatever rows it is told: ends that do not fall and lie within the rows."""
+    return ends.clamp(0, rows.shape[0]).cummax(0).values.int()
 
 
 def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from meshc.ops.operands import misfit
+
 _ADAM_NUMBERS = "Tensor lr, Tensor beta1, Tensor beta2, Tensor eps, Tensor weight_decay, bool decoupled, bool maximize"
 _SGD_NUMBERS = "Tensor lr, Tensor momentum, Tensor dampening, Tensor weight_decay, bool nesterov, bool maximize"
 _SGD_PLAIN_NUMBERS = "Tensor lr, Tensor weight_decay, bool maximize"
@@ -118,7 +120,7 @@ def _sgd_plain_one(written: Sequence[Tensor], grad: Tensor, lr: Tensor, weight_d
 
 
 def _same_layout(tensor: Tensor, param: Tensor) -> bool:
-    return (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
+    return (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride() and tensor.shape == param.shape
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -141,7 +143,29 @@ def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
     return grad if _same_layout(grad, param) else torch.empty_like(param).copy_(grad)
 
 
+def _fit(name: str, operands: Sequence[str], columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor]) -> None:
+    """Gradient and state have their parameter's size, and lie where it does; a count or a flag is one number.
+
+    Shapes are compared on fake tensors; this is asked of every parameter in every step, and sizes cost a third of what shapes do.
+    """
+    if any(len(column) != len(grads) for column in columns):
+        raise ValueError(f"meshc::{name}: {', '.join(operands)} and grad are lists of one length, not {[*map(len, columns), len(grads)]}")
+    single = operands[-1] in ("step", "first")
+    for grad, param, *state in zip(grads, *columns, strict=True):
+        last = state.pop() if single else None
+        fits = last is None or last.numel() == 1
+        size, device = param.numel(), param.get_device()
+        for tensor in (grad, *state):
+            fits = fits and tensor.numel() == size and tensor.get_device() == device
+        if not fits:
+            rule = "gradient and state have the parameter's shape and device, and step or first is one number"
+            given = dict(zip(operands, (param, *state, *([last] if single else [])), strict=True))
+            raise misfit(name, rule, grad=grad, **given)
+
+
 def _scalar_for_kernel(lr: Tensor) -> Tensor | float:
+    if lr.numel() != 1:
+        raise misfit("optimizer update", "a learning rate is one number", lr=lr)
     return _number(lr) if lr.device.type == "cpu" else lr
 
 
@@ -271,14 +295,23 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
     schema(f"{name}_", "()", lambda i, operand: f"Tensor({letters[i]}!) {operand}", "Tensor grad")
     schema(f"{name}_many_", "()", lambda i, operand: f"Tensor({letters[i]}!)[] {operand}s", "Tensor[] grads")
 
+    def fit(param, grad, *rest):  # type: ignore[no-untyped-def]
+        if isinstance(grad, Tensor):
+            _fit(name, operands, [[t] for t in (param, *rest[: count - 1])], [grad])
+        else:
+            _fit(name, operands, [param, *rest[: count - 1]], grad)
+
     def in_place(param, grad, *rest):  # type: ignore[no-untyped-def]
+        fit(param, grad, *rest)
         many([[t] for t in (param, *rest[: count - 1])], [grad], *rest[count - 1 :])
 
     def in_place_many(params, grads, *rest):  # type: ignore[no-untyped-def]
+        fit(params, grads, *rest)
         if params:
             many([params, *rest[: count - 1]], grads, *rest[count - 1 :])
 
     def functional(param, grad, *rest):  # type: ignore[no-untyped-def]
+        fit(param, grad, *rest)
         written = [t.clone() for t in (param, *rest[: count - 1])]
         if param.device.type == "cpu":
             one(written, grad, *rest[count - 1 :])
@@ -287,15 +320,16 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
         return written[0] if count == 1 else tuple(written)
 
     def functional_fake(param, grad, *rest):  # type: ignore[no-untyped-def]
+        fit(param, grad, *rest)
         if grad.shape != param.shape:
-            raise ValueError(f"meshc::{name}: the gradient has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
+            raise misfit(name, "the gradient has its parameter's shape", grad=grad, param=param)
         written = tuple(torch.empty_like(t) for t in (param, *rest[: count - 1]))
         return written[0] if count == 1 else written
 
     for kind, kernel, fake in (
         (name, functional, functional_fake),
-        (f"{name}_", in_place, lambda *args: None),
-        (f"{name}_many_", in_place_many, lambda *args: None),
+        (f"{name}_", in_place, fit),
+        (f"{name}_many_", in_place_many, fit),
     ):
         _LIBRARY.impl(kind, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)

@@ -284,9 +284,18 @@ void part(const Call& c, int64_t begin, int64_t end) {
 
 extern "C" {
 
-// One tile. seed_step: two int64; size, stride: `dims` int64 each (at most 16); unused pointers may be null.
-void meshc_draw(int kind, const int64_t* seed_step, int64_t call, int64_t dims, int64_t base, const int64_t* size, const int64_t* stride,
+// One tile. seed_step: two int64; size, stride: `dims` int64 each (at most 16); pointers that the kind does not use may be null.
+// Returns 0, or 1 if these do not fit together; then nothing is written.
+int meshc_draw(int kind, const int64_t* seed_step, int64_t call, int64_t dims, int64_t base, const int64_t* size, const int64_t* stride,
                 int64_t threshold, double scale, const void* x, void* out, void* mask, int64_t elements, int64_t max_threads) {
+  if (kind < UNIFORM32 || kind > BACKWARD64 || dims < 1 || dims > MAX_DIMS || elements < 0) return 1;
+  const bool backward = kind == BACKWARD32 || kind == BACKWARD64, dropout = kind == DROPOUT32 || kind == DROPOUT64;
+  if ((!seed_step && !backward) || (!x && (backward || dropout)) || (!out && kind != MASK)) return 1;
+  if (!mask && (backward || dropout || kind == MASK)) return 1;
+  int64_t room = 1;
+  for (int64_t d = 0; d < dims; ++d)
+    if (size[d] < 0 || __builtin_mul_overflow(room, size[d], &room)) return 1;
+  if (room != elements) return 1;
   Call c{};
   c.kind = kind;
   if (seed_step) {
@@ -309,6 +318,7 @@ void meshc_draw(int kind, const int64_t* seed_step, int64_t call, int64_t dims, 
   }
   part(c, 0, elements / threads);
   for (auto& other : others) other.join();
+  return 0;
 }
 
 // One block, for tests: counter[4], key[2] -> out[4].

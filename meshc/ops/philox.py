@@ -25,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile
 
 # Position is the kernel's number for it (philox.cpp, philox_triton.py).
@@ -49,6 +50,9 @@ def draw(
     at = out if out is not None else mask
     if at is None or tile.elements == 0:
         return
+    for operand in (out, mask, x):
+        if operand is not None and (operand.numel() != tile.elements or not operand.is_contiguous() or operand.device != at.device):
+            raise misfit(kind, f"operands are contiguous and hold {tile.elements} elements", out=out, mask=mask, x=x)
     if at.is_cuda and len(tile.sizes) <= 6 and _has_triton():
         from meshc.ops import philox_triton
 
@@ -62,10 +66,12 @@ def draw(
         return
     seed = None if seed_step is None else seed_step.contiguous()
     pointers = [None if t is None else t.data_ptr() for t in (seed, x, out, mask)]
-    native.meshc_draw(
+    refused = native.meshc_draw(
         KINDS.index(kind), pointers[0], call & WORD, len(tile.sizes), tile.base, *tile.rows, threshold, scale, *pointers[1:],
         tile.elements, torch.get_num_threads(),
     )  # fmt: skip
+    if refused:
+        raise misfit(kind, f"the kernel takes no tile of {tile.sizes} with these operands", out=out, mask=mask, x=x, seed_step=seed)
 
 
 def block(counter: Sequence[int], key: Sequence[int], compiled: bool = True) -> list[int]:
@@ -95,7 +101,7 @@ def library() -> ctypes.CDLL | None:
         return None
     i64, pointer = ctypes.c_int64, ctypes.c_void_p
     native.meshc_draw.argtypes = [ctypes.c_int, pointer, i64, i64, i64, pointer, pointer, i64, ctypes.c_double, *[pointer] * 3, i64, i64]
-    native.meshc_draw.restype = None
+    native.meshc_draw.restype = ctypes.c_int
     native.meshc_block.argtypes = [pointer] * 3
     native.meshc_block.restype = None
     return native

@@ -11,6 +11,7 @@ elements past its end are padding and hold some finite draw. docs/randomness.md 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import SymInt, Tensor
 
 from meshc.ops import philox
+from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile, tile_of
 
 Shape = Sequence[int]
@@ -61,6 +63,7 @@ def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymIn
 
 @torch.library.impl("meshc::uniform", _DEVICES)
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
+    _fit_seed("uniform", seed_step)
     tile = _tile(global_shape, local_shape, offsets)
     wide = dtype == torch.float64
     out = torch.empty(tuple(local_shape), dtype=torch.float64 if wide else torch.float32, device=seed_step.device)
@@ -73,6 +76,7 @@ def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Sha
 
 @torch.library.impl("meshc::normal", _DEVICES)
 def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
+    _fit_seed("normal", seed_step)
     tile = _tile(global_shape, local_shape, offsets)
     wide = dtype == torch.float64
     out = torch.empty(tuple(local_shape), dtype=torch.float64 if wide else torch.float32, device=seed_step.device)
@@ -82,6 +86,7 @@ def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shap
 
 @torch.library.impl("meshc::keep_mask", _DEVICES)
 def _keep_mask(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
+    _fit_seed("keep_mask", seed_step)
     tile = _tile(global_shape, local_shape, offsets)
     mask = torch.empty(tuple(local_shape), dtype=torch.bool, device=seed_step.device)
     philox.draw("mask", tile, None, mask, seed_step, call, threshold=keep_threshold(1.0 - p))
@@ -93,8 +98,7 @@ def _dropout(
     x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape
 ) -> tuple[Tensor, Tensor]:
     tile = _tile(global_shape, local_shape, offsets)
-    if tile.elements != x.numel():
-        raise ValueError(f"meshc::dropout: x has shape {tuple(x.shape)}, which does not hold local shape {tuple(local_shape)}")
+    _fit_dropout(x, seed_step, tile.elements, local_shape)
     x = x.contiguous()
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     threshold, scale = keep_threshold(1.0 - p), keep_scale(p)
@@ -109,6 +113,7 @@ def _dropout(
 
 @torch.library.impl("meshc::dropout_backward", _DEVICES)
 def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
+    _fit_backward(grad, mask)
     scale = keep_scale(p)
     if grad.dtype not in (torch.float32, torch.float64) and not grad.is_cuda:
         return torch.where(mask, grad * scale, 0.0).contiguous()
@@ -117,6 +122,28 @@ def _dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     tile = _tile((grad.numel(),), (grad.numel(),), (0,))
     philox.draw("backward64" if grad.dtype == torch.float64 else "backward32", tile, out, mask, x=grad, scale=scale)
     return out
+
+
+def _fit_seed(operator: str, seed_step: Tensor) -> None:
+    if seed_step.dtype != torch.int64 or seed_step.shape != (2,):
+        raise misfit(operator, "seed_step is int64 [2]", seed_step=seed_step)
+
+
+def _fit_tile(global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
+    """What `tile_of` refuses of real sizes, as far as open ones show it."""
+    if not len(global_shape) == len(local_shape) == len(offsets):
+        raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
+
+
+def _fit_dropout(x: Tensor, seed_step: Tensor, elements: int, local_shape: Shape) -> None:
+    _fit_seed("dropout", seed_step)
+    if elements != x.numel() or x.device != seed_step.device:
+        raise misfit("dropout", f"x holds the local shape {list(local_shape)}, where seed_step is", x=x, seed_step=seed_step)
+
+
+def _fit_backward(grad: Tensor, mask: Tensor) -> None:
+    if grad.shape != mask.shape or mask.dtype != torch.bool or grad.device != mask.device:
+        raise misfit("dropout_backward", "mask is bool and has the shape of grad", grad=grad, mask=mask)
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
@@ -136,21 +163,28 @@ def _signed(value: int) -> int:
 @torch.library.register_fake("meshc::uniform")
 @torch.library.register_fake("meshc::normal")
 def _(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
+    _fit_seed("uniform and normal", seed_step)
+    _fit_tile(global_shape, local_shape, offsets)
     return seed_step.new_empty(tuple(local_shape), dtype=dtype)
 
 
 @torch.library.register_fake("meshc::keep_mask")
 def _(seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> Tensor:
+    _fit_seed("keep_mask", seed_step)
+    _fit_tile(global_shape, local_shape, offsets)
     return seed_step.new_empty(tuple(local_shape), dtype=torch.bool)
 
 
 @torch.library.register_fake("meshc::dropout")
 def _(x: Tensor, seed_step: Tensor, call: int, p: float, global_shape: Shape, local_shape: Shape, offsets: Shape) -> tuple[Tensor, Tensor]:
+    _fit_tile(global_shape, local_shape, offsets)
+    _fit_dropout(x, seed_step, math.prod(local_shape), local_shape)
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
 
 
 @torch.library.register_fake("meshc::dropout_backward")
 def _(grad: Tensor, mask: Tensor, p: float) -> Tensor:
+    _fit_backward(grad, mask)
     return grad.new_empty(grad.shape)
 
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from meshc.ops.grouped import mm_of_runs, outer_of_runs
+from meshc.ops.operands import misfit
 
 
 @torch.library.custom_op("meshc::routed_mm", mutates_args=())
 def routed_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
+    _fit_mm(rows, matrices, choice)
     order, ends = _runs(choice, matrices.shape[0])
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     return out.index_copy_(0, order, mm_of_runs(rows[order], matrices, ends))
@@ -24,20 +26,39 @@ def routed_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
 
 @routed_mm.register_fake
 def _(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
-    if rows.shape[1] != matrices.shape[1] or rows.shape[0] != choice.shape[0]:
-        raise ValueError(f"meshc::routed_mm: rows {list(rows.shape)} with {list(matrices.shape)}, chosen by {list(choice.shape)}")
+    _fit_mm(rows, matrices, choice)
     return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> None:
+    fits = (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
+    if not fits or not _chooses(choice, rows):
+        rule = "rows [r, k] meet matrices [g, k, n] of their dtype, each the one that integers [r] choose"
+        raise misfit("routed_mm", rule, rows=rows, matrices=matrices, choice=choice)
 
 
 @torch.library.custom_op("meshc::routed_outer", mutates_args=())
 def routed_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
+    _fit_outer(left, right, choice, count)
     order, ends = _runs(choice, count)
     return outer_of_runs(left[order], right[order], ends)
 
 
 @routed_outer.register_fake
 def _(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
+    _fit_outer(left, right, choice, count)
     return left.new_empty(count, left.shape[1], right.shape[1])
+
+
+def _fit_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> None:
+    fits = (left.dim(), right.dim()) == (2, 2) and left.shape[0] == right.shape[0] and left.dtype == right.dtype
+    if not fits or not _chooses(choice, left) or count < 0:
+        rule = f"left [r, k] and right [r, n] are of one dtype, and integers [r] choose one of {count}, 0 or more"
+        raise misfit("routed_outer", rule, left=left, right=right, choice=choice)
+
+
+def _chooses(choice: Tensor, rows: Tensor) -> bool:
+    return choice.dim() == 1 and choice.shape[0] == rows.shape[0] and choice.dtype in (torch.int64, torch.int32)
 
 
 def _runs(choice: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshc.ops.operands import misfit
+
 
 @torch.library.custom_op("meshc::take", mutates_args=())
 def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
+    _fit_take(x, index)
     columns = x.shape[-1]
     local = index - start if start else index
     inside = (local >= 0) & (local < columns) & (index != ignore)
@@ -23,11 +26,18 @@ def take(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
 
 @take.register_fake
 def _(x: Tensor, index: Tensor, ignore: int, start: int = 0) -> Tensor:
+    _fit_take(x, index)
     return x.new_empty(x.shape[:-1])
+
+
+def _fit_take(x: Tensor, index: Tensor) -> None:
+    if x.dim() == 0 or index.shape != x.shape[:-1] or index.dtype != torch.int64:
+        raise misfit("take", "index is int64 and has the shape of x without its last dim", x=x, index=index)
 
 
 @torch.library.custom_op("meshc::take_backward", mutates_args=())
 def take_backward(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
+    _fit_backward(grad, index, columns)
     local = index - start if start else index
     inside = (local >= 0) & (local < columns) & (index != ignore)
     out = grad.new_zeros((*grad.shape, columns))
@@ -36,7 +46,14 @@ def take_backward(grad: Tensor, index: Tensor, ignore: int, columns: int, start:
 
 @take_backward.register_fake
 def _(grad: Tensor, index: Tensor, ignore: int, columns: int, start: int = 0) -> Tensor:
+    _fit_backward(grad, index, columns)
     return grad.new_empty((*grad.shape, columns))
+
+
+def _fit_backward(grad: Tensor, index: Tensor, columns: int) -> None:
+    if grad.shape != index.shape or index.dtype != torch.int64 or columns < 0:
+        rule = f"index is int64 and has the shape of grad, and {columns} columns are 0 or more"
+        raise misfit("take_backward", rule, grad=grad, index=index)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ops.operands import misfit
+
 
 @torch.library.custom_op("meshc::upsample", mutates_args=())
 def upsample(x: Tensor, factors: Sequence[int]) -> Tensor:
+    _fit("upsample", x, factors)
     for dim, factor in enumerate(factors, 2):
         x = x.repeat_interleave(factor, dim)
     return x.clone() if all(factor == 1 for factor in factors) else x
@@ -22,11 +25,13 @@ def upsample(x: Tensor, factors: Sequence[int]) -> Tensor:
 
 @upsample.register_fake
 def _(x: Tensor, factors: Sequence[int]) -> Tensor:
+    _fit("upsample", x, factors)
     return x.new_empty((*x.shape[:2], *(size * factor for size, factor in zip(x.shape[2:], factors, strict=True))))
 
 
 @torch.library.custom_op("meshc::upsample_backward", mutates_args=())
 def upsample_backward(grad: Tensor, factors: Sequence[int]) -> Tensor:
+    _fit("upsample_backward", grad, factors)
     shape = list(grad.shape[:2])
     for size, factor in zip(grad.shape[2:], factors, strict=True):
         shape += [size // factor, factor]
@@ -35,7 +40,14 @@ def upsample_backward(grad: Tensor, factors: Sequence[int]) -> Tensor:
 
 @upsample_backward.register_fake
 def _(grad: Tensor, factors: Sequence[int]) -> Tensor:
+    _fit("upsample_backward", grad, factors)
     return grad.new_empty((*grad.shape[:2], *(size // factor for size, factor in zip(grad.shape[2:], factors, strict=True))))
+
+
+def _fit(operator: str, x: Tensor, factors: Sequence[int]) -> None:
+    fits = x.dim() == len(factors) + 2 and all(factor >= 1 for factor in factors)
+    if not fits or operator == "upsample_backward" and any(size % factor for size, factor in zip(x.shape[2:], factors, strict=True)):
+        raise misfit(operator, f"the factors {list(factors)} are 1 or more, one a dim of space, and divide what is added up", x=x)
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

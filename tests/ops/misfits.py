@@ -1,0 +1,111 @@
+"""Calls of meshc's own operators with operands that do not fit together: run as a program, one line a call, `NAME: what it raised`.
+
+A kernel that walked one operand by the sizes of another would end this process: operands lie before pages that nobody may touch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import meshc  # noqa: F401 - registers the operators
+from tests.attack.pages import Fenced
+
+ops = torch.ops.meshc
+MANY = 1 << 14
+SEED = torch.tensor([5, 3])
+NUMBER = torch.tensor(0.1, dtype=torch.float64)
+ADAM = (*[NUMBER] * 5, True, False)
+SGD = (*[NUMBER] * 4, True, False)
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def ints(*shape: int, value: int = 0) -> Tensor:
+    return torch.full(shape, value)
+
+
+def heads(*shape: int) -> Tensor:
+    return x(*shape, 16)
+
+
+def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    yield "mask is shorter", ops.dropout_backward, (x(MANY), x(8, dtype=torch.bool), 0.5)
+    yield "mask is float", ops.dropout_backward, (x(MANY), x(MANY), 0.5)
+    yield "mask is wider", ops.dropout_backward, (x(4, 1), x(4, 4, dtype=torch.bool), 0.5)
+    yield "seed is empty", ops.uniform, (ints(0), 0, [8], [8], [0], torch.float32)
+    yield "seed is float", ops.normal, (x(2), 0, [8], [8], [0], torch.float64)
+    yield "seed is int32", ops.keep_mask, (SEED.int(), 0, 0.5, [8], [8], [0])
+    yield "x is shorter than its tile", ops.dropout, (x(8), SEED, 0, 0.5, [MANY], [MANY], [0])
+    yield "no seed for dropout", ops.dropout, (x(8), ints(1), 0, 0.5, [8], [8], [0])
+    yield "negative tile", ops.uniform, (SEED, 0, [-8], [-8], [0], torch.float32)
+    yield "tile of other rank", ops.uniform, (SEED, 0, [8, 8], [8], [0], torch.float32)
+    yield "fewer labels", ops.take, (x(8, 4), ints(2), -100)
+    yield "labels are int32", ops.take, (x(8, 4), ints(8).int(), -100)
+    yield "more labels", ops.take_backward, (x(8), ints(9), -100, 4)
+    yield "negative columns", ops.take_backward, (x(8), ints(8), -100, -4)
+    yield "fewer factors", ops.upsample, (x(2, 3, 4, 4), [2])
+    yield "a factor of zero", ops.upsample, (x(2, 3, 4), [0])
+    yield "a factor that does not divide", ops.upsample_backward, (x(2, 3, 5), [2])
+    yield "a negative factor", ops.upsample_backward, (x(2, 3, 4), [-2])
+    yield "rows of other width", ops.grouped_mm, (x(8, 4), x(2, 5, 3), ints(2))
+    yield "more ends than matrices", ops.grouped_mm, (x(8, 4), x(2, 4, 3), ints(3))
+    yield "ends are float", ops.grouped_mm, (x(8, 4), x(2, 4, 3), x(2))
+    yield "right has fewer rows", ops.grouped_outer, (x(8, 4), x(2, 4), ints(2, value=8))
+    yield "fewer choices", ops.routed_mm, (x(8, 4), x(2, 4, 4), ints(2))
+    yield "choices in two dims", ops.routed_mm, (x(8, 4), x(2, 4, 4), ints(8, 1))
+    yield "negative count", ops.routed_outer, (x(8, 4), x(8, 4), ints(8), -1)
+    yield "right has more rows", ops.routed_outer, (x(8, 4), x(9, 4), ints(8), 2)
+    yield "keys of one head", ops.attention, (heads(4, 8, 128), heads(1, 1, 128), heads(1, 1, 128), None, False, 1.0)
+    yield "fewer values", ops.attention, (heads(2, 2, 128), heads(2, 2, 128), heads(2, 2, 1), None, False, 1.0)
+    yield "fewer values in a window", ops.attention, (heads(2, 2, 128), heads(2, 2, 128), heads(2, 2, 1), None, True, 1.0, 4)
+    yield "bias is shorter", ops.attention, (heads(2, 2, 128), heads(2, 2, 128), heads(2, 2, 128), x(1, 1, 1, 2), False, 1.0)
+    yield "keys are bfloat16", ops.attention, (heads(2, 2, 8), heads(2, 2, 8).bfloat16(), heads(2, 2, 8), None, False, 1.0)
+    whole = heads(2, 2, 128)
+    yield "one sum", ops.attention_backward, (whole, whole, whole, whole, None, whole, x(1, 1, 1), False, 1.0)
+    yield "out is shorter", ops.attention_backward, (whole, whole, whole, whole, None, heads(2, 2, 1), x(2, 2, 128), False, 1.0)
+    yield "gradient is shorter", ops.attention_backward, (heads(2, 2, 1), whole, whole, whole, None, whole, x(2, 2, 128), False, 1.0)
+    for kind in ("adam", "adam_"):
+        call = getattr(ops, kind)
+        yield f"{kind}: moments are shorter", call, (x(MANY), x(MANY), x(4), x(4), x(), *ADAM)
+        yield f"{kind}: gradient is shorter", call, (x(MANY), x(4), x(MANY), x(MANY), x(), *ADAM)
+        yield f"{kind}: no count", call, (x(MANY), x(MANY), x(MANY), x(MANY), x(0), *ADAM)
+    short = [x(4)], [x(4)], [x(4)], [x(2)], [x()]
+    yield "adam_many_: one moment is shorter", ops.adam_many_, (*short, *ADAM)
+    yield "adam_many_: fewer moments", ops.adam_many_, ([x(4)] * 2, [x(4)] * 2, [x(4)], [x(4)] * 2, [x()] * 2, *ADAM)
+    yield "adam_amsgrad_: maximum is shorter", ops.adam_amsgrad_, (x(MANY), x(MANY), x(MANY), x(MANY), x(4), x(), *ADAM)
+    yield "sgd_: buffer is shorter", ops.sgd_, (x(MANY), x(MANY), x(4), x(), *SGD)
+    yield "sgd_: no flag", ops.sgd_, (x(MANY), x(MANY), x(MANY), x(0), *SGD)
+    yield "sgd_plain_: gradient is shorter", ops.sgd_plain_, (x(MANY), x(4), NUMBER, NUMBER, False)
+
+
+def main(fake: bool) -> None:
+    fenced = Fenced()
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(item) for item in value]
+        return fenced.tensor(value) if isinstance(value, Tensor) else value
+
+    for name, call, args in calls():
+        print(name, end=": ", flush=True)
+        try:
+            if fake:
+                with FakeTensorMode(allow_non_fake_inputs=True):
+                    call(*args)
+            else:
+                call(*map(placed, args))
+            print("nothing", flush=True)
+        except (ValueError, RuntimeError, TypeError) as error:
+            print(type(error).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main("fake" in sys.argv)
