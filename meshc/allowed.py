@@ -5,10 +5,9 @@
     all_reduce, shard, ...         the functions of `meshc.spmd`
     getitem                        one result of an operator that has several
 
-An ATen operator is on the list if its schema shows that it computes: operands are tensors, numbers, strings and constants, results are
-tensors, nothing else. Off the list are those that touch files (`from_file`), the process, the generator (programs draw by `meshc.random`),
-the storage behind a tensor (`set_`, `resize_`), and memory layouts that no rule speaks of (sparse, nested, quantized), whose operators
-trust indices that nobody checked.
+`operators.txt` lists the first two kinds name by name: what the compiler can emit, and nothing else that a namespace holds. So a text
+cannot name what touches files, the process or the generator (programs draw by `meshc.random`), what reads memory as it is told to
+(`as_strided`, `_reshape_alias`, `set_`, `resize_`), what writes into operands, or kernels that only other kernels call.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import operator
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,23 +25,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 from meshc import spmd
 from meshc.errors import ArtifactError
 
-NAMESPACES: Final = ("aten", "meshc")
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {**spmd.FUNCTIONS, "getitem": operator.getitem}
+OPERATORS: Final = frozenset((Path(__file__).parent / "operators.txt").read_text(encoding="ascii").split())
+"""Names of the ATen operators and of meshc's own that a program may hold."""
 
-_OPERANDS: Final = re.compile(r"(Optional\[|List\[)*(Tensor|int|float|bool|number|str|Device)\]*")
-_RESULTS: Final = re.compile(r"(List\[)?Tensor\]?|int")
-_IN_PLACE_LISTS: Final = re.compile(r"_(foreach|fused|amp_foreach)_\w*_")  # these return nothing: their work is the update
-_REFUSED: Final = re.compile(
-    r"from_file|_?data|_?resize\w*|_copy_from\w*|set_?|cuda|_?pin_memory|requires_grad_|_print\w*|_lazy_clone|_assert\w*|__(?!(and|or|xor|lshift|rshift)__)\w*|_test\w*"
-    r"|_foobar|_fw_primal\w*|_(make|unpack)_dual\w*|_(add|remove)_batch_dim|_index_put_impl_?"
-    r"|\w*(sparse|nested|jagged|mkldnn|miopen|vulkan|mps|cslt|_coo|coo_|csr|csc|bsr|bsc|coalesce|quantize)\w*"
-    r"|q_\w+|fbgemm\w*|_wrapped\w*|_dyn_quant\w*|_cufft\w*|(_|c?col_|c?row_|crow_)?(indices|values)(_copy)?"
-)
-_QUANTIZED_BUT_DENSE: Final = re.compile(r"_?fake_quantize\w*")
-# Their schemas name a generator, which they use only for a dropout that programs never ask of them.
-_DRAWS_NOTHING: Final = re.compile(r"\w*attention\w*|gru|lstm|rnn_relu|rnn_tanh|_cudnn_rnn")
-
-LISTED: Final = f"aten.* that computes on tensors, meshc.*, {', '.join(sorted(FUNCTIONS))}"
+_NAME: Final = re.compile(r"(aten|meshc)\.(\w+)(?:\.(\w+))?", re.ASCII)
+LISTED: Final = f"listed are those that meshc compiles models to (meshc/operators.txt), {', '.join(sorted(FUNCTIONS))}"
 
 
 @cache
@@ -49,28 +38,14 @@ def refusal(target: Any) -> str | None:
     """Why a callable may not stand in a program's text, or None if it may."""
     if not isinstance(target, OpOverload):
         return None if any(target is function for function in FUNCTIONS.values()) else "it is no operator"
-    if target.namespace == "meshc":
+    if spelling(target) in OPERATORS:
         return None
-    if target.namespace != "aten":
-        return f"operators of {target.namespace} are not listed"
     schema = target._schema
-    name = schema.name.partition("::")[2]
     if torch.Tag.nondeterministic_seeded in target.tags or any("Generator" in str(argument.type) for argument in schema.arguments):
-        if not _DRAWS_NOTHING.fullmatch(name):
-            return "it draws from torch's generator; programs draw by meshc.random"
-    if _REFUSED.fullmatch(name) and not _QUANTIZED_BUT_DENSE.fullmatch(name):
-        return "it reaches past the values of dense tensors"
-    if any(argument.is_out for argument in schema.arguments):
-        return "it writes into operands given as out="
-    for argument in schema.arguments:
-        if not _OPERANDS.fullmatch(str(argument.type)) and argument.name != "generator":
-            return f"its operand {argument.name} is a {argument.type}"
-    if not schema.returns and _IN_PLACE_LISTS.fullmatch(name):
-        return None
-    results = [str(result.type) for result in schema.returns]
-    if not any("Tensor" in result for result in results) or not all(map(_RESULTS.fullmatch, results)):
-        return "it does not return tensors"
-    return None
+        return "it draws from torch's generator; programs draw by meshc.random"
+    if target.namespace not in ("aten", "meshc"):
+        return f"operators of {target.namespace} are not listed"
+    return "no model is compiled to it"
 
 
 def spelling(target: Any) -> str:
@@ -93,7 +68,7 @@ def name_of(target: Any) -> str:
     """The name that `resolve` turns into `target`. Raises ArtifactError for a callable that is not listed."""
     why = refusal(target)
     if why is not None:
-        raise ArtifactError(f"the operator {spelling(target)} is not on the allow-list: {why}; listed are {LISTED}")
+        raise ArtifactError(f"the operator {spelling(target)} is not on the allow-list: {why}; {LISTED}")
     return spelling(target)
 
 
@@ -103,17 +78,14 @@ def resolve(name: str) -> Callable[..., Any]:
     found = FUNCTIONS.get(name) or _overload(name)
     why = "there is no such operator" if found is None else refusal(found)
     if found is None or why is not None:
-        raise ArtifactError(f"the operator {name} is not on the allow-list: {why}; listed are {LISTED}")
+        raise ArtifactError(f"the operator {name} is not on the allow-list: {why}; {LISTED}")
     return found
 
 
 def _overload(name: str) -> OpOverload | None:
-    namespace, _, rest = name.partition(".")
-    packet_name, _, overload = rest.partition(".")
-    if namespace not in NAMESPACES or not re.fullmatch(r"\w+", packet_name) or overload == "default":
+    match = _NAME.fullmatch(name)
+    if match is None or match[3] == "default":
         return None
-    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
-    if not isinstance(packet, OpOverloadPacket) or not re.fullmatch(r"\w*", overload):
-        return None
-    found = getattr(packet, overload or "default", None)
+    packet = getattr(getattr(torch.ops, match[1]), match[2], None)
+    found = getattr(packet, match[3] or "default", None) if isinstance(packet, OpOverloadPacket) else None
     return found if isinstance(found, OpOverload) else None

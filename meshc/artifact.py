@@ -24,6 +24,7 @@ import torch
 
 from meshc import ir, seal, tensor_file
 from meshc.allowed import name_of
+from meshc.check import check_program
 from meshc.errors import ArtifactError, MeshcError, ScheduleError
 from meshc.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.instance import relation
@@ -82,7 +83,8 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
 def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program:
     """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
 
-    With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked in any case.
+    With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked (`meshc.check`) in
+    any case.
     Raises ArtifactError for a folder that is missing, damaged, edited, of another version, or holds what no program may.
     """
     folder = Path(path)
@@ -96,7 +98,9 @@ def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program
         _listed(folder, name, files)
     told = _json(folder / PROGRAM)
     try:
-        return _program(folder, told, files)
+        program = _program(folder, told, files)
+        check_program(program, str(folder / PROGRAM))
+        return program
     except ArtifactError:
         raise
     except (MeshcError, KeyError, TypeError, ValueError, AttributeError) as error:

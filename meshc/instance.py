@@ -31,7 +31,11 @@ def at(program: Program, sizes: Mapping[str, int]) -> Program:
     if not program.dynamic:
         return program
     check(program, sizes)
-    values = {size.symbol: sizes[size.name] for size in program.dynamic}
+    return put(program, {size.symbol: sizes[size.name] for size in program.dynamic})
+
+
+def put(program: Program, values: Mapping[str, int]) -> Program:
+    """The program with these sizes, by symbol, put in, whether it serves them or not."""
     return replace(
         program,
         stages={name: _stage(stage, values) for name, stage in program.stages.items()},

@@ -19,7 +19,7 @@ from meshc import ir
 from meshc.allowed import resolve
 from meshc.errors import ArtifactError
 from meshc.ir import Record, Source
-from meshc.program import Stage
+from meshc.program import Origin, Stage
 from meshc.sharding import Part, Sharding, local_shape
 from meshc.sizes import Dynamic, from_ast
 from meshc.sizes import parse as parse_size
@@ -180,6 +180,7 @@ class _Reader:
         self.where = where
         self.graph = Graph()
         self.values: dict[str, Node] = {}
+        self.at: dict[str, int] = {}
         self.axis_sizes: dict[str, int] | None = None
         self.hints: dict[str, int] = {}
         try:
@@ -206,8 +207,10 @@ class _Reader:
         if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
             self.fail(last, 'a stage ends with its results: return {"output:loss": loss}')
         outputs = [self.string(key or last, "a result's key") for key in last.value.keys]
+        self.at |= {f"return {key}": getattr(at, "lineno", 1) for key, at in zip(outputs, last.value.keys, strict=True)}
         self.graph.output(tuple(self.argument(value) for value in last.value.values))
-        return Stage(function.name, self.graph, tuple(inputs), tuple(outputs))
+        origin = Origin(self.where, tuple(self.lines), self.at, self.axis_sizes)
+        return Stage(function.name, self.graph, tuple(inputs), tuple(outputs), origin)
 
     def ranks(self, function: ast.FunctionDef) -> None:
         for decorator in function.decorator_list:
@@ -282,6 +285,7 @@ class _Reader:
         if node.name != name:  # fx gives no value the name of a builtin; a graph may hold one all the same
             node.name = name
         self.values[name] = node
+        self.at[name] = getattr(at, "lineno", 1)
         if annotation is None:
             return
         try:

@@ -48,13 +48,39 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The text that a stage was read from.
+
+    file        as messages name it
+    lines       the text
+    at          value -> the number of its line
+    axis_sizes  what its @ranks says, if it has one
+    """
+
+    file: str
+    lines: tuple[str, ...]
+    at: Mapping[str, int]
+    axis_sizes: Mapping[str, int] | None = None
+
+    def fault(self, name: str, why: str) -> str:
+        """A message about the value of this name: file and line, what is wrong, and the line itself."""
+        number = self.at.get(name, len(self.lines))
+        shown = self.lines[number - 1].strip() if 0 < number <= len(self.lines) else ""
+        return f"{self.file}, line {number}: {why}\n    {shown[:200]}"
+
+
+@dataclass(frozen=True)
 class Stage:
-    """A graph and the keys (of ports, or of values passed between stages) of its placeholders and outputs, in order."""
+    """A graph and the keys (of ports, or of values passed between stages) of its placeholders and outputs, in order.
+
+    origin  the text that it was read from, if it was: such a stage may be a stranger's, and what runs it trusts no value in it
+    """
 
     name: str
     graph: Graph
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

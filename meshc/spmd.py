@@ -24,7 +24,8 @@ halo_sum is given there is dropped. Padding of the tile that goes into a halo is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch.fx import Node
 
 from meshc.mesh import role
 from meshc.sharding import tile_count, tile_start
+from meshc.window import tile_length
 
 
 def coordinate(axis: str) -> int:
@@ -83,6 +85,28 @@ COLLECTIVES = {function.__name__: function for function in (all_reduce, broadcas
 INTEGERS: dict[str, Callable[..., Any]] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
 LOCAL: dict[str, Callable[..., Any]] = {"shard": shard, "mask": mask, "keep_first": keep_first}
 FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
+
+
+def moved(target: Any, shape: Sequence[int], args: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
+    """The shape of what a collective, or a cut into tiles, makes of a tensor; `args` are those behind it, `sizes` those of the axes."""
+    if target is shard:
+        dim, tiles, _ = args
+        return [-(-extent // tiles) if d == dim else extent for d, extent in enumerate(shape)]
+    axes, *dims = args
+    count = prod(sizes[axis] for axis in axes)
+    found = list(shape)
+    if target is all_gather:
+        found[dims[0]] *= count
+    elif target is reduce_scatter:
+        found[dims[0]] //= count
+    elif target is all_to_all:
+        found[dims[0]] //= count
+        found[dims[1]] *= count
+    elif target is halo:
+        found[dims[0]] = dims[2][3]
+    elif target is halo_sum:
+        found[dims[0]] = tile_length(dims[1], [sizes[axis] for axis in axes])
+    return found
 
 
 def is_collective(target: Any) -> bool:

@@ -14,8 +14,9 @@ executed.
 from __future__ import annotations
 
 import math
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,13 @@ from torch.fx import Node
 
 from meshc import spmd
 from meshc.accumulate import is_added
+from meshc.check.failed import failed
+from meshc.check.guards import guarded
+from meshc.errors import MeshcError
 from meshc.ir import record
 from meshc.ops.implementations import direct
 from meshc.packing import escapes, in_place, is_alone, pieces, stays
-from meshc.program import Stage
+from meshc.program import Origin, Stage
 from meshc.runtime import collectives, halo
 from meshc.runtime.accumulator import Accumulator
 from meshc.runtime.early import EARLY
@@ -78,8 +82,8 @@ def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable
     return lambda x: exchange.tiles(x, dim)  # type: ignore[arg-type]
 
 
-def function_of(node: Node, device: torch.device) -> Callable[..., Any]:
-    """What a node that is no collective calls."""
+def function_of(node: Node, device: torch.device, origin: Origin | None = None) -> Callable[..., Any]:
+    """What a node that is no collective calls; of a stage that was read from a text, after its guard."""
     if stays(node):
         made = record(node)
         memory = torch.empty(made.shape, dtype=made.dtype, device=device)
@@ -88,7 +92,8 @@ def function_of(node: Node, device: torch.device) -> Callable[..., Any]:
             return torch.mm(x, y, out=memory)
 
         return product
-    return direct(node.target, device)
+    function = direct(node.target, device)
+    return function if origin is None else guarded(node.target, function)
 
 
 class Source:
@@ -97,6 +102,12 @@ class Source:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
+        self.makes: list[str] = []
+        """What each line makes, as far as it calls an operator."""
+
+    def label(self, name: str = "") -> None:
+        """The lines that have been added since make the value of this name."""
+        self.makes += [name] * (len(self.lines) - len(self.makes))
 
     def bind(self, value: Any, prefix: str) -> str:
         name = f"{prefix}{len(self.names)}"
@@ -156,6 +167,7 @@ class _Writer:
     ) -> None:
         self.overwrites, self.own = set(overwrites), set(own)
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
+        self.origin = stage.origin
         self.known = integers(stage, coordinates)
         self.source = Source()
         self.env: dict[Node, str] = {}
@@ -205,11 +217,14 @@ class _Writer:
                 break
             for operand in node.all_input_nodes:
                 self._wait_for(operand)
+            self.source.label()
             self._line(node, f"w{number}")
+            self.source.label("" if spmd.is_collective(node.target) else node.name)
             if node not in self.flying:
                 self._add(node)
             self._forget([*self.dying.pop(node, []), *([] if node in self.last else [node])])
-        return self.source.function("inputs, mb=0, env=None, done=None")
+        run = self.source.function("inputs, mb=0, env=None, done=None")
+        return run if self.origin is None else _naming(run, self.origin, self.source.makes)
 
     def _wait_for(self, value: Node) -> None:
         if value in self.flying:
@@ -245,14 +260,14 @@ class _Writer:
         elif getattr(node.target, "boxed", False):  # it empties the list that it takes: what is read here for the last time goes meanwhile
             self.source.lines.append(f"box = {self.source.literal(node.args[0], self.env)}")
             self._forget(self.dying.pop(node, []))
-            self.source.lines.append(f"{name} = {self.source.bind(function_of(node, self.device), 'f')}(box)")
+            self.source.lines.append(f"{name} = {self.source.bind(function_of(node, self.device, self.origin), 'f')}(box)")
         else:
             self.source.lines.append(f"{name} = {self._call(node)}")
 
     def _call(self, node: Node) -> str:
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
         arguments += [f"{key}={self.source.literal(_moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
-        return f"{self.source.bind(function_of(node, self.device), 'f')}({', '.join(arguments)})"
+        return f"{self.source.bind(function_of(node, self.device, self.origin), 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
         """A value in the memory of the `cat` that will join it with others."""
@@ -273,6 +288,24 @@ class _Writer:
         dead = [self.env[value] for value in values if value in self.env and not any(value in some for some in alive)]
         if dead:
             self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
+
+
+def _naming(run: Callable[..., list[Any]], origin: Origin, makes: Sequence[str]) -> Callable[..., list[Any]]:
+    """`run`, whose operators' errors name the line of the text that they stand on."""
+
+    def run_of_text(*args: Any, **kwargs: Any) -> list[Any]:
+        try:
+            return run(*args, **kwargs)
+        except MeshcError:
+            raise
+        except Exception as error:
+            lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code is run.__code__]
+            name = makes[lines[0] - 2] if lines and lines[0] - 2 < len(makes) else ""  # the function's own first line is 1
+            if not name:
+                raise
+            raise failed(origin, name, error) from error
+
+    return run_of_text
 
 
 def _place(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -65,7 +65,7 @@ def _alone(late: Stage, keys: Mapping[Node, str], wanted: Node) -> Stage:
             if node.op == "placeholder":
                 inputs.append(keys[node])
     graph.output((env[wanted],))
-    return Stage(f"{late.name}, {wanted.name}", graph, tuple(inputs), (EARLY + wanted.name,))
+    return Stage(f"{late.name}, {wanted.name}", graph, tuple(inputs), (EARLY + wanted.name,), late.origin)
 
 
 def _rest(late: Stage, keys: Mapping[Node, str], found: Sequence[Node]) -> Stage:

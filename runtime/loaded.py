@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshc import instance
+from meshc.check import check_program
 from meshc.errors import InputError, StateError
 from meshc.ops.random import seed_step
 from meshc.program import Port, Program
@@ -162,6 +163,7 @@ class Loaded:
         key = tuple(sizes.values())
         if key not in self._executors:
             program = instance.at(self.general, sizes)
+            check_program(program, "the saved program")
             self._executors[key] = program, self._load(program)
             if len(self._executors) > instance.KEPT:
                 del self._executors[next(iter(self._executors))]

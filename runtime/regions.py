@@ -31,14 +31,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from meshc import ops, spmd
 from meshc.accumulate import is_added
 from meshc.bundle import bundle
+from meshc.check.guards import is_guarded
 from meshc.ir import local_bytes, record
 from meshc.packing import in_place, stays
-from meshc.program import Stage
+from meshc.program import Origin, Stage
 from meshc.runtime import codegen
 from meshc.runtime.groups import Groups
 
 
-def _outside(node: Node, known: Mapping[Node, int], varying: set[Node]) -> bool:
+def _outside(node: Node, known: Mapping[Node, int], varying: set[Node], origin: Origin | None) -> bool:
+    if origin is not None and is_guarded(node.target):
+        return True
     if any(operand in varying and operand.target in spmd.INTEGERS.values() for operand in node.all_input_nodes):
         return True
     target = node.target
@@ -65,7 +68,7 @@ def levels(stage: Stage, known: Mapping[Node, int], window: int | None = None) -
         if node.op == "placeholder" or node in known or node in varying:
             found[node] = 0
             continue
-        between = [operand for operand in node.all_input_nodes if _between(operand, known, varying)]
+        between = [operand for operand in node.all_input_nodes if _between(operand, known, varying, stage.origin)]
         after = [found[operand] + (operand in between) for operand in node.all_input_nodes]
         if node in stored:
             found[node] = max([0, floor_before - 1, *after])
@@ -100,8 +103,8 @@ def _varying(stage: Stage, known: Mapping[Node, int]) -> set[Node]:
     return {node for target in spmd.INTEGERS.values() for node in calls(op="call_function", target=target) if node not in known}
 
 
-def _between(node: Node, known: Mapping[Node, int], varying: set[Node]) -> bool:
-    return node.op == "call_function" and (spmd.is_collective(node.target) or _outside(node, known, varying))
+def _between(node: Node, known: Mapping[Node, int], varying: set[Node], origin: Origin | None) -> bool:
+    return node.op == "call_function" and (spmd.is_collective(node.target) or _outside(node, known, varying, origin))
 
 
 def compile_regions(
@@ -128,20 +131,22 @@ def compile_regions(
             env[node] = outer.call_function(node.target, torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]))
     for number in range(max(level.values(), default=0) + 1):
         inside = [n for n in stage.graph.nodes if n.op == "call_function" and level[n] == number and n not in known and n not in varying]
-        region = [n for n in inside if not spmd.is_collective(n.target) and not _outside(n, known, varying)]
+        region = [n for n in inside if not spmd.is_collective(n.target) and not _outside(n, known, varying, stage.origin)]
         if region:
             own += _add_region(outer, env, region, known, device, added)
         for node in inside:
             if node not in region:
-                env[node] = outer.call_function(
-                    node.target if spmd.is_collective(node.target) else codegen.function_of(node, device),
+                env[node] = outer.create_node(
+                    "call_function",
+                    node.target if spmd.is_collective(node.target) else codegen.function_of(node, device, stage.origin),
                     torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                     torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
+                    node.name,
                 )
                 if in_place(node):
                     overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
-    return codegen.generate(Stage(stage.name, outer, stage.inputs, stage.outputs), groups, coordinates, device, here, overwrites, own)
+    return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own)
 
 
 def _bundled(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int]) -> tuple[Stage, dict[Node, int]]:
@@ -193,7 +198,8 @@ def _add_region(
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
     own = [index for index, node in enumerate(results) if node in added or any(map(in_place, node.users))]
-    call = outer.call_function(_Region(GraphModule(torch.nn.Module(), inner), own), ([env[n] for n in inputs],))
+    made = _Region(GraphModule(torch.nn.Module(), inner), own)
+    call = outer.create_node("call_function", made, ([env[n] for n in inputs],), name=region[0].name)  # by which a failure is named
     for index, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, index))
     return [env[results[index]] for index in own]

@@ -15,7 +15,9 @@ import torch
 from torch.fx import Node
 
 from meshc import spmd
-from meshc.errors import DeadlockError
+from meshc.check.failed import failed
+from meshc.check.guards import guarded
+from meshc.errors import DeadlockError, MeshcError
 from meshc.ir import Record, record
 from meshc.mesh import Mesh
 from meshc.program import Stage
@@ -267,7 +269,7 @@ def rank_program(
             tensor, axes, *rest = [value(argument) for argument in node.args]
             result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))
         else:
-            result = node.target(*[value(a) for a in node.args], **{k: value(a) for k, a in node.kwargs.items()})
+            result = _called(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
         if poison:
             result = _poison(node, result, coordinates, sizes)
         env[node] = result
@@ -278,6 +280,19 @@ def rank_program(
             if not remaining[operand]:
                 del env[operand]
     raise AssertionError("a stage ends in an output")
+
+
+def _called(stage: Stage, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives; of a stage that was read from a text, after its guard, and an error names the line."""
+    target: Any = node.target
+    if stage.origin is None:
+        return target(*args, **kwargs)
+    try:
+        return guarded(target, target)(*args, **kwargs)
+    except MeshcError:
+        raise
+    except Exception as error:
+        raise failed(stage.origin, node.name, error) from error
 
 
 def _poison(node: Node, value: Any, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> Any:

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def program(reason: str = "tp takes ffn") -> Program:
-    sizes = {"dp": 2, "tp": 2, "mb": 1}
+    sizes = {"dp": 2, "tp": 2, "mb": 2}
     w_at = Sharding(((Part("hidden", 6, ("dp",)),), (Part("ffn", 5, ("tp",)),)))
     y_at = Sharding(((), (Part("ffn", 5, ("tp",)),)), (("dp", "sum"),), frozenset({(1, 0)}))
     source = Source("model.py", 3, "return self.up(x)", "up")
@@ -38,7 +38,7 @@ def program(reason: str = "tp takes ffn") -> Program:
     w, x = graph.placeholder("w"), graph.placeholder("x")
     y = graph.call_function(aten.mm.default, (x, w))
     z = graph.call_function(spmd.all_reduce, (y, ["dp"], "sum"))
-    graph.output((z,))
+    graph.output((z, z))
     for node, sharding in ((w, w_at), (x, None), (y, y_at), (z, y_at.without_pending())):
         shape = (1, 3) if sharding is None else local_shape(sharding, sizes)
         ir.set_record(node, Record(shape, torch.float32, sharding, source, reason, "forward"))
@@ -48,15 +48,19 @@ def program(reason: str = "tp takes ffn") -> Program:
     )
     outputs = (Port("output", "logits", (1, 5), torch.float32, y_at.without_pending()),)
     return Program(
-        {"main": Stage("main", graph, tuple(port.key for port in ports), ("output:logits",))},
+        {"main": Stage("main", graph, tuple(port.key for port in ports), ("output:logits", "part:logits"))},
         Mesh("dp=2,tp=2"),
         Plan("dp: hidden\ntp: ffn; store params"),
         ports,
         outputs,
-        (Instruction("run", "main"), Instruction("add", value="output:logits", into="sum", microbatch=1)),
+        tuple(
+            instruction
+            for k in range(2)
+            for instruction in (Instruction("run", "main", k), Instruction("add", "main", k, "part:logits", "sum:logits"))
+        ),
         {"mask": torch.tensor([[1.0, 0.0, 2.0]])},
         sizes,
-        1,
+        2,
         "forward",
         ["factor seq is not in this model"],
         {"input_spec": {"x": [0, None]}, "model": object()},
@@ -109,7 +113,7 @@ def test_the_folder_is_the_same_each_time(saved: Path, tmp_path: Path) -> None:
     assert names == ["constants.safetensors", "manifest.json", "program.json", "stages/main.py", "weights.safetensors"]
     for name in names:
         assert (saved / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
-    assert (saved / "stages/main.py").read_text().startswith('@ranks("dp=2,tp=2,mb=1")\ndef main(\n')
+    assert (saved / "stages/main.py").read_text().startswith('@ranks("dp=2,tp=2,mb=2")\ndef main(\n')
 
 
 def test_weights_are_read_by_the_slice(saved: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from meshc.ir import Record, Source, is_getitem, operands, set_record
 from meshc.passes.partition.shapes import OpenShapes
 from meshc.sharding import Part, Sharding
 from meshc.sizes import Dynamic
-from meshc.window import tile_length
 
 aten = torch.ops.aten
 
@@ -68,7 +66,7 @@ class Builder:
             if is_getitem(node):
                 self.shapes[node] = self.items[args[0]][args[1]]
             elif spmd.is_collective(target) or target is spmd.shard:
-                self.shapes[node] = tuple(self._moved(target, self.shapes[args[0]], *args[1:]))
+                self.shapes[node] = tuple(spmd.moved(target, self.shapes[args[0]], args[1:], self.sizes))
             else:
                 self.shapes[node] = self.open.shape(results, near, (args, kwargs), node)
             set_record(node, self._record(results[0], self.shapes[node], changes))
@@ -96,7 +94,7 @@ class Builder:
 
         args, kwargs = value(args), {key: value(item) for key, item in kwargs.items()}
         if spmd.is_collective(target) or target is spmd.shard:
-            return args[0].new_empty(self._moved(target, args[0].shape, *args[1:]))
+            return args[0].new_empty(spmd.moved(target, args[0].shape, args[1:], self.sizes))
         if target in spmd.INTEGERS.values():
             return 0
         if target in (spmd.mask, spmd.keep_first):
@@ -105,27 +103,6 @@ class Builder:
             kwargs["device"] = "meta"
             kwargs.pop("pin_memory", None)
         return target(*args, **kwargs)
-
-    def _moved(self, target: Any, shape: Sequence[int], *args: Any) -> list[int]:
-        """The shape of what a collective, or a cut into tiles, makes of a tensor."""
-        if target is spmd.shard:
-            dim, tiles, _ = args
-            return [-(-extent // tiles) if d == dim else extent for d, extent in enumerate(shape)]
-        axes, *dims = args
-        count = prod(self.sizes[axis] for axis in axes)
-        moved = list(shape)
-        if target is spmd.all_gather:
-            moved[dims[0]] *= count
-        elif target is spmd.reduce_scatter:
-            moved[dims[0]] //= count
-        elif target is spmd.all_to_all:
-            moved[dims[0]] //= count
-            moved[dims[1]] *= count
-        elif target is spmd.halo:
-            moved[dims[0]] = dims[2][3]
-        elif target is spmd.halo_sum:
-            moved[dims[0]] = tile_length(dims[1], [self.sizes[axis] for axis in axes])
-        return moved
 
     # ------------------------------------------------------------------------------------------------------------------ integers
 

@@ -1,0 +1,17 @@
+"""The one checker of a program's text: `show`, `verify`, `run` and loading share it.
+
+    program.py       `check_program`: ports, constants, stages and schedule against each other
+    stage.py         a stage, a line at a time: what each is declared to be against what its operator makes of its operands
+    types.py         what a declared type may be: extents, dtypes, shardings that fit the axes and the local shape
+    operators.py     an operator on operands without values
+    placed.py        the functions of `meshc.spmd`: collectives, tiles, integers
+    guards.py        operators whose kernels trust values: what is asked of these before each call
+    failed.py        what fails at run time all the same, by file and line
+
+Which operators a text may name at all stands in `meshc/operators.txt` (`meshc/allowed.py`). Whatever is wrong is an ArtifactError that
+names file and line, before anything runs.
+"""
+
+from meshc.check.program import check_program
+
+__all__ = ["check_program"]

@@ -1,0 +1,13 @@
+"""Operators of a program that was read from a text, failing while it runs: the error names the file and the line."""
+
+from __future__ import annotations
+
+from meshc.check.operators import first_line
+from meshc.errors import ArtifactError
+from meshc.program import Origin
+
+
+def failed(origin: Origin, name: str, error: Exception) -> ArtifactError:
+    """The error that says on which line of its text a program has failed; `name` is the value that was being made."""
+    advice = "what to do: correct the inputs if the values at fault are theirs; otherwise compile and save the program again"
+    return ArtifactError(f"{origin.fault(name, f'{name} could not be made: {first_line(error)}')}\n  {advice}")

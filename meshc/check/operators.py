@@ -1,0 +1,85 @@
+"""An operator on operands without values: shapes, dtypes and strides of what it makes.
+
+Torch's meta kernels and the fakes of meshc's own operators say it; they allocate nothing and read nothing. What they would believe
+without looking is looked at here: numbers that a product of sizes would wrap, lists of as many results as a size says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from meshc.check.types import MOST_EXTENT, Wrong
+
+aten = torch.ops.aten
+
+MOST_ITEMS: Final = 1 << 16
+"""Of a list among the arguments."""
+_END: Final = (1 << 63) - 1
+"""By which a slice says "to the end"."""
+
+PIECES: Final[Mapping[Any, Callable[..., int]]] = {
+    aten.unbind.int: lambda x, dim=0: x.shape[dim],
+    aten.unbind_copy.int: lambda x, dim=0: x.shape[dim],
+    aten.split.Tensor: lambda x, size, dim=0: -(-x.shape[dim] // max(size, 1)),
+    aten.unsafe_split.Tensor: lambda x, size, dim=0: -(-x.shape[dim] // max(size, 1)),
+    aten.split_with_sizes.default: lambda x, lengths, dim=0: len(lengths),
+    aten.split_with_sizes_copy.default: lambda x, lengths, dim=0: len(lengths),
+    aten.unsafe_split_with_sizes.default: lambda x, lengths, dim=0: len(lengths),
+}
+"""How many results an operator that gives a list of them has."""
+
+
+def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Any:
+    """What the operator gives for meta tensors, `count` results of which are declared. Raises Wrong."""
+    _check_arguments((*args, *kwargs.values()))
+    kwargs = dict(kwargs)
+    if kwargs.get("pin_memory"):
+        raise Wrong("programs pin no memory")
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    try:
+        if target in PIECES and PIECES[target](*args, **kwargs) != count:
+            raise Wrong(f"it gives {PIECES[target](*args, **kwargs)} results, {count} are declared")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = target(*args, **kwargs)
+    except Wrong:
+        raise
+    except Exception as error:  # a meta kernel refuses operands by any class of error
+        raise Wrong(f"its operator does not take these operands: {first_line(error)}") from error
+    for value in found if isinstance(found, list | tuple) else (found,):
+        if isinstance(value, Tensor):
+            _check_memory(value)
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _check_arguments(values: Any) -> None:
+    for value in values:
+        if isinstance(value, list | tuple):
+            if len(value) > MOST_ITEMS:
+                raise Wrong(f"a list of {len(value)} is among its arguments; at most {MOST_ITEMS} may stand in one")
+            _check_arguments(value)
+        elif type(value) is int and abs(value) > MOST_EXTENT and value != _END:
+            raise Wrong(f"{value} is among its arguments, larger than any size of a program")
+        elif isinstance(value, torch.device) and value.type == "meta":
+            raise Wrong("a value on the meta device has no memory")
+
+
+def _check_memory(value: Tensor) -> None:
+    """A view stays within the memory of what it views."""
+    if value.layout != torch.strided:
+        raise Wrong(f"it is {value.layout}, where a program's values are dense")
+    last = value.storage_offset() + sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))
+    if value.numel() and (last + 1) * value.itemsize > value.untyped_storage().nbytes():
+        raise Wrong(f"{list(value.shape)} with strides {list(value.stride())} reaches beyond the memory of what it views")

@@ -1,0 +1,186 @@
+"""Whether a program's text says one thing in all its parts, before anything of it runs.
+
+    ports      what enters and leaves has the type that the signature says, and constants are what their file holds
+    stages     every value is what its operator makes (`stage.py`)
+    keys       what one stage gives under a key is what another reads under it
+    schedule   runs stages that are there, on values that are there
+
+With dynamic sizes all of it is checked at the sizes that stand for them and at the ends of their ranges; what runs a program at other sizes
+checks it there (`check_program` on what `instance.at` gives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+from torch.fx import Node
+
+from meshc import instance, ir
+from meshc.accumulate import WAYS, whole_of
+from meshc.check.stage import faults as faults_of_stage
+from meshc.check.types import Wrong, check_type
+from meshc.errors import ArtifactError, InputError
+from meshc.ir import Record
+from meshc.pipelining.cut import slot
+from meshc.program import Port, Program, Stage
+from meshc.sharding import local_shape
+from meshc.text import print_type
+
+SHOWN = 10
+"""How many faults one error lists."""
+
+
+def check_program(program: Program, where: str) -> None:
+    """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule."""
+    found = list(islice(_all_faults(program, where), SHOWN + 1))
+    if not found:
+        return
+    more = ["and more"] if len(found) > SHOWN else []
+    advice = "  what to do: compile and save the program again, or put right what was edited"
+    raise ArtifactError("\n".join([*found[:SHOWN], *more, advice]))
+
+
+def _all_faults(program: Program, where: str) -> Iterator[str]:
+    yield from _axes(program, where)
+    for world in _worlds(program):
+        found = False
+        for fault in _faults(world, where):
+            found = True
+            yield fault
+        if found:
+            return
+
+
+def _worlds(program: Program) -> Iterator[Program]:
+    """The program at sizes: those that stand for its dynamic ones, and the ends of their ranges, as far as it serves them."""
+    if not program.dynamic:
+        yield program
+        return
+    yield instance.put(program, {size.symbol: size.hint for size in program.dynamic})
+    for end in ("low", "high"):
+        try:
+            yield instance.at(program, {size.name: getattr(size, end) for size in program.dynamic})
+        except InputError:
+            continue
+
+
+def _faults(program: Program, where: str) -> Iterator[str]:
+    sizes = program.axis_sizes
+    for stage in program.stages.values():
+        for name, why in faults_of_stage(stage, sizes):
+            yield _at(stage, name, why)
+    for port in (*program.inputs, *program.outputs):
+        try:
+            check_type(_local(port, sizes), sizes)
+        except (Wrong, KeyError) as wrong:
+            yield f"{where}: {port.key}: {wrong}"
+            return
+    yield from _keys(program, where)
+    yield from _constants(program, where)
+    yield from _schedule(program, where)
+
+
+def _at(stage: Stage, name: str, why: str) -> str:
+    return stage.origin.fault(name, why) if stage.origin is not None else f"stage {stage.name}: {why}"
+
+
+def _axes(program: Program, where: str) -> Iterator[str]:
+    sizes = {axis.name: axis.size for axis in program.mesh.axes}
+    told = {axis: size for axis, size in program.axis_sizes.items() if axis != "mb"}
+    if told != sizes:
+        yield f"{where}: the axes are {told}, but the mesh is {program.mesh}"
+    if program.axis_sizes.get("mb", program.microbatches) != program.microbatches or program.microbatches < 1:
+        yield f"{where}: there are {program.microbatches} microbatches, but the axis mb has {program.axis_sizes.get('mb')}"
+    for stage in program.stages.values():
+        ranks = stage.origin.axis_sizes if stage.origin is not None else None
+        if ranks is not None and dict(ranks) != program.axis_sizes:
+            assert stage.origin is not None
+            yield f"{stage.origin.file}, line 1: @ranks has {dict(ranks)}, but {where} has {program.axis_sizes}"
+
+
+def _local(port: Port, sizes: Mapping[str, int]) -> Record:
+    """A port's value on a rank."""
+    shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
+    return Record(shape, port.dtype, port.sharding)
+
+
+def _keys(program: Program, where: str) -> Iterator[str]:
+    """One type under each key: that of the port, or that of what makes it."""
+    known: dict[str, tuple[Record, str]] = {}
+    for port in (*program.inputs, *program.outputs):
+        record = _local(port, program.axis_sizes)
+        before = known.setdefault(port.key, (record, f"{where} says"))[0]
+        if not _alike(before, record):
+            yield f"{where}: {port.key} enters as {print_type(before)} and leaves as {print_type(record)}"
+    for stage in program.stages.values():
+        for key, node in _given(stage):
+            record = ir.record(node)
+            whole = whole_of(key)
+            told, who = known.setdefault(key, (record, f"{stage.name} gives"))
+            if not _alike(told, record):
+                yield _at(stage, f"return {key}", f"it gives {key} as {print_type(record)}, but {who} {print_type(told)}")
+            if whole is not None and whole[0] != WAYS["rows"][0]:
+                told, who = known.setdefault(whole[1], (record, f"{stage.name} gives"))
+                if not _alike(told, record):
+                    yield _at(stage, f"return {key}", f"a part of {whole[1]} is {print_type(record)}, but {who} {print_type(told)}")
+    for stage in program.stages.values():
+        for key, node in zip(stage.inputs, stage.graph.find_nodes(op="placeholder"), strict=True):
+            record = ir.record(node)
+            if key not in known:
+                continue  # of what nothing makes the schedule says whether it is needed
+            told, who = known[key]
+            if not _alike(told, record):
+                yield _at(stage, node.name, f"it takes {key} as {print_type(record)}, but {who} {print_type(told)}")
+
+
+def _alike(one: Record, other: Record) -> bool:
+    return tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype
+
+
+def _given(stage: Stage) -> Iterator[tuple[str, Node]]:
+    (output,) = stage.graph.find_nodes(op="output")
+    for key, value in zip(stage.outputs, output.args[0], strict=True):
+        if isinstance(value, Node) and ir.has_record(value) and not isinstance(value.meta[ir.KEY], tuple):
+            yield key, value
+
+
+def _constants(program: Program, where: str) -> Iterator[str]:
+    for port in program.inputs:
+        if port.kind != "constant":
+            continue
+        found = program.constants.get(port.name)
+        if found is None:
+            yield f"{where}: there is no constant {port.name}; there are {', '.join(program.constants) or 'none'}"
+        elif tuple(found.shape) != _local(port, program.axis_sizes).shape or found.dtype != port.dtype:
+            wanted = f"the program takes {port.dtype} {list(port.shape)}"
+            yield f"{where}: the constant {port.name} is {found.dtype} {list(found.shape)}, {wanted}"
+
+
+def _schedule(program: Program, where: str) -> Iterator[str]:
+    """Without pipeline stages: whether what each run reads is there. A pipeline's lists are checked by `refuse_incomplete`."""
+    if program.pipeline is not None:
+        return
+    there = {port.key for port in program.inputs}
+    for step in program.schedule:
+        if step.op not in ("run", "join", "add", "max", "min"):
+            yield f"{where}: the schedule has the instruction {step.op!r}, which no program without pipeline stages has"
+            return
+        if not 0 <= step.microbatch < program.microbatches:
+            yield f"{where}: the schedule names microbatch {step.microbatch}; there are {program.microbatches}, from 0 on"
+        if step.op == "run":
+            stage = program.stages.get(step.stage)
+            if stage is None:
+                yield f"{where}: the schedule runs {step.stage!r}, but the stages are {', '.join(program.stages)}"
+                return
+            missing = [key for key in stage.inputs if slot(key, step.microbatch) not in there]
+            if missing:
+                yield f"{where}: {step.stage} of microbatch {step.microbatch} needs {missing[0]}, which is not there"
+            there |= {slot(key, step.microbatch) for key in stage.outputs}
+        else:
+            if step.value not in there:
+                yield f"{where}: the schedule takes {step.value} into {step.into} before anything has made it"
+            there.add(step.into)
+    missing = [port.key for port in program.outputs if port.key not in there]
+    if missing:
+        yield f"{where}: nothing gives {missing[0]}"

@@ -1,0 +1,141 @@
+"""One stage, a line at a time: the type that each value is declared to have against the one that its operator gives it.
+
+    mm: "f32[batch 8/dp, ffn 12/tp]" = aten.mm(x, w)      x [4, 6] and w [6, 3] on a rank give [4, 3]: so must the tile of the type
+
+A line that is wrong counts as what it is declared to be for those that read it, so that each fault is told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from meshc import ir
+from meshc.allowed import FUNCTIONS, spelling
+from meshc.check import operators, placed
+from meshc.check.types import Wrong, check_type
+from meshc.ir import Record
+from meshc.ops.optim import MANY
+from meshc.program import Stage
+from meshc.text import print_type
+
+OWN = ("parameter", "buffer", "state")
+"""Kinds of ports whose memory is the program's own to write."""
+
+
+def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it) for every line that is wrong. `sizes`: of all axes."""
+    keys = iter(stage.inputs)
+    values: dict[Node, Any] = {}
+    writable: dict[Node, str] = {}
+    for node in stage.graph.nodes:
+        if node.op == "output":
+            return
+        key = next(keys) if node.op == "placeholder" else None
+        if key is not None and key.partition(":")[0] in OWN:
+            writable[node] = key
+        try:
+            values[node] = _declared(node, sizes)
+            if node.op == "call_function":
+                values[node] = _made(node, values, writable, sizes)
+        except Wrong as wrong:
+            what = f"{node.name} = {spelling(node.target)}(...)" if node.op == "call_function" else f"the parameter {node.name}"
+            yield node.name, f"{what}: {wrong}"
+            values.setdefault(node, None)
+
+
+def _declared(node: Node, sizes: Mapping[str, int]) -> Any:
+    """Values without numbers in them, as declared."""
+    if not ir.has_record(node):
+        raise Wrong('it has no type; a line is NAME: "TYPE" = OPERATOR(ARGUMENTS)')
+    records = ir.records(node)
+    for record in records:
+        check_type(record, sizes)
+    if node.op == "placeholder" and any(record.dtype is None for record in records):
+        raise Wrong("a stage takes tensors")
+    made = tuple(_empty(record) for record in records)
+    return made if isinstance(node.meta[ir.KEY], tuple) else made[0]
+
+
+def _empty(record: Record) -> Any:
+    return placed.INTEGER if record.dtype is None else torch.empty(record.shape, dtype=record.dtype, device="meta")
+
+
+def _made(node: Node, values: Mapping[Node, Any], writable: Mapping[Node, str], sizes: Mapping[str, int]) -> Any:
+    """What the node's operator gives, which is what is declared, or Wrong is raised."""
+    args = map_arg(node.args, lambda operand: values[operand])
+    kwargs = map_arg(node.kwargs, lambda operand: values[operand])
+    declared = node.meta[ir.KEY]
+    if ir.is_getitem(node):
+        found = _item(*args, **kwargs)
+    elif node.target in FUNCTIONS.values():
+        found = placed.made_by(node.target, args, kwargs, sizes)
+    else:
+        _check_writes(node, writable)
+        _check_places(node, values)
+        found = operators.made_by(node.target, args, kwargs, len(declared) if isinstance(declared, tuple) else 1)  # type: ignore[arg-type]
+    _compare(found, declared)
+    return found
+
+
+def _item(values: Any, index: Any) -> Any:
+    if not isinstance(values, list | tuple) or type(index) is not int or not 0 <= index < len(values):
+        raise Wrong(f"it takes result {index!r} of a value that has {len(values) if isinstance(values, list | tuple) else 'one'}")
+    return values[index]
+
+
+def _compare(found: Any, declared: Record | tuple[Record, ...]) -> None:
+    if isinstance(declared, tuple) != isinstance(found, list | tuple):
+        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared)}")
+    if isinstance(declared, tuple):
+        if len(found) != len(declared):
+            raise Wrong(f"its operator gives {len(found)} results, {len(declared)} are declared")
+        for one, record in zip(found, declared, strict=True):
+            _compare(one, record)
+        return
+    fits = isinstance(found, Tensor) == (declared.dtype is not None)
+    if not fits or isinstance(found, Tensor) and (tuple(found.shape) != tuple(declared.shape) or found.dtype != declared.dtype):
+        local = "" if declared.sharding is None else f", {list(declared.shape)} on a rank"
+        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared)}{local}")
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, list | tuple):
+        return f"({', '.join(map(_shown, found))})"
+    return print_type(Record(tuple(found.shape), found.dtype)) if isinstance(found, Tensor) else "int"
+
+
+def _check_places(node: Node, values: Mapping[Node, Any]) -> None:
+    """A number that is another on each rank decides no shape: it goes into arithmetic by element, or says where a tile begins."""
+    target: Any = node.target
+    if not any(type(values.get(operand)) is int for operand in node.all_input_nodes) or torch.Tag.pointwise in target.tags:
+        return
+    named = [(argument.name, value) for argument, value in zip(target._schema.arguments, node.args, strict=False)]
+    for name, value in (*named, *node.kwargs.items()):
+        operands = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(operand, Node) and type(values.get(operand)) is int for operand in operands):
+            if target.namespace != "meshc" or name not in ("start", "offsets"):
+                raise Wrong(f"its {name} is a number that depends on the rank, where its operator takes one that all ranks share")
+
+
+def _check_writes(node: Node, writable: Mapping[Node, str]) -> None:
+    """An operator that writes does so into what the program keeps, each once."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    if not schema.is_mutable:
+        return
+    if node.target not in MANY.values():
+        raise Wrong("it writes into its operands")
+    written: list[Node] = []
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+    for operand in written:
+        if operand not in writable:
+            raise Wrong(f"it writes into {operand}, which is no parameter, buffer or state of the program")
+    if len(set(written)) != len(written):
+        raise Wrong("it writes into one value twice")
