@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import calling, dynamic, environment, instance, saving, summary, text
+from meshc import agreed, calling, dynamic, environment, instance, saving, summary, text
 from meshc.calling import Traced, TrainStep
-from meshc.errors import InputError, PlanError, StateError
+from meshc.errors import InputError, MeshcError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
 from meshc.optimizer import changes, describe, mark_stepped, numbers
 from meshc.options import Options
@@ -204,26 +204,20 @@ class Program:
 
     def _agree_on_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> None:
         """Before a compilation: that every rank is about to make it, for the same inputs and the same model."""
-        if self._board is None:
-            return
-        tensors = [f"{n}: {p.dtype} {list(p.shape)}" for n, p in self.traced.module.named_parameters()]
-        inputs = calling.describe_inputs(args, kwargs)
-        settings = (str(self.plan), self.inputs, self.outputs, self.backend, self.names, key[1:])
-        try:
-            agree(self._board, "compile", {"inputs": inputs, "the model": "; ".join(tensors), "the plan, options or flags": repr(settings)})
-        except Disagreement as difference:
-            if difference.field != "inputs":
-                raise StateError(str(difference)) from None
-            raise InputError(self._other_inputs(difference)) from None
+        if self._board is not None:
+            mine = agreed.before_compiling(self, args, kwargs, key)
+            agree(self._board, "compile", mine, agreed.advice, ahead=agreed.INPUTS, error=self._refusal)
 
-    def _other_inputs(self, difference: Disagreement) -> str:
+    def _refusal(self, difference: Disagreement) -> MeshcError:
+        if difference.field != agreed.INPUTS:
+            return StateError(str(difference))
         if difference.alone:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {' or '.join(self._known)}"
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
         if self.inputs == "local":
-            return calling.unequal_parts(text)
-        return (
+            return InputError(calling.unequal_parts(text))
+        return InputError(
             f'inputs="global" takes the same inputs on every rank: {text}\n'
             '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
         )
@@ -319,8 +313,8 @@ class Program:
         if self._groups is None:
             self._groups = Groups({axis.name: axis.size for axis in self.mesh.axes}, dist.get_rank(), dist.get_world_size(), device_mesh)
         if self._board is not None:
-            traced = str(environment.trace_file() or "not set")
-            agree(self._board, "compile", {"the compiled program": text.hash_program(compiled), environment.TRACE: traced})
+            same = {agreed.COMPILED: text.hash_program(compiled)}
+            agree(self._board, "compile", same, agreed.advice, behind=partial(agreed.behind, compiled, self.traced.module))
         first = Store.of(self.traced.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups, owners)
@@ -334,7 +328,7 @@ class Program:
             self._store.seed = self._seed(device)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
         make = partial(self._specialised, compiled, general, draft)
-        return Session(compiled, self._store, executor, draft.output_tree, self.options.cuda_graph, make)
+        return Session(compiled, self._store, executor, draft.output_tree, self.options.cuda_graph, make, self.options.check_inputs)
 
     def _specialised(self, compiled: Compiled, general: Compiled, draft: Draft, received: Collection[str]) -> Compiled:
         """`compiled` with the backward for the outputs that received gradients."""

@@ -25,6 +25,9 @@ class Options:
                    A TrainStep has its own
     memory_budget  bytes that a rank of a pipeline may hold: what holds more is not chosen, and refused if it is named; default: a GPU's
                    memory, which bounds only what is left open; on CPU ranks no bound
+    check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
+                   1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
+                   inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     """
 
@@ -35,6 +38,7 @@ class Options:
     schedule: str | None = None
     microbatches: int | None = None
     memory_budget: int | None = None
+    check_inputs: int | None = None
     local_loss: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +46,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Options({name}={value}): at least 1")
+        if self.check_inputs is not None and self.check_inputs < 0:
+            raise PlanError(f"Options(check_inputs={self.check_inputs}): 0 (never), 1 (every call) or more")
         if isinstance(self.pp_splits, str):
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         dynamic.read(self.dynamic)

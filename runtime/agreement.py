@@ -13,6 +13,7 @@ a call, or do something else, is alone: its refusal is then a failure like any o
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import time
@@ -34,22 +35,32 @@ REFUSAL_S: Final = 15.0
 _ROUNDS: Final = itertools.count()
 _DOING: Final = "what they do"
 _REFUSE: Final = "refuse"
+_LONG: Final = 200
+_DIGEST: Final = "digest "
 
 
-class Disagreement(StateError):
+class Disagreement(Exception):
     """Ranks differ in `field`. `mine` and `theirs` are what this rank and rank `other` described; `alone`: rank `other` has moved on."""
 
-    def __init__(self, field: str, mine: str, other: int, theirs: str, alone: bool = False) -> None:
-        super().__init__(_difference(field, mine, other, theirs) if not alone else _left_alone(field, mine, other))
+    def __init__(self, field: str, mine: str, other: int, theirs: str, advice: str = "", alone: bool = False) -> None:
+        super().__init__((_difference(field, mine, other, theirs) if not alone else _left_alone(field, mine, other)) + advice)
         self.field, self.mine, self.other, self.theirs, self.alone = field, mine, other, theirs, alone
 
 
 def _difference(field: str, mine: str, other: int, theirs: str) -> str:
     """What differs; of two lists with semicolons, no more than where they do."""
     here, there = mine.split("; "), theirs.split("; ")
-    only_here = [item for item in here if item not in there][:3] or ["the same in another order"]
-    only_there = [item for item in there if item not in here][:3] or ["the same in another order"]
-    return f"ranks differ in {field}: this rank has {'; '.join(only_here)}, rank {other} has {'; '.join(only_there)}"
+    only_here, only_there = _beyond(here, there), _beyond(there, here)
+    if not only_here and not only_there:
+        only_here = only_there = "the same in another order"
+    return f"ranks differ in {field}: this rank has {only_here or 'no such entry'}, rank {other} has {only_there or 'no such entry'}"
+
+
+def _beyond(items: list[str], others: list[str]) -> str:
+    known = {*others}
+    found = [item for item in items if item not in known]
+    shown = [item if len(item) <= 400 else f"{item[:400]}..." for item in found[:3]]
+    return "; ".join(shown) + (f" and {len(found) - 3} more" if found[3:] else "")
 
 
 def _left_alone(field: str, mine: str, other: int) -> str:
@@ -64,17 +75,44 @@ class _Ahead(Exception):
         self.rank = rank
 
 
-def agree(board: FailureBoard, doing: str, mine: Mapping[str, str]) -> None:
+def agree(
+    board: FailureBoard,
+    doing: str,
+    mine: Mapping[str, str],
+    advice: Callable[[str], str] | None = None,
+    *,
+    ahead: str = "",
+    behind: Callable[[], Mapping[str, str]] = dict,
+    error: Callable[[Disagreement], MeshcError] | None = None,
+) -> None:
     """Returns when every rank has described the same. All ranks call it in the same order; `doing` is a word for what needs it.
 
-    Raises Disagreement on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another
-    rank runs the call that this one still prepares, raises Disagreement at once; if one refuses, PeerError.
+    advice  what to do about a field that differs
+    ahead   the field in which a rank differs that runs already what this one still prepares; the first, if none is named
+    behind  what may explain a difference, and may itself differ where there is none
+    error   what a Disagreement is raised as; StateError, if it is not given
+
+    Raises that on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another rank runs
+    the call that this one still prepares, it is raised at once; if one refuses, PeerError.
     """
     try:
-        described = _exchange(board, {_DOING: doing, **mine})
-    except _Ahead as ahead:
-        field = next(iter(mine))
-        raise Disagreement(field, mine[field], ahead.rank, "", alone=True) from None
+        _agree(board, doing, mine, advice, ahead or next(iter(mine)), behind)
+    except Disagreement as difference:
+        raise (StateError(str(difference)) if error is None else error(difference)) from None
+
+
+def _agree(
+    board: FailureBoard,
+    doing: str,
+    mine: Mapping[str, str],
+    advice: Callable[[str], str] | None,
+    ahead: str,
+    behind: Callable[[], Mapping[str, str]],
+) -> None:
+    try:
+        described = _exchange(board, {_DOING: doing, **{field: _short(text) for field, text in mine.items()}})
+    except _Ahead as found:
+        raise Disagreement(ahead, mine[ahead], found.rank, "", _todo(advice, ahead), alone=True) from None
     for rank, one in enumerate(described):
         if one[_DOING] == _REFUSE:
             raise PeerError(f"rank {rank} failed: {one['kind']}: {one['text']}")
@@ -85,11 +123,37 @@ def agree(board: FailureBoard, doing: str, mine: Mapping[str, str]) -> None:
             continue
         if list(Counter(values).values()).count(count) > 1:
             usual = values[0]
-        own = described[board.rank][field]
-        if own != usual:
-            raise Disagreement(field, own, values.index(usual), usual)
-        other = next(rank for rank, value in enumerate(values) if value != usual)
-        raise PeerError(f"rank {other} failed to {doing}: {_difference(field, usual, other, values[other])}")
+        unusual = values[board.rank] != usual
+        other = next(rank for rank, value in enumerate(values) if (value == usual) == unusual)
+        if field == _DOING:
+            here, there, more = values[board.rank], values[other], ""
+        else:
+            here, (there, more) = mine[field], _in_full(board, field, {field: mine[field], **behind()}, other)
+            more += _todo(advice, field)
+        if unusual:
+            raise Disagreement(field, here, other, there, more)
+        raise PeerError(f"rank {other} failed to {doing}: {_difference(field, here, other, there)}{more}")
+
+
+def _todo(advice: Callable[[str], str] | None, field: str) -> str:
+    return f"\n  what to do: {advice(field)}" if advice else ""
+
+
+def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: int) -> tuple[str, str]:
+    """What rank `other` has in a field, and what may be behind the difference. All ranks come here, since all see that there is one."""
+    store, turn = _store(), next(_ROUNDS)
+    store.set(f"in_full/{turn}/{board.rank}", json.dumps(dict(mine)))
+    while not store.check([f"in_full/{turn}/{other}"]):
+        board.check()
+        time.sleep(_POLL_S)
+    theirs = json.loads(store.get(f"in_full/{turn}/{other}"))
+    differing = [name for name in mine if name != field and mine[name] != theirs[name]]
+    return theirs[field], "".join(f"\n  what may be behind it: {_difference(name, mine[name], other, theirs[name])}" for name in differing)
+
+
+def _short(text: str) -> str:
+    """Long descriptions are sent only if they differ: every rank reads those of all."""
+    return text if len(text) <= _LONG else _DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:

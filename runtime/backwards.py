@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshc.errors import StateError
 from meshc.program import Instruction, Program
-from meshc.runtime.agreement import Disagreement, agree
+from meshc.runtime.agreement import agree
 from meshc.runtime.executor import Executor, LoadedStage
 
 Make = Callable[[frozenset[str]], Program]
@@ -55,10 +54,7 @@ class Backwards:
         if board is None:
             return
         if received != self._last:
-            try:
-                agree(board, "run backward", {"the outputs that backward starts from": "; ".join(sorted(received)) or "none"})
-            except Disagreement as difference:
-                advice = "call backward from the same outputs on every rank, in the same order"
-                raise StateError(f"{difference}\n  what to do: {advice}") from None
+            outputs = {"the outputs that backward starts from": "; ".join(sorted(received)) or "none"}
+            agree(board, "run backward", outputs, lambda _: "call backward from the same outputs on every rank, in the same order")
             self._last = received
         board.began += 1

@@ -50,6 +50,7 @@ class Session:
         output_tree: OutputTree | None = None,
         cuda_graph: str | bool = "auto",
         make_backward: Make | None = None,
+        check_inputs: int | None = None,
     ) -> None:
         self.program = program
         self.store = store
@@ -74,6 +75,7 @@ class Session:
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.calls = 0
+        self.check_inputs = check_inputs
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
@@ -131,10 +133,11 @@ class Session:
             raise InputError("inputs do not match the program:\n  " + "\n  ".join(faults))
 
     def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Ranks compare a digest of their inputs on calls 1, 2, 4, ... 1024 and every 1024th after that."""
+        """Ranks compare a digest of their inputs, at the calls that `Options.check_inputs` says."""
         self.calls += 1
-        due = self.calls % 1024 == 0 if self.calls > 1024 else self.calls & (self.calls - 1) == 0
-        if not due or self.program.info.get("inputs") != "global" or not tensors or dist.get_world_size() == 1:
+        if not _due(self.calls, self.check_inputs) or self.program.info.get("inputs") != "global" or not tensors:
+            return
+        if dist.get_world_size() == 1:
             return
         digest = torch.tensor([_digest(tensors)], dtype=torch.int64, device=self.device)
         with self.executor.guarded(self.store.step, "compare inputs"):
@@ -208,6 +211,13 @@ class Session:
             env = self.executor.run(values, self.store.step)
             self.finish(env)
         return env
+
+
+def _due(call: int, every: int | None) -> bool:
+    """Whether inputs are compared at this call, the first being 1."""
+    if every is None:
+        return call % 1024 == 0 if call > 1024 else call & (call - 1) == 0
+    return every > 0 and (call - 1) % every == 0
 
 
 def _on_device(port: Port) -> bool:

@@ -122,6 +122,21 @@ def other_model(mesh: Any) -> None:
     program_of(mlp(width=40 if dist.get_rank() else 44), mesh)(**mlp().call_kwargs)
 
 
+def other_setting(mesh: Any) -> None:
+    """Rank 1 has another default dtype, which its program would not show."""
+    if dist.get_rank() == 1:
+        torch.set_default_dtype(torch.float64)
+    program_of(mlp(torch.float32), mesh)(**mlp(torch.float32).call_kwargs)
+
+
+def other_code(mesh: Any) -> None:
+    """The forward of rank 1 is another one, which nothing but its program shows."""
+    case = mlp()
+    if dist.get_rank() == 1:
+        case.model.norm = nn.LayerNorm(24, eps=1e-3)
+    program_of(case, mesh)(**case.call_kwargs)
+
+
 def compile_fails(mesh: Any) -> None:
     """The forward of rank 1 alone branches on data."""
     model = Branching(dist.get_rank() == 1)
@@ -172,8 +187,8 @@ class Branching(nn.Module):
 
 WAYS: tuple[Callable[[Any], None], ...] = (
     killed, killed_in_a_pipeline, raises_in_a_pipeline, other_schedule_in_a_pipeline,
-    other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, compile_fails, other_outputs,
-    other_outputs_at_first, wrong_world,
+    other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, other_setting, other_code,
+    compile_fails, other_outputs, other_outputs_at_first, wrong_world,
 )  # fmt: skip
 
 

@@ -54,6 +54,16 @@ def test_another_model_on_one_rank() -> None:
     check("other_model", "StateError", "the model", "[40, 24]", "[44, 24]")
 
 
+def test_another_setting_of_torch_on_one_rank() -> None:
+    said = "ranks differ in torch's settings: this rank has default dtype: torch.float64, rank 0 has default dtype: torch.float32"
+    check("other_setting", "StateError", said)
+
+
+def test_other_code_on_one_rank() -> None:
+    """The message says what may be behind it."""
+    check("other_code", "StateError", "the compiled program", "the model's modules: this rank has (norm): LayerNorm((24,), eps=0.001")
+
+
 def test_a_compilation_that_fails_on_one_rank() -> None:
     check("compile_fails", "CaptureError", "Data-dependent", "failure.py:")
 
