@@ -283,7 +283,7 @@ class Program:
                 calling.refuse_stages(self.mesh)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
-            if "has no rule" in note or "nothing but padding" in note:
+            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work")):
                 warnings.warn(note, stacklevel=4)
         self.timings = dict(draft.seconds)
         return compiled, draft

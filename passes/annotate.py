@@ -4,7 +4,8 @@
     pin *.up_proj.weight: ffn/tp, _            becomes     value model.layers.0.mlp.up_proj.weight: dim 0 split by tp
 
 A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error. An axis
-that is larger than anything it may split leaves ranks without work, which a note says.
+that is larger than anything it may split leaves ranks without work, which a note says; so does one whose only factors have size 1, where
+ranks do the same work (a batch of one row).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def _known(draft: Draft) -> dict[str, set[int]]:
 
 
 def _unknown_factors(draft: Draft) -> list[str]:
-    assert draft.plan is not None
+    assert draft.plan is not None and draft.names is not None
     known = _known(draft)
     faults = []
     for entry in draft.plan.axes:
         for term in entry.terms:
-            if any(term.covers(name) for name in known):
+            if any(term.covers(name) for name in (*known, *draft.names.ones)):
                 continue
             if entry.source != "hand":
                 draft.notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")
@@ -67,6 +68,12 @@ def _large_axes(draft: Draft) -> list[str]:
             for name, factors in known.items()
             if any(term.covers(name) for term in entry.terms)
         }
+        ones = sorted(name for name in draft.names.ones if any(term.covers(name) for term in entry.terms))
+        if ones and not sizes:
+            notes.append(
+                f"axis {axis.name} has nothing to split ({', '.join(f'{name} 1' for name in ones)}): each of its {axis.size} ranks "
+                "does the whole work; give it a larger factor in the plan, or larger inputs"
+            )
         if sizes and max(sizes.values()) < axis.size:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)
             largest = max(sizes.values())

@@ -13,6 +13,7 @@ Buffers that a microbatch writes are what the next one reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -38,9 +39,8 @@ def split_microbatches(draft: Draft) -> Draft:
     keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
     rows = rows_of(draft, stage)
-    if not sums and not rows:  # nothing carries the batch: there is nothing to take in parts
-        draft.schedule = (Instruction("run", stage.name),)
-        return draft
+    if not sums and not rows:
+        return _as_one(draft, count)
     parts = [node.args[0] for node in sums]
     (output,) = graph.find_nodes(op="output")
     written = _written_by_each(draft, stage, output)
@@ -78,6 +78,16 @@ def split_microbatches(draft: Draft) -> Draft:
         schedule.append(Instruction("run", "each", k))
         schedule += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
     draft.schedule = (*schedule, Instruction("run", "after")) if after.outputs else tuple(schedule)
+    return draft
+
+
+def _as_one(draft: Draft, count: int) -> Draft:
+    """Nothing carries a batch that has parts: one microbatch, for what follows as well, since stages would add up the whole `count` times."""
+    (stage,) = draft.stages.values()
+    draft.notes.append(f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch")
+    draft.request = replace(draft.request, microbatches=1)
+    draft.sizes = {axis: size for axis, size in draft.sizes.items() if axis != MICROBATCH}
+    draft.schedule = (Instruction("run", stage.name),)
     return draft
 
 

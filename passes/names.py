@@ -31,13 +31,15 @@ NORMS = (aten.native_layer_norm.default,)
 class Names:
     """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`).
 
-    `attention` and `products` are the operators of the regions that have these names.
+    `attention` and `products` are the operators of the regions that have these names. `ones` are names of dims of size 1: no class has
+    them, since there is nothing to split, but a plan may speak of them (a last batch of one row).
     """
 
     of: dict[int, str] = field(default_factory=dict)
     also: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     attention: set[Node] = field(default_factory=set)
     products: set[Node] = field(default_factory=set)
+    ones: set[str] = field(default_factory=set)
 
     def set(self, factor: int, name: str, *also: str) -> None:
         self.of.setdefault(factor, name)
@@ -64,6 +66,8 @@ def name_factors(
                     suffix = f".{position}" if len(classes) > 1 else ""
                     if factor not in found.of:
                         found.set(factor, f"{port.name}.{dim}{suffix}")
+                if not classes:
+                    found.ones.add(f"{port.name}.{dim}")
     count = 0
     for factor in sorted(factors.size):
         if factor not in found.of:
@@ -90,6 +94,8 @@ def _user_names(
             if label:
                 for factor in classes:
                     found.set(factor, label)
+                if not classes:
+                    found.ones.add(label)
 
 
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
@@ -108,6 +114,8 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
             if classes and not (len(classes) > 1 and label == "seq"):
                 for factor in classes:
                     found.set(factor, label)
+            elif not classes:
+                found.ones.add(label)
     _space(found, factors, tied)
     # a sequence that no input shows (image patches) is what attention's queries run over
     if "seq" not in found.of.values():
@@ -172,9 +180,11 @@ def record_phase(node: Node) -> str:
 def _heads(found: Names, instance: Instance, dim: int) -> None:
     tokens = instance.operands[0][dim]
     keys = [instance.factor[token] for token in tokens]
-    if len(keys) == 1:
+    if not keys:
+        found.ones.add("heads")
+    elif len(keys) == 1:
         found.set(keys[0], "heads")
-    elif keys:
+    else:
         found.set(keys[0], "kv_heads", "heads")
         for factor in keys[1:]:
             found.set(factor, "group", "heads")

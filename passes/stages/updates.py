@@ -101,7 +101,7 @@ def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[s
     for total, terms in found.totals.items():
         homes = {term: found.placed.get(term, ALL) for term in terms}
         mine, shared = ([env[term] for term in terms if homes[term] == home] for home in (rank, ALL))
-        _sum_over_ranks(copy, env[total], mine, shared, axis)
+        env[total] = _sum_over_ranks(copy, env[total], mine, shared, axis)  # it may be an output itself: a loss with a term of weights
     results: dict[str, Node] = {}
     for key, old in zip(stage.outputs, output.args[0], strict=True):
         new = env[old]
@@ -115,7 +115,7 @@ def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[s
     return Splitter(copy, keys).stage(f"after_{rank}", results, {})
 
 
-def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[Node], axis: str) -> None:
+def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[Node], axis: str) -> Node:
     """`mine`: what this rank adds; `shared`: what all have, which comes in once."""
     made = record(total)
     part: Node | None = None
@@ -130,6 +130,7 @@ def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[No
             whole = _add(graph, made, aten.add.Tensor, whole, term)
     total.replace_all_uses_with(whole)
     graph.erase_node(total)
+    return whole
 
 
 def _to_all(graph: Graph, node: Node, home: int, rank: int, axis: str) -> Node:
