@@ -82,7 +82,7 @@ def split_microbatches(draft: Draft) -> Draft:
 
 
 def _as_one(draft: Draft, count: int) -> Draft:
-    """Nothing carries a batch that has parts: one microbatch, for what follows as well, since stages would add up the whole `count` times."""
+    """Nothing carries a batch that has parts: one microbatch, for what follows as well; stages would add up the whole `count` times."""
     (stage,) = draft.stages.values()
     draft.notes.append(f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch")
     draft.request = replace(draft.request, microbatches=1)
