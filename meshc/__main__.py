@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc import api, artifact, environment, instance, summary, text, verification
+from meshc import api, artifact, bounds, environment, instance, summary, text, verification
 from meshc.calling import TrainStep
 from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
@@ -207,7 +207,7 @@ def _show(options: argparse.Namespace) -> None:
 
 def _show_trace(options: argparse.Namespace) -> None:
     """A trace that a run has written, as a picture."""
-    line = trace.read(Path(options.path).read_text(encoding="utf-8"))
+    line = trace.read(bounds.read_text(options.path), options.path)
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
     call.write(line, options.timeline)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from meshc import ir, seal, tensor_file
+from meshc import bounds, ir, seal, tensor_file
 from meshc.allowed import name_of
 from meshc.check import check_program
 from meshc.errors import ArtifactError, MeshcError, ScheduleError
@@ -101,9 +101,11 @@ def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program
         program = _program(folder, told, files)
         check_program(program, str(folder / PROGRAM))
         return program
-    except ArtifactError:
-        raise
-    except (MeshcError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except ArtifactError as error:
+        if str(folder) in str(error):
+            raise
+        raise ArtifactError(f"{folder / PROGRAM}: {error}") from error
+    except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         kind = "" if isinstance(error, MeshcError) else f"{type(error).__name__} "
         raise ArtifactError(f"{folder / PROGRAM} does not describe a program: {kind}{error}") from error
 
@@ -156,12 +158,12 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
     stages = {}
     for name in told["stages"]:
         file = _listed(folder, f"stages/{name}.py", files)
-        stages[name] = parse_stage(_text(file), told["side_table"].get(name), str(file))
+        stages[name] = parse_stage(bounds.read_text(file), told["side_table"].get(name), str(file))
         if stages[name].name != name:
             raise ArtifactError(f"{file} holds the stage {stages[name].name}, not {name}")
     dynamic = parse_sizes(told.get("sizes", ""))
     hints = {size.symbol: size.hint for size in dynamic}
-    schedule = tuple(Instruction(**row) for row in told["schedule"])
+    schedule = tuple(_instruction(row) for row in _rows(told["schedule"]))
     for instruction in schedule:
         if instruction.stage and instruction.stage not in stages:
             raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
@@ -175,8 +177,8 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         tuple(_port(row, hints) for row in told["outputs"]),
         schedule,
         constants,
-        {str(axis): int(size) for axis, size in told["axis_sizes"].items()},
-        int(told["microbatches"]),
+        {str(axis): bounds.integer(size, f"the axis {axis}", 1, bounds.MOST_RANKS) for axis, size in told["axis_sizes"].items()},
+        bounds.integer(told["microbatches"], "the number of microbatches", 1, bounds.MOST_RANKS),
         str(told["mode"]),
         list(map(str, told["notes"])),
         dict(told["info"]),
@@ -193,6 +195,22 @@ def _with_pipeline(program: Program, told: Mapping[str, Any], folder: Path) -> P
     except ScheduleError as error:
         raise ArtifactError(f"{folder / PROGRAM}, pipeline: {error}") from None
     return program
+
+
+def _rows(told: Any) -> list[Any]:
+    if not isinstance(told, list) or len(told) > bounds.MOST_RUNS:
+        raise ArtifactError(f"a schedule is a list of at most {bounds.MOST_RUNS} instructions; this has {len(told)}")
+    return told
+
+
+def _instruction(row: Any) -> Instruction:
+    one = Instruction(**{**row, "keys": tuple(row.get("keys", ()))})
+    for name, kind in (("op", str), ("stage", str), ("microbatch", int), ("value", str), ("into", str), ("peer", int)):
+        if type(getattr(one, name)) is not kind:
+            raise ArtifactError(f"an instruction's {name} is {bounds.shown(getattr(one, name))}, and must be of type {kind.__name__}")
+    if not all(isinstance(key, str) for key in one.keys):
+        raise ArtifactError("an instruction's keys are texts")
+    return one
 
 
 def _port_row(port: Port) -> dict[str, Any]:
@@ -234,7 +252,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         found = f"{manifest.get('format')!r} version {manifest.get('version')!r}"
         known = " and ".join(map(str, READ))
         raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {known}: compile and save the program again")
-    if manifest["version"] > READ[0] and not seal.unbroken(_text(folder / MANIFEST)):
+    if manifest["version"] > READ[0] and not seal.unbroken(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
     files = manifest.get("files")
     if not isinstance(files, dict):
@@ -281,17 +299,11 @@ def _is_text(name: str) -> bool:
 
 
 def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise ArtifactError(f"{file} cannot be read as text: {error}") from None
+    return bounds.read_text(file)
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_text(file))
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{file} is no JSON, it was truncated or edited: {error}") from None
+    found = bounds.parse_json(bounds.read_text(file), str(file))
     if not isinstance(found, dict):
         raise ArtifactError(f"{file} holds no JSON object")
     return found
@@ -299,7 +311,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _is_json(value: Any) -> bool:
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return False
     return True

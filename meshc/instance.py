@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from meshc.bounds import shown
 from meshc.errors import InputError
 from meshc.ir import KEY, Record
 from meshc.program import Port, Program, Stage
@@ -113,9 +114,12 @@ def relation(text: str) -> tuple[str, str, str]:
     for sign in _SIGNS:
         left, found, right = text.partition(f" {sign} ")
         if found:
-            ast.parse(left, mode="eval"), ast.parse(right, mode="eval")
+            try:
+                ast.parse(left, mode="eval"), ast.parse(right, mode="eval")
+            except (SyntaxError, RecursionError, MemoryError) as error:
+                raise ValueError(f"{shown(text)} relates no two sizes: {error}") from None
             return left, sign, right
-    raise ValueError(f"{text!r} relates no two sizes")
+    raise ValueError(f"{shown(text)} relates no two sizes")
 
 
 def _stage(stage: Stage, values: Mapping[str, int]) -> Stage:

@@ -20,6 +20,7 @@ from typing import Final
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshc.bounds import MOST_RANKS
 from meshc.errors import PlanError
 
 EXAMPLE: Final = 'for example: Mesh("dp=2,tp=4") or Mesh("dp=2,tp=4", device="cuda")'
@@ -114,6 +115,8 @@ class Mesh:
     def _fill(self, axes: tuple[Axis, ...], device_type: str, ranks: tuple[int, ...] | None, device_mesh: DeviceMesh | None) -> None:
         names = [axis.name for axis in axes]
         count = math.prod(axis.size for axis in axes)
+        if count > MOST_RANKS:
+            raise PlanError(f"mesh {','.join(map(str, axes))!r} has {count} ranks; at most {MOST_RANKS} are possible")
         table = tuple(range(count)) if ranks is None else ranks
         faults = [] if axes else ["a mesh has at least one axis"]
         faults += [f"{axis.name!r} is not a name: letters, digits and _" for axis in axes if not NAME.fullmatch(axis.name)]
@@ -122,7 +125,7 @@ class Mesh:
         if not NAME.fullmatch(device_type):
             faults.append(f"{device_type!r} is no device type: cpu, cuda, ... without a number")
         if len(table) != count or len(set(table)) != count or min(table, default=0) < 0:
-            faults.append(f"its rank table {list(table)} should hold {count} different ranks, one for each position")
+            faults.append(f"its rank table {_brief(table)} should hold {count} different ranks, one for each position")
         if faults:
             raise PlanError(f"mesh {','.join(map(str, axes))!r}: {'; '.join(faults)}; {EXAMPLE}")
         for name, value in (("axes", axes), ("device_type", device_type), ("ranks", table), ("device_mesh", device_mesh)):
@@ -229,6 +232,8 @@ def _parse(text: str) -> tuple[tuple[Axis, ...], tuple[int, ...] | None, str | N
         at = column + len(part) - len(part.lstrip())
         if match is None:
             faults.append((at, "an axis is NAME=SIZE"))
+        elif len(match["size"]) > len(str(MOST_RANKS)):
+            faults.append((column + match.start("size"), f"a size is at most {MOST_RANKS}"))
         elif int(match["size"]) < 1:
             faults.append((column + match.start("size"), "a size is at least 1"))
         elif any(axis.name == match["name"] for axis in axes):
@@ -239,7 +244,10 @@ def _parse(text: str) -> tuple[tuple[Axis, ...], tuple[int, ...] | None, str | N
     if faults:
         marks = "".join(f"\n    {' ' * at}^ {why}" for at, why in faults)
         raise PlanError(f"this mesh cannot be read:\n    {text}{marks}\n{EXAMPLE}")
-    ranks = None if whole["ranks"] is None else tuple(map(int, whole["ranks"].split()))
+    numbers = (whole["ranks"] or "").split()
+    if any(len(number) > 18 for number in numbers):
+        raise PlanError(f"mesh {text[:60]!r} names a rank of more than 18 digits")
+    ranks = None if whole["ranks"] is None else tuple(map(int, numbers))
     return tuple(axes), ranks, whole["device"]
 
 

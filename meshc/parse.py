@@ -37,13 +37,13 @@ _ONE_TYPE: Final = re.compile(
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
 _CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
 _WORD: Final = WORD.pattern
-_SIZE: Final = r"\d+|n_\w+|\{[^{}]*\}"
+_SIZE: Final = r"\d{1,18}|n_\w+|\{[^{}]*\}"
 _PIECE: Final = re.compile(r"(?:[^,*{}]|\{[^{}]*\})+")
 _ITEM: Final = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 _PART: Final = re.compile(rf"({_WORD}) ({_SIZE})((?:/{_WORD})*)")
-_SIZES: Final = re.compile(r"([A-Za-z_]\w*) (\d+)\.\.(\d+) (\d+)")
+_SIZES: Final = re.compile(r"([A-Za-z_]\w*) (\d{1,18})\.\.(\d{1,18}) (\d{1,18})", re.ASCII)
 _PENDING: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
-_AXIS: Final = re.compile(rf"({_WORD}?)=([1-9]\d*)")
+_AXIS: Final = re.compile(rf"({_WORD}?)=([1-9][0-9]{{0,8}})")
 
 
 def parse_stage(text: str, side_table: Mapping[str, Any] | None = None, where: str = "program text") -> Stage:
@@ -80,7 +80,10 @@ def parse_sizes(text: str) -> tuple[Dynamic, ...]:
         match = _SIZES.fullmatch(item)
         if match is None:
             raise ArtifactError(f"{item!r} is no dynamic size: NAME LEAST..GREATEST STANDS_FOR, for example seq 2..512 37")
-        found.append(Dynamic(match[1], int(match[2]), int(match[3]), int(match[4])))
+        low, high, hint = (int(match[group]) for group in (2, 3, 4))
+        if low > high or hint < 2:
+            raise ArtifactError(f"{item!r} is no dynamic size: its least is above its greatest, or 0 or 1 stands for it")
+        found.append(Dynamic(match[1], low, high, hint))
     return tuple(found)
 
 
@@ -166,7 +169,7 @@ def _pending(clause: str | None, text: str) -> tuple[tuple[str, str], ...]:
 def _zero(clause: str | None, text: str) -> frozenset[tuple[int, int]]:
     if clause is None:
         return frozenset()
-    if not re.fullmatch(r"zero: \d+\.\d+(, \d+\.\d+)*", clause, re.ASCII):
+    if not re.fullmatch(r"zero: \d{1,9}\.\d{1,9}(, \d{1,9}\.\d{1,9})*", clause, re.ASCII):
         raise ArtifactError(f"{text!r} is no type: pad(zero: 0.1, 2.0) lists parts as DIM.POSITION")
     return frozenset((int(dim), int(position)) for dim, position in re.findall(r"(\d+)\.(\d+)", clause, re.ASCII))
 
@@ -330,9 +333,15 @@ class _Reader:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as index)) if name in DEVICES:
                 return torch.device(name, index)
             case _:
-                if self.hints and (number := from_ast(value, self.hints)) is not None:
+                if self.hints and (number := self.size(value)) is not None:
                     return number
                 self.fail(value, f"{_shown(value)} may not stand here; {ARGUMENT}")
+
+    def size(self, value: ast.expr) -> Any:
+        try:
+            return from_ast(value, self.hints)
+        except (ArtifactError, ArithmeticError, RecursionError) as error:
+            self.fail(value, str(error))
 
     def string(self, value: ast.AST, what: str) -> str:
         if not isinstance(value, ast.Constant) or not isinstance(value.value, str):

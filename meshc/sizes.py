@@ -11,14 +11,16 @@ divides by no axis, and equals no other size.
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import sympy
 
+from meshc.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIED, MOST_SIZE, MOST_TERMS, shown
 from meshc.errors import ArtifactError
 
 T = TypeVar("T")
@@ -265,37 +267,81 @@ _OF_AST: dict[type[ast.operator], str] = {
 
 
 def from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
-    """The number that a piece of program text describes, or None if it is no such expression. Nothing is executed."""
+    """The number that a piece of program text describes, or None if it is no such expression. Nothing is executed.
+
+    Raises ArtifactError for an expression that is larger than any that is printed, or whose numbers or terms are.
+    """
+    if sum(1 for _ in itertools.islice(ast.walk(tree), MOST_NODES + 1)) > MOST_NODES:
+        raise ArtifactError(f"an expression of sizes has more than {MOST_NODES} names, numbers and signs")
+    return _from_ast(tree, hints)
+
+
+def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
     match tree:
         case ast.Name(id=name) if name in hints:
             return Size(hints[name], sympy.Symbol(name, integer=True, positive=True))
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
+            return _bounded(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = from_ast(operand, hints)
+            inner = _from_ast(operand, hints)
             return None if inner is None else -inner
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OF_AST:
-            a, b = from_ast(left, hints), from_ast(right, hints)
+            a, b = _from_ast(left, hints), _from_ast(right, hints)
             if a is None or b is None or (b == 0 and not isinstance(sign, ast.Add | ast.Sub | ast.Mult)):
                 return None
-            return _OPERATORS[_OF_AST[type(sign)]](a, b)
+            _multiplied_out(_terms(a) * _terms(b))
+            _refuse_many_roundings(a, b, multiplied=isinstance(sign, ast.Mult))
+            return _bounded(_OPERATORS[_OF_AST[type(sign)]](a, b))
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 < power < 8:
-            a = from_ast(left, hints)
-            return None if a is None else sized(_expr(a) ** power, a**power)
+            a = _from_ast(left, hints)
+            if a is None:
+                return None
+            _multiplied_out(_terms(a) ** power)
+            return sized(sympy.expand(_expr(a) ** power), _bounded(_plain(a) ** power))
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, *_] as items, keywords=[]):
-            found = [from_ast(item, hints) for item in items]
-            return None if None in found else (largest if name == "max" else smallest)(*found)
+            found = [_from_ast(item, hints) for item in items]
+            if None in found:
+                return None
+            _refuse_many_roundings(*found, multiplied=False)
+            return (largest if name == "max" else smallest)(*found)
     return None
+
+
+def _bounded(value: Any) -> Any:
+    if not -MOST_SIZE <= _plain(value) <= MOST_SIZE:
+        raise ArtifactError(f"an expression of sizes comes to {shown(_plain(value))}; sizes go to {MOST_SIZE}")
+    return value
+
+
+def _refuse_many_roundings(*operands: Any, multiplied: bool) -> None:
+    """sympy takes for ever over roundings (//, %, max, min) within each other, most where they are multiplied with other sizes."""
+    open_ones = [value.expr for value in operands if isinstance(value, Size | Ratio)]
+    count = sum(len(expr.atoms(*_ROUNDINGS)) for expr in open_ones)
+    most = MOST_ROUNDINGS_MULTIPLIED if multiplied and len(open_ones) > 1 else MOST_ROUNDINGS
+    if count > most:
+        raise ArtifactError(f"an expression of sizes has {count} roundings (//, %, max, min); at most {most} are read in one")
+
+
+_ROUNDINGS: Final = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min)
+
+
+def _terms(value: Any) -> int:
+    return len(value.expr.args) if isinstance(value, Size | Ratio) and value.expr.is_Add else 1
+
+
+def _multiplied_out(terms: int) -> None:
+    if terms > MOST_TERMS:
+        raise ArtifactError(f"an expression of sizes has {shown(terms)} terms or so when multiplied out; at most {MOST_TERMS} are read")
 
 
 def parse(source: str, hints: Mapping[str, int]) -> Any:
     """The number that `source` describes. Raises ArtifactError."""
     try:
         found = from_ast(ast.parse(source.strip(), mode="eval").body, hints)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         found = None
     if found is None:
-        raise ArtifactError(f"{source!r} is no size: a number, or an expression of {', '.join(hints) or 'numbers'}")
+        raise ArtifactError(f"{shown(source)} is no size: a number, or an expression of {', '.join(hints) or 'numbers'}")
     return found
 
 
@@ -318,7 +364,7 @@ def at(value: Any, sizes: Mapping[str, int]) -> Any:
 @lru_cache(maxsize=100_000)
 def _value(expr: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> Any:
     found = expr.subs({sympy.Symbol(name, integer=True, positive=True): size for name, size in sizes})
-    if not found.is_number:
+    if not found.is_number or found.is_finite is False:
         raise ArtifactError(f"{text(expr)} has no value at {dict(sizes)}")
     return int(found) if found.is_Integer else float(found)
 

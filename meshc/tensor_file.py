@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from meshc.bounds import parse_json
 from meshc.errors import ArtifactError
 from meshc.folders import to_disk
 
@@ -74,7 +75,7 @@ class TensorFile:
             raise self._damaged(f"has a header with the hash {_sha256(header)[:12]}, and one with {seal['header'][:12]} was written")
         with self._readable():
             self._file = self._stack.enter_context(safe_open(self.path, framework="pt", device="cpu"))
-            rows: dict[str, Any] = json.loads(header[8:])
+            rows: dict[str, Any] = parse_json(header[8:].decode(), f"the header of {self.path}")
         self._data = len(header)
         told = rows.pop("__metadata__", {}).get(_KEY)
         if told is None and seal is not None:
@@ -87,12 +88,12 @@ class TensorFile:
     def _told(self, text: str) -> tuple[int, dict[str, list[str]]]:
         """The size of a block and the hashes of each tensor's blocks, as many as it has."""
         try:
-            told = json.loads(text)
+            told = parse_json(text, "its metadata")
             block, hashes = int(told["block_bytes"]), dict(told["sha256"])
             wanted = {name: -(-self._bytes(name) // block) for name in self.names}
             if block < 1 or {name: len(rows) for name, rows in hashes.items()} != wanted:
                 raise ValueError("they are not those of its tensors")
-        except (ValueError, KeyError, TypeError, RecursionError, ZeroDivisionError) as error:
+        except (ValueError, KeyError, TypeError, ArtifactError, ArithmeticError) as error:
             raise self._damaged(f"has hashes that cannot be read ({error})") from None
         return block, hashes
 

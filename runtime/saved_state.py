@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from meshc import seal, tensor_file
+from meshc.bounds import integer, parse_json, read_text
 from meshc.errors import ArtifactError, FileError, MeshcError, StateError
 from meshc.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.ir import Record
@@ -131,14 +132,15 @@ class SavedState:
         table = _table(self.path)
         try:
             self._mesh = Mesh(table["mesh"])
-            self.seed, self.step = int(table["seed"]), int(table["step"])
+            self.seed = integer(table["seed"], "the seed", -(1 << 63), (1 << 64) - 1)
+            self.step = integer(table["step"], "the step")
             self.tensors: dict[str, Record] = {key: parse_one_type(text) for key, text in table["tensors"].items()}
             self._owners = {key: _place(place, self._mesh) for key, place in table.get("owners", {}).items()}
             files = {rank: table["files"][_file(rank)] for rank in self._mesh.ranks}
             hashed = table["version"] > READ[0]
             sizes = {_file(rank): int(told["bytes"] if hashed else told) for rank, told in files.items()}
             self._seals = {rank: {"bytes": int(told["bytes"]), "header": str(told["header"])} for rank, told in files.items() if hashed}
-        except (MeshcError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ArtifactError(f"{self.path / TABLE} does not describe a state: {type(error).__name__} {error}") from error
         for name, size in sizes.items():
             file = self.path / name
@@ -150,6 +152,7 @@ class SavedState:
         record = self.tensors[key]
         assert record.dtype is not None
         wanted = sharding or layouts.whole_sharding(record.shape)
+        self._refuse_what_is_not_there(key, record)
         target = tile_runs(wanted, sizes, coordinates)
         tile = torch.zeros(local_shape(wanted, sizes), dtype=record.dtype)
         for rank, source in self._sources(record, self._owners.get(key)):
@@ -158,6 +161,15 @@ class SavedState:
                 piece = self._shard(rank).slice(key, [(at, at + length) for at, _, length in runs])
                 tile[tuple(slice(to, to + length) for _, to, length in runs)] = piece
         return tile
+
+    def _refuse_what_is_not_there(self, key: str, record: Record) -> None:
+        """The table's word is checked before memory is taken for it: each rank that holds a tile has one of that shape in its file."""
+        sharding, owner = record.sharding or layouts.whole_sharding(record.shape), self._owners.get(key)
+        wanted = local_shape(sharding, layouts.axis_sizes(self._mesh))
+        for rank in self._mesh.ranks:
+            if _holder(sharding, self._mesh, rank, owner) == rank and (found := self._shard(rank).shape(key)) != wanted:
+                what = f"{key} is {list(found)} in {_file(rank)}, and the table says that a rank's tile of it is {list(wanted)}"
+                raise ArtifactError(f"{self.path / TABLE} does not describe what is there: {what}; {ADVICE}")
 
     def _sources(self, record: Record, owner: int | None) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
         """The ranks that hold a part of a tensor, and which."""
@@ -197,10 +209,10 @@ def _table(folder: Path) -> dict[str, Any]:
         hint = kept_aside(folder) if not folder.is_dir() else ""
         raise ArtifactError(f"there is no saved state at {folder}{hint}: `meshc run PATH --save-state DIR` makes such a folder")
     try:
-        text = (folder / TABLE).read_text(encoding="utf-8")
-        table = json.loads(text)
-    except (ValueError, RecursionError, OSError) as error:
-        raise ArtifactError(f"{folder / TABLE} is no JSON, it was truncated or edited: {error}; {ADVICE}") from None
+        text = read_text(folder / TABLE)
+        table = parse_json(text, str(folder / TABLE))
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {ADVICE}") from None
     if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") not in READ:
         known = " or ".join(map(str, READ))
         raise ArtifactError(f"{folder / TABLE} is no {FORMAT!r} of version {known}, which is what this meshc reads")

@@ -20,7 +20,8 @@ from typing import Any, Final
 import torch
 
 from meshc import environment
-from meshc.errors import PlanError
+from meshc.bounds import number, read_text, shown
+from meshc.errors import ArtifactError, PlanError
 from meshc.mesh import Mesh
 
 if sys.version_info >= (3, 11):
@@ -31,6 +32,12 @@ else:
 TABLE: Final = Path(__file__).with_name("devices.toml")
 ANEW: Final = "delete the file, and `meshc calibrate` writes it anew"
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+NUMBERS: Final = ("memory_Bps", "memory_bytes", "launch_s", "collective_s", "attention_keys", "ranks_per_node")
+COSTS: Final = ("launch_s", "collective_s", "latency_s")
+LEAST, MOST = 1e-12, 1e24
+"""Of figures in the files; no device comes near either."""
+MOST_CHARACTERS: Final = 1 << 20
+"""Of a file of devices."""
 
 
 @dataclass(frozen=True)
@@ -123,17 +130,20 @@ def name_of(hardware: str) -> str:
 
 
 def calibrated() -> dict[str, Device]:
-    """The devices that `meshc calibrate` measured for this user. Raises PlanError if its file cannot be read."""
+    """The devices that `meshc calibrate` measured for this user. Raises ArtifactError if its file cannot be read."""
     path = environment.device_file()
     return read(path) if path.exists() else {}
 
 
 def read(path: Path) -> dict[str, Device]:
-    """The devices of a file. Raises PlanError, with the section and key at fault."""
+    """The devices of a file. Raises ArtifactError, with the section and key at fault."""
+    text = read_text(path)
+    if len(text) > MOST_CHARACTERS:
+        raise ArtifactError(f"{path} has {len(text)} characters, a file of devices at most {MOST_CHARACTERS}; {ANEW}")
     try:
-        sections: dict[str, Any] = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{path}: {error}; {ANEW}") from error
+        sections: dict[str, Any] = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: {error}; {ANEW}") from error
     return {name: _device(name, section, path) for name, section in sections.items()}
 
 
@@ -165,19 +175,39 @@ def _quoted(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _device(name: str, section: Mapping[str, Any], path: Path) -> Device:
+def _device(name: str, section: Any, path: Path) -> Device:
+    where = f"{path}, section [{name}"
+    if not isinstance(section, Mapping):
+        raise ArtifactError(f"{path}: {name} stands in no section; {ANEW}")
     try:
         given = dict(section)
         for key, kind in (("inside_node", Link), ("between_nodes", Link), ("efficiency", Efficiency)):
             if key in given:
-                given[key] = kind(**given[key])
+                given[key] = kind(**_numbers(given[key], f"{where}.{key}]"))
+        given["flops_per_s"] = _numbers(given.get("flops_per_s", {}), f"{where}.flops_per_s]")
         one = Device(name=name, **given)
     except TypeError as error:
-        raise PlanError(f"{path}, section [{name}]: {error}; {ANEW}") from error
+        raise ArtifactError(f"{where}]: {error}; {ANEW}") from error
     missing = [dtype for dtype in DTYPES if dtype not in one.flops_per_s]
     if missing:
-        raise PlanError(f"{path}, section [{name}.flops_per_s]: {', '.join(missing)} missing; {ANEW}")
+        raise ArtifactError(f"{where}.flops_per_s]: {', '.join(missing)} missing; {ANEW}")
+    _numbers({key: getattr(one, key) for key in NUMBERS}, f"{where}]")
+    for key in ("attention_keys", "ranks_per_node"):
+        if type(getattr(one, key)) is not int or getattr(one, key) < 1:
+            raise ArtifactError(f"{where}]: {key} is {shown(getattr(one, key))}, no integer of 1 or more; {ANEW}")
+    if not isinstance(one.source, str):
+        raise ArtifactError(f"{where}]: source is text; {ANEW}")
     return one
+
+
+def _numbers(given: Any, where: str) -> dict[str, float]:
+    """Figures that predictions multiply and divide by: finite, and above zero but for what something costs beside its size."""
+    if not isinstance(given, Mapping):
+        raise ArtifactError(f"{where} is {shown(given)}, no section of numbers; {ANEW}")
+    try:
+        return {key: number(value, key, 0.0 if key in COSTS else LEAST, MOST) for key, value in given.items()}
+    except ArtifactError as error:
+        raise ArtifactError(f"{where}: {error}; {ANEW}") from None
 
 
 def _pick(name: str, known: Mapping[str, Device]) -> Device:

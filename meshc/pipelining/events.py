@@ -39,8 +39,8 @@ class Handed:
 Item: TypeAlias = Instruction | Run | Handed
 """What an event is."""
 
-_RUN: Final = re.compile(r"RUN:(\w+)\.(\d+)")
-_HANDED: Final = re.compile(r"(SEND|RECV):(.+)@(\d+)>(\d+)")
+_RUN: Final = re.compile(r"RUN:(\w+)\.(\d{1,9})", re.ASCII)
+_HANDED: Final = re.compile(r"(SEND|RECV):(.+)@(\d{1,9})>(\d{1,9})", re.ASCII)
 
 
 def parse_item(text: str) -> Item:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, TypeAlias
 
+from meshc.bounds import MOST_ACTIONS, MOST_STAGES
 from meshc.errors import ScheduleError
 
 OPS: Final = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
@@ -239,8 +240,8 @@ def forward_only(owners: Sequence[int], microbatches: int, links: Collection[Lin
 
 # Reading.
 
-_RANK: Final = re.compile(r"\s*(\d+)\s*:")
-_TOKEN: Final = re.compile(r"(?:(SEND|RECV):)?([FBIW])(\d+)\.(\d+)(?:>(\d+))?")
+_RANK: Final = re.compile(r"\s*(\d{1,9})\s*:", re.ASCII)
+_TOKEN: Final = re.compile(r"(?:(SEND|RECV):)?([FBIW])(\d{1,9})\.(\d{1,9})(?:>(\d{1,9}))?", re.ASCII)
 _WIDTH: Final = 100
 """How many columns of a long line an error shows."""
 
@@ -259,6 +260,8 @@ def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> S
     """
     found: dict[int, tuple[int, list[Instruction]]] = {}
     faults = []
+    if (length := text.count(".")) > MOST_ACTIONS:
+        raise ScheduleError(f"{name or 'the schedule'} has {length} actions and messages; at most {MOST_ACTIONS} are read")
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.split("#", 1)[0].expandtabs().rstrip()
         if not line:
@@ -271,7 +274,8 @@ def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> S
         except _Fault as fault:
             faults.append(_shown(number, line, fault))
     if not faults and sorted(found) != list(range(len(found))):
-        missing = ", ".join(str(rank) for rank in range(max(found)) if rank not in found)
+        absent = (str(rank) for rank in range(max(found)) if rank not in found)
+        missing = ", ".join(itertools.islice(absent, 8))
         faults.append(f"ranks count from 0 without gaps: give rank {missing} a line, which may be empty after its colon")
     if not found and not faults:
         faults.append("it has no line: write one for each rank, as in `0: F0.0 F0.1 B0.0 B0.1`")
@@ -305,6 +309,8 @@ def _read_token(token: str, column: int) -> Instruction:
         raise _Fault(column, "write F, B, I or W with stage and microbatch, as in `F0.1`; or a message, as in `SEND:F0.1>1`")
     post, op, stage, microbatch, to = match.groups()
     action = Action(op, int(stage), int(microbatch))
+    if max(action.stage, int(to or 0)) >= MOST_STAGES:
+        raise _Fault(column, f"stages are numbered from 0, and there are at most {MOST_STAGES}")
     if post is None and to is None:
         return action
     if to is None:

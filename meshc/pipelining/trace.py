@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from meshc.errors import ScheduleError
+from meshc.bounds import MOST_DRAWN, MOST_EVENTS, MOST_SECONDS, integer, number, parse_json
+from meshc.errors import ArtifactError, ScheduleError
 from meshc.pipelining.events import Handed, Item, Run, parse_item
 from meshc.pipelining.schedule import OPS, Action, Recv, Send
 from meshc.pipelining.timing import Event, Timeline
@@ -106,32 +107,57 @@ def _arrow(item: Recv, number: int, computing: Mapping[Action, Event]) -> Iterat
         yield {"ph": "f", "bp": "e", **arrow, "pid": user.rank, "ts": _us(user.start_s)}
 
 
-def read(text: str) -> Timeline:
+def read(text: str, where: str = "this") -> Timeline:
     """The timeline of a trace: all slices (ph X) and asynchronous pairs (ph b, e) that are called like items; a process is a rank.
 
-    Other events are passed over, so that a trace may hold more than the pipeline. ScheduleError: it is no trace, or has no such event.
+    Other events are passed over, so that a trace may hold more than the pipeline. `where` names the text in messages.
+    Raises ArtifactError for what is no trace, has no such event, or more of them, ranks or time than can be drawn.
     """
+    trace = parse_json(text, where)
     try:
-        trace = json.loads(text)
         found: list[dict[str, Any]] = trace if isinstance(trace, list) else trace["traceEvents"]
-        other = {} if isinstance(trace, list) else trace.get("otherData", {})
+        other = {} if isinstance(trace, list) else dict(trace.get("otherData", {}))
+        if len(found) > MOST_EVENTS:
+            raise ArtifactError(f"{where} is a trace of {len(found)} events, of which {MOST_EVENTS} can be drawn")
         ends = {(entry["name"], entry["pid"], entry["id"]): entry["ts"] for entry in found if entry.get("ph") == "e"}
-        events = [event for entry in found if (event := _event(entry, ends)) is not None]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ScheduleError(f"this is no trace: {type(error).__name__}: {error}; a trace is JSON with a list `traceEvents`") from error
+        events = [event for entry in found if (event := _event(entry, ends, where)) is not None]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{where} is no trace: {type(error).__name__}: {error}; a trace is JSON with a list `traceEvents`") from error
     if not any(isinstance(event.instruction, (Action, Run)) for event in events):
-        raise ScheduleError("the trace has no slice called like an action, as in {'ph': 'X', 'name': 'F0.1', 'pid': 0, 'ts': 0, 'dur': 5}")
-    ranks = max([int(other.get("ranks", 0)), *(1 + event.rank for event in events)])
-    pipelines = tuple(tuple(map(int, one)) for one in other.get("pipelines", ()))
-    return Timeline(tuple(events), ranks, str(other.get("name", "")), pipelines)
+        example = "{'ph': 'X', 'name': 'F0.1', 'pid': 0, 'ts': 0, 'dur': 5}"
+        raise ArtifactError(f"{where} is a trace without a slice that is called like an action, as in {example}")
+    said = integer(other.get("ranks", 0), f"{where}: the number of ranks", 0, MOST_DRAWN)
+    ranks = max([said, *(1 + event.rank for event in events)])
+    return Timeline(tuple(events), ranks, str(other.get("name", "")), _pipelines(other.get("pipelines", ()), ranks, where))
 
 
-def _event(entry: dict[str, Any], ends: dict[tuple[Any, Any, Any], float]) -> Event | None:
+def _pipelines(told: Any, ranks: int, where: str) -> tuple[tuple[int, ...], ...]:
+    """Each rank stands in one of them, or there are none."""
+    if not isinstance(told, list | tuple) or not all(isinstance(one, list) for one in told):
+        raise ArtifactError(f"{where}: the pipelines of a trace are lists of ranks")
+    found = tuple(tuple(integer(rank, f"{where}: a pipeline's rank", 0, ranks - 1) for rank in one) for one in told)
+    if found and sorted(rank for one in found for rank in one) != list(range(ranks)):
+        raise ArtifactError(f"{where}: each of {ranks} ranks stands in one of the pipelines")
+    return found
+
+
+def _event(entry: dict[str, Any], ends: dict[tuple[Any, Any, Any], float], where: str) -> Event | None:
     if entry.get("ph") not in ("X", "b"):
         return None
     try:
         item = parse_item(entry["name"])
     except ScheduleError:
         return None
-    end = entry["ts"] + entry["dur"] if entry["ph"] == "X" else ends[entry["name"], entry["pid"], entry["id"]]
-    return Event(int(entry["pid"]), item, entry["ts"] / _US, end / _US)
+    rank = integer(entry["pid"], f"{where}: the process, which is a rank, of {item}", 0, MOST_DRAWN - 1)
+    start = _seconds(entry["ts"], f"{where}: the time of {item}")
+    if entry["ph"] == "X":
+        return Event(rank, item, start, start + _seconds(entry["dur"], f"{where}: the length of {item}", 0.0))
+    end = _seconds(ends[entry["name"], entry["pid"], entry["id"]], f"{where}: the end of {item}")
+    if end < start:
+        raise ArtifactError(f"{where}: {item} ends before it begins")
+    return Event(rank, item, start, end)
+
+
+def _seconds(microseconds: Any, what: str, low: float = -MOST_SECONDS) -> float:
+    """To the picosecond, so that no two times differ by less than a picture can say."""
+    return round(number(microseconds, what, low * _US, MOST_SECONDS * _US) / _US, 12)

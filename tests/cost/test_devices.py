@@ -12,7 +12,7 @@ import torch
 from meshc import environment
 from meshc.cost import devices
 from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, read, write
-from meshc.errors import PlanError
+from meshc.errors import ArtifactError, PlanError
 from meshc.mesh import Mesh
 
 NAMES = ("cpu", "a100", "h100", "h200")
@@ -113,5 +113,5 @@ def test_a_file_at_fault_is_named(tmp_path: Path, change: tuple[str, str], said:
     path = tmp_path / "devices.toml"
     write([device("cpu")], path)
     path.write_text(path.read_text().replace(*change))
-    with pytest.raises(PlanError, match=f"(?s){path}.*{said}"):
+    with pytest.raises(ArtifactError, match=f"(?s){path}.*{said}"):
         read(path)

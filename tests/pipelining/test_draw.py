@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from meshc.errors import ScheduleError
+from meshc.errors import ArtifactError
 from meshc.passes.schedules import build
 from meshc.pipelining import draw, trace
 from meshc.pipelining.events import Run
@@ -170,14 +170,14 @@ def test_a_trace_of_others_is_read_for_what_is_like_ours() -> None:
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("no", "this is no trace: JSONDecodeError"),
+        ("no", "this is no JSON, it was truncated or edited: Expecting value"),
         ("{}", "this is no trace: KeyError: 'traceEvents'"),
         ('[{"ph": "X", "name": "F0.0", "pid": 0, "ts": 1}]', "this is no trace: KeyError: 'dur'"),
-        ('{"traceEvents": []}', "the trace has no slice called like an action, as in"),
+        ('{"traceEvents": []}', "this is a trace without a slice that is called like an action, as in"),
     ],
 )
 def test_what_is_no_trace(text: str, says: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ArtifactError) as caught:
         trace.read(text)
     assert says in str(caught.value)
 

@@ -1,0 +1,101 @@
+"""What a file that anybody may have written can ask of a process, and how such files are read.
+
+Every number that is read from a file and then used as a size, a count or an exponent has a bound here. The bounds lie far above what
+programs hold (the largest that were compiled: 4096 ranks, some 100,000 values) and far below what would fill memory or take for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from meshc.errors import ArtifactError
+
+MOST_RANKS: Final = 1 << 20
+"""Of a mesh; each position has a number in a table."""
+MOST_SIZE: Final = 1 << 62
+"""Of any number in an expression of sizes."""
+MOST_NODES: Final = 500
+"""Of an expression of sizes as Python reads it."""
+MOST_TERMS: Final = 1 << 10
+"""Of a product or power of sums of sizes, multiplied out."""
+MOST_ROUNDINGS: Final = 24
+"""(//, %, max, min) in an expression of sizes; a deep stack of strided convolutions has one a layer."""
+MOST_ROUNDINGS_MULTIPLIED: Final = 4
+"""In a product of sizes: a tile's number of elements has one for each open dim that is split."""
+MOST_RUNS: Final = 1 << 16
+"""Instructions of a schedule without a pipeline: microbatches, times what each does."""
+MOST_STAGES: Final = 1 << 16
+MOST_ACTIONS: Final = 1 << 20
+"""Of a pipeline's schedule, on all ranks."""
+MOST_DRAWN: Final = 1 << 16
+"""Rows of a picture, one a rank."""
+MOST_EVENTS: Final = 1 << 19
+"""Of a trace that is drawn."""
+MOST_TEXT: Final = 1 << 28
+"""Bytes of a file that is read as text."""
+MOST_ITEMS: Final = 4_000_000
+"""Of JSON: values in its lists and objects, for each of which Python keeps some sixty bytes."""
+MOST_SECONDS: Final = 1e9
+"""Of a time in a trace, either side of its beginning."""
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A text file. Raises ArtifactError for one that cannot be read, is no UTF-8, or is larger than any that meshc writes."""
+    file = Path(path)
+    try:
+        size = file.stat().st_size
+        if size > MOST_TEXT:
+            raise ArtifactError(f"{file} has {size} bytes, of which {MOST_TEXT} may be read as text")
+        return file.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise ArtifactError(f"{file} cannot be read as text: {error}") from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """What JSON holds, without NaN, infinities and keys that are there twice. Raises ArtifactError; `where` names the text."""
+    items = text.count(",") + text.count("[") + text.count("{")
+    if items > MOST_ITEMS:
+        raise ArtifactError(f"{where} holds {items} values or so, of which {MOST_ITEMS} may be read")
+    try:
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ArtifactError(f"{where} is no JSON, it was truncated or edited: {error}") from None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number that JSON has")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:60]!r} is there twice")
+    return found
+
+
+def integer(value: Any, what: str, low: int = 0, high: int = MOST_SIZE) -> int:
+    """An integer within bounds. Raises ArtifactError, saying `what` it is meant to be."""
+    if type(value) is not int or not low <= value <= high:
+        raise ArtifactError(f"{what} is {shown(value)}, and must be an integer from {low} to {high}")
+    return value
+
+
+def number(value: Any, what: str, low: float, high: float) -> float:
+    """A number within bounds; NaN is in none. Raises ArtifactError."""
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise ArtifactError(f"{what} is {shown(value)}, and must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def shown(value: Any) -> str:
+    """A value of any size in a message."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
+        return f"an integer of some {int(math.log10(2) * value.bit_length())} digits"
+    text = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:60]} ..."
