@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from meshc.capture import torch_graph
 from meshc.errors import PlanError
 from meshc.ir import records, value_of
+from meshc.leftovers import given_up
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
 from meshc.passes import autocast, collectives, cut, differentiate, emit, fold_masks, inline, microbatch, parts, raise_ops, update, work
@@ -293,6 +294,11 @@ Hook = Callable[[str, Draft], None]
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
+    with given_up():
+        return _compiled(request, hook)
+
+
+def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
     draft = run_passes(start(request), PASSES[:PLANLESS], hook)
     if request.microbatches is None:
         begin = time.process_time()
