@@ -236,7 +236,7 @@ class Program:
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), memory_budget=self.options.memory_budget,
-            owners=store.places() if store is not None else {},
+            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 

@@ -253,7 +253,8 @@ def _partition(draft: Draft) -> Draft:
     wants = [port.sharding for port in draft.outputs]
     cut = parts.cut_inputs(draft) if draft.parts is not None else {}
     known = [want for want in wants if want is not None]
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft))
+    guarded = draft.mesh.device_type if draft.request.check_indices else None
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft), guarded)
     stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
     draft.stages = {"main": stage}
     return draft

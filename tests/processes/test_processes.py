@@ -55,7 +55,9 @@ def test_local_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("shapes", "values", "features", "compilations", "empty", "one_of_all"), ("alone",)], ids=lambda names: names[-1]
+    "names",
+    [("shapes", "values", "out_of_range", "features", "compilations", "empty", "one_of_all"), ("alone",)],
+    ids=lambda names: names[-1],
 )
 def test_refusals_that_are_caught(names: tuple[str, ...]) -> None:
     """A check in which one rank refuses alone is the last of its launch."""
