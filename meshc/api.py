@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import agreed, calling, dynamic, environment, instance, saving, summary, text
+from meshc import agreed, calling, dynamic, environment, instance, saving, side_effects, summary, text
 from meshc.calling import Traced, TrainStep
 from meshc.errors import InputError, MeshcError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
@@ -283,7 +283,7 @@ class Program:
                 calling.refuse_stages(self.mesh)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
-            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work")):
+            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT)):
                 warnings.warn(note, stacklevel=4)
         self.timings = dict(draft.seconds)
         return compiled, draft

@@ -103,6 +103,7 @@ def _raise(draft: Draft) -> Draft:
 
 def _differentiate(draft: Draft) -> Draft:
     assert draft.traced is not None
+    draft.notes += draft.traced.notes
     draft.graph, draft.inputs, draft.outputs, draft.constants = differentiate.differentiate(draft.traced)
     if draft.traced.symbols is not None:
         draft.dynamic, draft.constraints = draft.traced.symbols.constraints(draft.traced.fake_mode.shape_env, draft.dynamic)
