@@ -49,6 +49,11 @@ def test_train_step() -> None:
     assert run("train_step", 2, "dp=2", *names, "partial_storage").split() == [*names, "partial_storage"]
 
 
+def test_who_asks_for_a_state_dict() -> None:
+    names = ("warned_once", "save_pretrained")
+    assert run("savers", 2, "tp=2", *names).split() == [*names]
+
+
 def test_local_inputs() -> None:
     names = ("unequal_labels", "dynamic_sizes", "batch_norm", "microbatches", "local_mean", "local_loss_unsaid")
     assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
