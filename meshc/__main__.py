@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from meshc import api, artifact, bounds, environment, instance, summary, text, verification
-from meshc.calling import TrainStep
 from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.mesh import Mesh
@@ -39,6 +38,7 @@ from meshc.program import Program
 from meshc.runtime import verify as comparison
 from meshc.runtime.launched import Run, run_command, run_saved
 from meshc.runtime.link_times import link_times, process_group
+from meshc.train_step import TrainStep
 
 Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
 

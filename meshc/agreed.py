@@ -30,9 +30,9 @@ import torch
 from torch import nn
 
 from meshc import calling, environment, text
-from meshc.calling import TrainStep
 from meshc.optimizer import numbers
 from meshc.program import Program as Compiled
+from meshc.train_step import TrainStep
 
 VARIABLES: Final = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",  # how a device rounds
@@ -136,15 +136,14 @@ def _model(module: nn.Module) -> dict[str, str]:
 def _step(train_step: TrainStep, module: nn.Module, key: Any) -> dict[str, str]:
     """What a TrainStep adds. key: of its optimizer, flags and branches on numbers."""
     names = {id(p): name for name, p in module.named_parameters()}
-    one = train_step.optimizer
-    groups = [group for each in (one if isinstance(one, list | tuple) else [one]) for group in each.param_groups]
+    groups = train_step.optimizers.param_groups
     held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
     return {
         **{f"{name}=": stable(getattr(train_step, name)) for name in ("clip_grad_norm", "microbatches", "batch_mix")},
         "the optimizer": _listed(key),
         "the optimizer's parameters": _listed(held),
         "the optimizer's numbers": _listed(
-            (f"{name} of group {i}", value) for i, row in enumerate(numbers(train_step.optimizer)) for name, value in row.items()
+            (f"{name} of group {i}", value) for i, row in enumerate(numbers(train_step.optimizers)) for name, value in row.items()
         ),
     }
 

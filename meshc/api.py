@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import agreed, calling, dynamic, environment, instance, saving, side_effects, summary, text
-from meshc.calling import Traced, TrainStep
+from meshc import agreed, calling, dynamic, environment, instance, saving, summary, text
 from meshc.errors import InputError, MeshcError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
-from meshc.optimizer import changes, describe, mark_stepped, numbers
+from meshc.optimizer import changes, describe, mark_stepped, numbers, rates
 from meshc.options import Options
 from meshc.passes.draft import Draft, Request
 from meshc.passes.pipeline import compile_program, specialised
@@ -39,6 +38,7 @@ from meshc.runtime.ownership import calls_allowed, guard_calls
 from meshc.runtime.passcheck import PassCheck
 from meshc.runtime.session import Session
 from meshc.runtime.store import Store
+from meshc.train_step import Traced, TrainStep, traced_step
 
 DEFAULTS = Options()
 
@@ -104,7 +104,7 @@ class Program:
         self.plan = resolve(plan, mesh)
         self.step = what if isinstance(what, TrainStep) else None
         self.traced = self._traced()
-        self.spec = describe(self.step.optimizer) if self.step else None
+        self.spec = describe(self.step.optimizers) if self.step else None
         self.metrics: dict[str, Any] = {}
         self.timings: dict[str, float] = {}
         self._sessions: dict[Any, tuple[Session | None, Compiled, Draft]] = {}
@@ -134,7 +134,7 @@ class Program:
 
     def _traced(self) -> Traced:
         if self.step is not None:
-            return calling.traced_step(self.step)
+            return traced_step(self.step)
         if isinstance(self.what, nn.Module):
             return Traced(self.what, calling.call_module, self.what.forward)
         function: Callable[..., Any] = self.what  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class Program:
             raise PlanError(f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none')
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        optimizer = self.spec.key_of(self.step.optimizer) if self.spec and self.step else ()
+        optimizer = self.spec.key_of(self.step.optimizers) if self.spec and self.step else ()
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
             return (calling.input_key(args, kwargs), calling.module_key(self.traced.module), optimizer)
 
@@ -236,7 +236,7 @@ class Program:
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), memory_budget=self.options.memory_budget,
-            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices,
+            owners=store.places() if store is not None else {},
         )  # fmt: skip
         return Request(**{**ask, **changes})
 
@@ -262,7 +262,7 @@ class Program:
             lines = changes(old, key[2])
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=4)
-                self.spec = describe(self.step.optimizer)
+                self.spec = describe(self.step.optimizers)
         examples = self._global_examples((args, kwargs))
         general = self._general_key(args, kwargs, key)
         if general not in self._general:
@@ -283,7 +283,7 @@ class Program:
                 calling.refuse_stages(self.mesh)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
-            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT)):
+            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work")):
                 warnings.warn(note, stacklevel=4)
         self.timings = dict(draft.seconds)
         return compiled, draft
@@ -321,7 +321,7 @@ class Program:
         if isinstance(self.what, nn.Module) or self.step is not None:
             guard_calls(self.traced.module)
         if self.step is not None:
-            self._store.adopt_optimizer(self.step.optimizer, compiled.inputs, self.spec)
+            self._store.adopt_optimizer(self.step.optimizers, compiled.inputs, self.spec)
             self.spec = None if self.spec is None else self.spec.of_live(self._store.live)
             draft.request = replace(draft.request, optimizer=self.spec)
         if first:
@@ -381,15 +381,15 @@ class Program:
 
     def _train(self, session: Session, tensors: list[torch.Tensor]) -> torch.Tensor:
         assert self.step is not None
-        values = {f"{index}.{name}": value for index, row in enumerate(numbers(self.step.optimizer)) for name, value in row.items()}
+        values = {f"{index}.{name}": value for index, row in enumerate(numbers(self.step.optimizers)) for name, value in row.items()}
         env = session.run(tensors, values)
         session.store.step += 1
-        mark_stepped(self.step.optimizer)
+        mark_stepped(self.step.optimizers)
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
         self.metrics = {
             "loss": loss,
-            "grad_norm": env.get("metric:grad_norm"),
-            "lr": [float(group["lr"]) for group in self.step.optimizer.param_groups],
+            **session.metrics(env),
+            "lr": rates(self.step.optimizers),
         }
         return loss
 

@@ -1,10 +1,9 @@
-"""How a program is called: what goes to the model, what to the loss, and under which key a compilation is kept."""
+"""How a program is called: its arguments by name, and under which key a compilation is kept."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,97 +14,18 @@ from meshc import flex
 from meshc.errors import InputError, PlanError
 from meshc.mesh import Mesh
 from meshc.plan import Plan
-
-BATCH_MIX = ("refuse", "mean_of_parts")
-
-
-class TrainStep:
-    """A training step as a value: forward, loss, backward, clipping, accumulation over microbatches, update.
-
-    Called like the model; its scalar output, or `output.loss`, is the loss. With `loss`, positional arguments and those that bind to
-    `model.forward` go to the model, the rest by name to `loss(output, ...)`.
-
-    clip_grad_norm  the largest global norm of all gradients
-    microbatches    how many parts the batch is worked through in, one after the other; the result is the whole batch's
-    batch_mix       "refuse": an operator that mixes the whole batch (batch norm) is refused with several microbatches.
-                    "mean_of_parts": loss and gradients are the mean of what each microbatch, a range of the batch's rows, gives
-                    alone; running statistics are updated by each in turn. The batch must divide by their number
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., torch.Tensor] | None = None,
-        clip_grad_norm: float | None = None,
-        microbatches: int | None = None,
-        batch_mix: str = "refuse",
-    ) -> None:
-        if batch_mix not in BATCH_MIX:
-            raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
-        if microbatches is not None and microbatches < 1:
-            raise PlanError(f"microbatches={microbatches}: a step has at least one")
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss
-        self.clip_grad_norm = clip_grad_norm
-        self.microbatches = microbatches
-        self.batch_mix = batch_mix
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A function to trace: called as function(module, **kwargs)."""
-
-    module: nn.Module
-    function: Callable[..., Any]
-    signature: Callable[..., Any]
+from meshc.train_step import StepSignature
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output: a scalar, or `output.loss`."""
-    if isinstance(output, torch.Tensor):
-        if output.numel() != 1:
-            raise InputError(f"a TrainStep without `loss` needs a scalar output, the model returned shape {list(output.shape)}")
-        return output.reshape(())
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
-        raise InputError("the model's output has no loss: pass labels, or give TrainStep(..., loss=function)")
-    return loss.reshape(())
-
-
-def traced_step(step: TrainStep) -> Traced:
-    """The function whose output is the loss."""
-    forward = _names(step.model.forward)
-    if step.loss is None:
-        return Traced(step.model, lambda module, *args, **kwargs: loss_of(module(*args, **kwargs)), step.model.forward)
-    loss = step.loss
-    takes = _names(loss)[1:]
-
-    def function(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        mine = {key: value for key, value in kwargs.items() if key not in forward}
-        output = module(*args, **{key: value for key, value in kwargs.items() if key in forward})
-        return loss(output, **mine).reshape(())
-
-    both = sorted(set(forward) & set(takes) - {"args", "kwargs"})
-    function.refused = both  # type: ignore[attr-defined]
-    return Traced(step.model, function, step.model.forward)
-
-
-def _names(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
 def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation."""
+    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation.
+
+    What goes to `*args` of the signature has no name, and then neither has what stands before it.
+    """
     flex.masks_as_inputs()
     try:
         parameters = list(inspect.signature(signature).parameters.values())
@@ -113,14 +33,17 @@ def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return tuple(args), dict(kwargs)
     named = dict(kwargs)
     rest: list[Any] = []
+    star = next((index for index, one in enumerate(parameters) if one.kind is inspect.Parameter.VAR_POSITIONAL), len(args))
     for position, argument in enumerate(args):
         kind = parameters[position].kind if position < len(parameters) else None
-        if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and not rest:
+        if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and not rest and len(args) <= star:
             if parameters[position].name in named:
                 raise InputError(f"{parameters[position].name} is given twice, by position and by name")
             named[parameters[position].name] = argument
         else:
             rest.append(argument)
+    if isinstance(signature, StepSignature):
+        signature.check(rest, named)
     order = {parameter.name: index for index, parameter in enumerate(parameters)}
     return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 

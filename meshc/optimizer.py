@@ -20,16 +20,19 @@ import inspect
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshc.errors import CompileError, InputError, StateError
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
+from meshc.optimizer_set import AnyOptimizer, Optimizers, members_of
 from meshc.optimizer_slots import fresh_slots, private_copy
 from meshc.optimizer_spec import (
     ADAM_NUMBERS,
@@ -47,6 +50,7 @@ from meshc.optimizer_spec import (
     is_torchs_own,
     kind_of,
     numbers,
+    rates,
     unhooked,
 )
 from meshc.optimizer_trace import trace_update
@@ -55,8 +59,10 @@ __all__ = [
     "FIRST",
     "HIDDEN",
     "GroupSpec",
+    "AnyOptimizer",
     "Guard",
     "OptimizerSpec",
+    "Optimizers",
     "Slot",
     "TracedUpdate",
     "attach_state",
@@ -64,12 +70,15 @@ __all__ = [
     "describe",
     "key",
     "mark_stepped",
+    "members_of",
     "numbers",
+    "rates",
+    "replace_parameters",
     "update_nodes",
 ]
 
 
-def key(optimizer: torch.optim.Optimizer, spec: OptimizerSpec | None = None) -> tuple[tuple[str, Hashable], ...]:
+def key(optimizer: AnyOptimizer, spec: OptimizerSpec | None = None) -> tuple[tuple[str, Hashable], ...]:
     """What a compiled program depends on: flags, and the outcomes of Python's branches on numbers. `spec.key_of` is the cheap form."""
     return (spec or describe(optimizer)).key_of(optimizer)
 
@@ -103,13 +112,42 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
                 raise CompileError(f"{name}: parameter {j} of group {i} has a sparse gradient. Use sparse=False in the embedding.")
 
 
-def describe(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """Read an optimizer without touching it; optimizers without a `meshc::` update are traced, once for each shape and dtype in a group.
+def describe(optimizer: AnyOptimizer) -> OptimizerSpec:
+    """Read optimizers without touching them; those without a `meshc::` update are traced, once for each shape and dtype in a group.
 
     Raises CompileError, naming the optimizer, where its step cannot be expressed: closures, sparse gradients, step counts kept outside the
     state, float() or math functions of data. A user's own class is also run for three steps on small tensors and compared with its trace.
     """
-    _refuse(optimizer)
+    groups: list[GroupSpec] = []
+    for member in members_of(optimizer):
+        _refuse(member)
+        with _stepping_alone(member):
+            found = _groups(member)
+        groups += [replace(group, index=len(groups) + i) for i, group in enumerate(found)]
+    name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
+    idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
+    return OptimizerSpec(name, tuple(groups), guarded_key(optimizer, [g.guards for g in groups]), idle)
+
+
+@contextmanager
+def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which no other optimizer may step: one that `step` reaches, and meshc did not find, would be lost."""
+
+    def refuse(other: torch.optim.Optimizer, *_: Any) -> None:
+        name, theirs = type(optimizer).__qualname__, type(other).__qualname__
+        raise CompileError(
+            f"{name}.step calls {theirs}.step, and no {theirs} lies in {name}'s attributes, where meshc looks for inner optimizers\n"
+            f"  what to do: keep it in an attribute (a list or a dict will do), or TrainStep(model, optimizer=[...]) with all that step"
+        )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[GroupSpec]:
     groups: list[GroupSpec] = []
     for i, group in enumerate(optimizer.param_groups):
         kind = kind_of(optimizer, group)
@@ -135,7 +173,7 @@ def describe(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
                 guards += [g for g in found if g not in guards]
         slots = tuple(_with_values(fresh[tuple(p.shape), p.dtype], optimizer.state.get(p)) for p in params)
         groups.append(GroupSpec(i, kind, type(optimizer).__qualname__, flags, names, tuple(guards), params, slots, traced))
-    return OptimizerSpec(type(optimizer).__qualname__, tuple(groups), guarded_key(optimizer, [g.guards for g in groups]))
+    return groups
 
 
 def _with_values(slots: Sequence[Slot], state: Mapping[str, Any] | None) -> tuple[Slot, ...]:
@@ -225,7 +263,7 @@ def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tenso
     groups, and state that is not replaced stay; hidden slots are left out, so that the layout is torch's own.
     """
     known = [p for group in optimizer.param_groups for p in group["params"]]
-    replaced = {id(p): params[p] if p in params else p for p in known}
+    replaced = {id(p): params.get(p, p) for p in known}
     new = {id(p) for p in replaced.values()}
     strangers = [p for p in params if id(p) not in replaced] + [p for p in states if id(p) not in replaced and id(p) not in new]
     if strangers:
@@ -234,8 +272,7 @@ def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tenso
             f"{type(optimizer).__qualname__}: {len(strangers)} parameters (shapes {shapes}) are not in its groups. "
             "Build the optimizer from the parameters of the model that is compiled."
         )
-    for group in optimizer.param_groups:
-        group["params"][:] = [replaced[id(p)] for p in group["params"]]
+    replace_parameters(optimizer, params)
     kept = list(optimizer.state.items())
     optimizer.state.clear()
     for old, state in kept:
@@ -244,9 +281,18 @@ def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tenso
         optimizer.state[replaced.get(id(p), p)].update({name: value for name, value in slots.items() if not name.startswith(HIDDEN)})
 
 
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+def replace_parameters(optimizer: Any, params: Mapping[Tensor, Tensor]) -> None:
+    """New parameters for old ones in an optimizer's groups, or in those that a wrapper lists, in place."""
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"][:] = [params.get(p, p) for p in group["params"]]
+
+
+def mark_stepped(optimizer: AnyOptimizer) -> None:
     """Tell learning-rate schedulers that the optimizer has stepped; torch sets the same flag in the `step` that they wrap."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
+    for one in (*members_of(optimizer), *wrappers):
+        if isinstance(one, torch.optim.Optimizer):
+            one._opt_called = True  # type: ignore[attr-defined]
 
 
 # A user's own class, against its own trace.

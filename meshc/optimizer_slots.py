@@ -38,6 +38,22 @@ def private_copy(optimizer: torch.optim.Optimizer, index: int, param: Tensor, en
     return twin
 
 
+def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> Any:
+    """A copy that steps other parameters, given by the id of those that they stand for: torch's plain loops, no state, no hooks."""
+    twin: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "step", "defaults"):
+            setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.copy(value) if isinstance(value, dict | list) else value)
+    twin.defaults = _plain(getattr(optimizer, "defaults", {}))  # whence torch reads `differentiable`
+    twin.param_groups = [{**_plain(group), "params": [params[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {**entries, **{name: False for name in IMPLEMENTATION if name in entries}}
+
+
 def _holds_objects(value: Any) -> bool:
     items = value.values() if isinstance(value, dict) else value
     return any(not isinstance(v, int | float | str | bool | type(None) | tuple | list | dict) for v in items)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from meshc.errors import StateError
+from meshc.optimizer_set import AnyOptimizer, members_of
 
 HIDDEN = "meshc."
 """Prefix of state slots that a program keeps and `optimizer.state` does not know."""
@@ -119,11 +120,15 @@ class GroupSpec:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
-    """What `describe` found. `key` is a hashable value; a program serves as long as `key_of(optimizer)` equals it."""
+    """What `describe` found. `key` is a hashable value; a program serves as long as `key_of(optimizer)` equals it.
+
+    `groups` are those of all optimizers that step; `idle` are parameters that somebody holds and nobody steps, and who holds them.
+    """
 
     optimizer: str
     groups: tuple[GroupSpec, ...]
     key: tuple[tuple[str, Hashable], ...]
+    idle: tuple[tuple[Tensor, str], ...] = ()
 
     def group_of(self, param: Tensor) -> GroupSpec:
         for group in self.groups:
@@ -144,13 +149,22 @@ class OptimizerSpec:
             )
             for group in self.groups
         ]
-        return replace(self, groups=tuple(groups))
+        return replace(self, groups=tuple(groups), idle=tuple((live(param), who) for param, who in self.idle))
 
-    def key_of(self, optimizer: torch.optim.Optimizer) -> tuple[tuple[str, Hashable], ...]:
+    def key_of(self, optimizer: AnyOptimizer) -> tuple[tuple[str, Hashable], ...]:
         return guarded_key(optimizer, [group.guards for group in self.groups])
 
 
 # What torch's optimizers hold in a group.
+
+
+def token(value: Any) -> Hashable:
+    """Equal as long as plain values, also in lists and dicts, are; of all else its identity."""
+    if isinstance(value, dict):
+        return tuple((repr(k), token(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(token(v) for v in value)
+    return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
 
 
 def unhooked(function: Any) -> Any:
@@ -239,22 +253,32 @@ def group_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> t
     return tuple((name, _hashable(value)) for name, value in flags.items())
 
 
-def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+def numbers(optimizer: AnyOptimizer) -> list[dict[str, float]]:
     """The numbers of each group as they stand now, in the group's order; tensors are read."""
     return [
-        {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in group_numbers(optimizer, group).items()}
-        for group in optimizer.param_groups
+        {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in group_numbers(member, group).items()}
+        for member in members_of(optimizer)
+        for group in member.param_groups
     ]
 
 
-def guarded_key(optimizer: torch.optim.Optimizer, guards: Sequence[Sequence[Guard]]) -> tuple[tuple[str, Hashable], ...]:
-    entries: list[tuple[str, Hashable]] = [("optimizer", type(optimizer).__qualname__), ("number of groups", len(optimizer.param_groups))]
+def rates(optimizer: AnyOptimizer) -> list[float | None]:
+    """The learning rate of each group; None where a class makes its own."""
+    found = [group.get("lr") for member in members_of(optimizer) for group in member.param_groups]
+    return [None if rate is None else float(rate) for rate in found]
+
+
+def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[Guard]]) -> tuple[tuple[str, Hashable], ...]:
+    members = members_of(optimizer)
+    rows = [(member, group) for member in members for group in member.param_groups]
+    names = " and ".join(type(member).__qualname__ for member in members)
+    entries: list[tuple[str, Hashable]] = [("optimizer", names), ("number of groups", len(rows))]
     values = numbers(optimizer)
-    for i, (group, now) in enumerate(zip(optimizer.param_groups, values, strict=True)):
-        where = f"group {i}: "
+    for i, ((member, group), now) in enumerate(zip(rows, values, strict=True)):
+        where = f"group {i}: " if len(members) == 1 else f"group {i} ({type(member).__qualname__}): "
         entries.append((where + "number of parameters", len(group["params"])))
         entries.append((where + "numbers", tuple(now)))
-        entries += [(where + name, value) for name, value in group_flags(optimizer, group)]
+        entries += [(where + name, value) for name, value in group_flags(member, group)]
         for guard in guards[i] if i < len(guards) else ():
             if guard.number in now:
                 name = guard.number if guard.relation == "is" else f"{guard.number} {guard.relation} {guard.constant:g}"

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from meshc.errors import CompileError, MeshcError
 from meshc.optimizer_numbers import Branch, NumbersAsTensors
 from meshc.optimizer_slots import create_state, private_copy
-from meshc.optimizer_spec import FIRST, Guard, Slot, TracedUpdate, group_numbers, is_torchs_own, unhooked
+from meshc.optimizer_spec import FIRST, Guard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, unhooked
 
 _MAX_BRANCHES = 5  # each doubles the paths
 
@@ -150,15 +150,7 @@ def _snapshot(twin: Any) -> dict[str, Hashable]:
     seen = {f"self.{k}": v for k, v in vars(twin).items() if k not in skipped}
     seen |= {f"group[{k!r}]": v for k, v in twin.param_groups[0].items() if k != "params"}
     seen |= {f"state[{k!r}]": v for k, v in twin.state.items() if not isinstance(k, Tensor)}
-    return {k: _token(v) for k, v in seen.items()}
-
-
-def _token(value: Any) -> Hashable:
-    if isinstance(value, dict):
-        return tuple((repr(k), _token(v)) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_token(v) for v in value)
-    return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
+    return {k: token(v) for k, v in seen.items()}
 
 
 # Tidying a traced graph.

@@ -48,7 +48,7 @@ def beginnings(program: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"backend": program.backend, "seed": seed if store is None else store.seed}
     if program.step is None or program.spec is None:
         return found
-    rows = enumerate(numbers(program.step.optimizer))
+    rows = enumerate(numbers(program.step.optimizers))
     found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
     found["fresh"] = fresh = {}
     names = {id(parameter): name for name, parameter in program.traced.module.named_parameters()}

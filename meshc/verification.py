@@ -16,7 +16,8 @@ from meshc import calling, instance
 from meshc.errors import InputError, VerifyError
 from meshc.ir import records
 from meshc.mesh import Mesh
-from meshc.optimizer import describe, numbers
+from meshc.optimizer import Optimizers, describe, numbers
+from meshc.optimizer_slots import fresh_copy
 from meshc.passes.draft import Draft
 from meshc.passes.pipeline import compile_program
 from meshc.program import Port
@@ -174,9 +175,10 @@ def verify_update(
     assert program.step is not None
     names = {id(p): name for name, p in program.traced.module.named_parameters()}
     mine = dict(twin.named_parameters())
-    original = program.step.optimizer
-    groups = [{**group, "params": [mine[names[id(p)]] for p in group["params"]]} for group in original.param_groups]
-    optimizer = type(original)(groups)  # type: ignore[call-arg]
+    original = program.step.optimizers
+    held = [p for group in original.param_groups for p in group["params"]]
+    theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in held}
+    optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
     spec = describe(optimizer)
     if compiled is None:
         general, _ = compile_program(program._request(**{**base, "optimizer": spec}))

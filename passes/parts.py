@@ -12,6 +12,7 @@ is the outermost factor of every dim that it lies in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -178,7 +179,8 @@ def _shape(node: Node, which: int) -> list[int]:
 
 
 def mark_sums(draft: Draft, count: int) -> None:
-    """The loss becomes its share of the mean; it and each gradient are what microbatches add up."""
+    """The loss becomes its share of the mean, and so do metrics; they and each gradient are what microbatches add up."""
+    _refuse_metrics([port for port in draft.outputs if port.kind == "metric"])
     graph = draft.the_graph()
     (output,) = graph.find_nodes(op="output")
     made: dict[Node, Node] = {}
@@ -190,11 +192,24 @@ def mark_sums(draft: Draft, count: int) -> None:
         return node
 
     for port, node in zip(draft.outputs, draft.results(), strict=True):
-        if port.kind in ("output", "gradient") and node not in made:
-            share = call(aten.mul.Tensor, node, 1.0 / count) if port.kind == "output" else node
+        if port.kind in ("output", "gradient", "metric") and node not in made:
+            share = node if port.kind == "gradient" else call(aten.mul.Tensor, node, 1.0 / count)
             made[node] = call(meshc.sum_of_parts.default, share)
     pairs = zip(draft.outputs, draft.results(), strict=True)
-    output.args = (tuple(made[node] if port.kind in ("output", "gradient") else node for port, node in pairs),)
+    output.args = (tuple(made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs),)
+
+
+def _refuse_metrics(ports: Sequence[Port]) -> None:
+    faults = [f"{port.name} is {str(port.dtype).removeprefix('torch.')} {list(port.shape)}" for port in ports if not _is_mean(port)]
+    if faults:
+        raise CompileError(
+            f'with batch_mix="mean_of_parts" a metric is the mean of what each microbatch gives, so it is one floating-point number: '
+            f"{', '.join(faults)}\n  what to do: return its mean, metric.float().mean(), or microbatches=1"
+        )
+
+
+def _is_mean(port: Port) -> bool:
+    return not port.shape and port.dtype.is_floating_point
 
 
 def cut_inputs(draft: Draft) -> dict[str, int]:

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from meshc.capture import torch_graph
 from meshc.errors import PlanError
 from meshc.ir import records, value_of
-from meshc.leftovers import given_up
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
 from meshc.passes import autocast, collectives, cut, differentiate, emit, fold_masks, inline, microbatch, parts, raise_ops, update, work
@@ -29,6 +28,7 @@ from meshc.passes.stages import cut_stages
 from meshc.passes.stages.choose import choose_microbatches
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.stages.gather_once import gathers_once
+from meshc.passes.stored_updates import state_storage
 from meshc.paths import input_names
 from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
@@ -103,7 +103,6 @@ def _raise(draft: Draft) -> Draft:
 
 def _differentiate(draft: Draft) -> Draft:
     assert draft.traced is not None
-    draft.notes += draft.traced.notes
     draft.graph, draft.inputs, draft.outputs, draft.constants = differentiate.differentiate(draft.traced)
     if draft.traced.symbols is not None:
         draft.dynamic, draft.constraints = draft.traced.symbols.constraints(draft.traced.fake_mode.shape_env, draft.dynamic)
@@ -180,8 +179,9 @@ def _lies(propagator: Propagator, port: Port, node: Node) -> Sharding:
     whole = propagator.result.whole((node, 0))
     if port.kind == "parameter":
         return propagator.storage(port.name, "parameter")
-    if port.kind == "state" and len(whole.dims) == len(propagator.storage(port.of, "state").dims):
-        return propagator.storage(port.of, "state")
+    if port.kind == "state":
+        dims, parameter = propagator.factors.dims, propagator.parameter(port.of)
+        return state_storage(whole, dims[(node, 0)], propagator.storage(port.of, "state"), dims[(parameter, 0)])
     if port.kind == "input":
         return propagator.given((node, 0)) or whole
     return whole
@@ -195,6 +195,10 @@ def _leaves(propagator: Propagator, draft: Draft, port: Port, node: Node) -> Sha
         return like.sharding if like is not None and like.sharding is not None else whole
     if port.kind == "gradient" and not port.name.startswith("input:"):
         return propagator.storage(port.name, "gradient")
+    if port.kind == "metric" and len(whole.dims) > 0:
+        given = propagator.given(value) if MICROBATCH in draft.sizes else None
+        local = draft.request.inputs == "local"
+        return _batch_only(propagator, value, whole, given) if given is not None or local else whole
     if port.kind == "output":
         given = propagator.given(value)
         if port.name in draft.cache_outputs or draft.request.outputs == "dtensor":
@@ -254,8 +258,7 @@ def _partition(draft: Draft) -> Draft:
     wants = [port.sharding for port in draft.outputs]
     cut = parts.cut_inputs(draft) if draft.parts is not None else {}
     known = [want for want in wants if want is not None]
-    guarded = draft.mesh.device_type if draft.request.check_indices else None
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft), guarded)
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft))
     stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
     draft.stages = {"main": stage}
     return draft
@@ -296,11 +299,6 @@ Hook = Callable[[str, Draft], None]
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
-    with given_up():
-        return _compiled(request, hook)
-
-
-def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
     draft = run_passes(start(request), PASSES[:PLANLESS], hook)
     if request.microbatches is None:
         begin = time.process_time()

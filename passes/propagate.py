@@ -24,6 +24,7 @@ from meshc.ir import is_getitem, records
 from meshc.passes.factorize import Factors, Instance, Token, Value
 from meshc.passes.names import Names
 from meshc.passes.rules.layout import is_grown
+from meshc.passes.stored_updates import computed_whole, where_stored
 from meshc.plan import Plan
 from meshc.program import Port
 from meshc.sharding import Part, Sharding, tile_sizes
@@ -117,6 +118,7 @@ class Propagator:
         self.first_use: dict[str, Sharding] = {}
         self.local_batch: tuple[str, ...] = ()
         self.updates: Mapping[Node, str] = {}
+        self.whole_updates: set[Node] = set()
         self.fixed: Mapping[str, Sharding] = {}
         self.pins: Mapping[Value, Mapping[tuple[int, int], tuple[str, ...]]] = {}
         self.storage_pins: Mapping[str, Mapping[tuple[int, int], tuple[str, ...]]] = {}
@@ -149,6 +151,7 @@ class Propagator:
     # ---------------------------------------------------------------------------------------------------------------- operators
 
     def run(self) -> Assignment:
+        self.whole_updates = computed_whole(self.updates, self.factors.instances)
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._source(node)
@@ -386,7 +389,7 @@ class Propagator:
         """How a parameter (kind parameter), its gradient or its state lies between steps."""
         key = (name, kind)
         if key not in self.result.storage:
-            node = next(n for n, p in self.ports.items() if p.kind == "parameter" and p.name == name)
+            node = self.parameter(name)
             base = self._settled(name, node) if kind == "parameter" else None
             if base is None:
                 base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
@@ -410,12 +413,15 @@ class Propagator:
         return base
 
     def _stored(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
-        """An update computes where the state lies."""
-        storage = self.storage(self.updates[instance.node], "state")
-        tensors = [dims for value, dims in zip(instance.values, instance.operands, strict=True) if len(dims) == len(storage.dims)]
-        if not tensors:
+        """An update computes where the state lies, or whole."""
+        name = self.updates[instance.node]
+        if instance.node in self.whole_updates:
             return {}
-        return {tensors[0][dim][position]: part.axes for dim, position, part in storage.parts() if part.axes}
+        return where_stored(instance, self.storage(name, "state"), self.factors.dims[(self.parameter(name), 0)])
+
+    def parameter(self, name: str) -> Node:
+        """The placeholder of a parameter."""
+        return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
 
 
 def split_further(base: Sharding, axis: str, sizes: Mapping[str, int]) -> Sharding:

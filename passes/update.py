@@ -11,7 +11,8 @@ Parameters without a gradient are left alone, as torch.optim does. Clipping foll
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer import GroupSpec, OptimizerSpec, update_nodes
 from meshc.passes.draft import Draft
 from meshc.program import Port
+from meshc.train_step import METRICS
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -93,6 +95,8 @@ def close_loss(draft: Draft) -> Draft:
     for port, node in zip(draft.outputs, draft.results(), strict=True):
         if port.kind == "gradient" and ":" in port.name:
             continue
+        if port.kind == "output" and port.name.startswith(f"{METRICS}."):
+            port = replace(port, kind="metric", name=port.name.removeprefix(f"{METRICS}."))
         kept_outputs.append(port)
         results.append(node)
     (output,) = graph.find_nodes(op="output")
@@ -133,10 +137,12 @@ def append_update(draft: Draft) -> Draft:
             f"{spec.optimizer} updates none of the model's parameters\n"
             "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
         )
+    _refuse_idle(spec, gradients, modules)
     numbers = _number_inputs(add, draft, spec)
+    unwritten: dict[str, str] = {}
     for name, gradient in gradients.items():
         parameter = modules[name]
-        group = _group_of(spec, parameter, name, draft)
+        group = _group_of(spec, parameter)
         if group is None:
             continue
         before = len(add.made)
@@ -151,6 +157,8 @@ def append_update(draft: Draft) -> Draft:
             draft.inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
         new, after = update_nodes(group, placeholders[f"parameter:{name}"], gradient, state, numbers[group.index], add.call, like)
+        if new is placeholders[f"parameter:{name}"]:
+            unwritten[name] = group.optimizer
         kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
         for slot in group.slots_of(parameter):
             value = after[slot.name]
@@ -158,6 +166,8 @@ def append_update(draft: Draft) -> Draft:
         for node in add.made[before:]:
             if node.target is not operator.getitem:
                 draft.updates[node] = name
+    _refuse_unwritten(unwritten)
+    _note_strangers(draft, spec, gradients, modules)
     add.output.args = (tuple(node for _, node in kept),)
     draft.outputs = [port for port, _ in kept]
     graph.lint()
@@ -192,9 +202,48 @@ def _number_inputs(add: Appender, draft: Draft, spec: OptimizerSpec) -> list[dic
     return found
 
 
-def _group_of(spec: OptimizerSpec, parameter: Any, name: str, draft: Draft) -> GroupSpec | None:
-    for group in spec.groups:
-        if any(p is parameter for p in group.params):
-            return group
-    draft.notes.append(f"{name} has a gradient but is in none of the optimizer's groups: it is not updated")
-    return None
+def _group_of(spec: OptimizerSpec, parameter: Any) -> GroupSpec | None:
+    return next((group for group in spec.groups if any(p is parameter for p in group.params)), None)
+
+
+def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> None:
+    """Parameters with a gradient that an optimizer holds and no step reaches."""
+    holders = {id(parameter): holder for parameter, holder in spec.idle}
+    faults = {name: holders[id(modules[name])] for name in gradients if id(modules[name]) in holders}
+    if faults:
+        raise CompileError(
+            f"{_listed(faults)}: held by {_holders(faults)}, whose step is not called, so they would never be updated\n"
+            f"  why: what steps is {spec.optimizer}\n"
+            "  what to do: call its step too, or give TrainStep(optimizer=[...]) with all optimizers that are to step; parameters\n"
+            "  that are to stay as they are: leave them out, or set requires_grad_(False)"
+        )
+
+
+def _refuse_unwritten(faults: Mapping[str, str]) -> None:
+    if faults:
+        raise CompileError(
+            f"{_listed(faults)}: held by {_holders(faults)}, and have a gradient, but its step leaves them as they are\n"
+            f"  why: {_holders(faults)}.step was traced for parameters of their shape, and writes nothing to them\n"
+            "  what to do: give them to an optimizer that updates them, TrainStep(optimizer=[first, second]); parameters\n"
+            "  that are to stay as they are: leave them out, or set requires_grad_(False)"
+        )
+
+
+def _note_strangers(draft: Draft, spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> None:
+    held = {id(p) for group in spec.groups for p in group.params}
+    free = [name for name in gradients if id(modules[name]) not in held]
+    if free:
+        draft.notes.append(f"no optimizer holds {_listed(free)}: they have a gradient and are not updated")
+    mine = {id(p) for p in modules.values()}
+    others = sum(id(p) not in mine for group in spec.groups for p in group.params)
+    if others:
+        draft.notes.append(f"{spec.optimizer} holds {others} parameters that are not the model's: a compiled step leaves them as they are")
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+
+
+def _holders(faults: Mapping[str, str]) -> str:
+    return " and ".join(dict.fromkeys(faults.values()))

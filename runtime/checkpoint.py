@@ -11,7 +11,7 @@ So files of `get_state_dict` and of a program hold the same things; only "meshc"
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +33,8 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     store.adopt_changes()
     store.sync()
     state: dict[str, Any] = {"model": dict(store.model.state_dict())}
-    if store.optimizer is not None:
-        state["optim"] = _optimizer_state(store, store.optimizer)
+    if store.optimizers:
+        state["optim"] = _optimizer_state(store, store.optimizers)
     state["meshc"] = {"version": VERSION, "seed": store.seed, "step": store.step}
     hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
     if hidden:
@@ -51,7 +51,7 @@ def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
     if not state.keys() & {"model", "optim", "meshc"}:
         state = {"model": state}
     store.adopt_changes()
-    optim = state.get("optim") if store.optimizer is not None else None
+    optim = state.get("optim") if store.optimizers else None
     faults = _model_faults(store, state["model"]) if "model" in state else []
     faults += _optimizer_faults(store, optim) if optim is not None else []
     if faults:
@@ -137,16 +137,19 @@ def _empty(held: Held) -> Tensor:
     return value.fill_(float("nan")) if value.is_floating_point() else value
 
 
-def _optimizer_state(store: Store, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Of several optimizers one dict, as torch's `get_state_dict` makes of a list."""
     names = {id(parameter): name for name, parameter in store.model.named_parameters()}
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         | {"params": [names.get(id(parameter), "?") for parameter in group["params"]]}
+        for optimizer in optimizers
         for group in optimizer.param_groups
     ]
     if any("?" in group["params"] for group in groups):
         raise StateError("the optimizer holds parameters that are not the model's; a checkpoint keeps optimizer state by the model's names")
-    state = {names[id(parameter)]: dict(slots) for parameter, slots in optimizer.state.items() if id(parameter) in names}
+    kept = [item for optimizer in optimizers for item in optimizer.state.items()]
+    state = {names[id(parameter)]: dict(slots) for parameter, slots in kept if id(parameter) in names}
     return {"state": state, "param_groups": groups}
 
 
@@ -166,10 +169,9 @@ def _model_faults(store: Store, model: Mapping[str, Any]) -> list[str]:
 def _optimizer_faults(store: Store, optim: Mapping[str, Any]) -> list[str]:
     if optim.keys() < {"state", "param_groups"}:
         return ['"optim" is {"state": {parameter: {slot: tensor}}, "param_groups": [...]}, parameters by name']
-    assert store.optimizer is not None
     named = {name for group in optim["param_groups"] for name in group["params"]}
     keys = {held.key for name in named if isinstance(name, str) and (held := store.find(f"parameter:{name}")) is not None}
-    mine = [store.parameter_key(parameter) for group in store.optimizer.param_groups for parameter in group["params"]]
+    mine = [store.parameter_key(parameter) for group in _groups(store) for parameter in group["params"]]
     faults = [f"{store.held[key].name} is in none of its param_groups" for key in mine if key is not None and key not in keys]
     for name, slots in optim["state"].items():
         for slot, value in slots.items():
@@ -192,6 +194,10 @@ def _load_model(store: Store, model: Mapping[str, Any]) -> None:
             done.add(held.key)
 
 
+def _groups(store: Store) -> list[dict[str, Any]]:
+    return [group for optimizer in store.optimizers for group in optimizer.param_groups]
+
+
 def _load_optimizer(store: Store, optim: Mapping[str, Any], hidden: Mapping[str, Tensor]) -> None:
     found = {}
     stepped = set()
@@ -211,8 +217,7 @@ def _load_optimizer(store: Store, optim: Mapping[str, Any], hidden: Mapping[str,
             store.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
         else:
             store.reset(held)
-    assert store.optimizer is not None
-    for group in store.optimizer.param_groups:
+    for group in _groups(store):
         keys = {store.parameter_key(parameter) for parameter in group["params"]}
         for theirs in optim["param_groups"]:
             if any((held := store.find(f"parameter:{name}")) is not None and held.key in keys for name in theirs["params"]):

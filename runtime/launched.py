@@ -1,7 +1,9 @@
 """`meshc run`: one process, as the launcher started it, runs a saved program and stores what comes out.
 
-    DIR/outputs.safetensors     every output by its path (`logits`, `past_key_values.0.0`), whole (of several calls: outputs_0, ...)
-    DIR/metrics.json            of a training step: a row a call with step, loss, grad_norm and the learning rate of each group
+    DIR/outputs.safetensors     every output by its path (`logits`, `past_key_values.0.0`), whole (of several calls: outputs_0, ...),
+                                and those metrics of a loss function that are more than a number
+    DIR/metrics.json            of a training step: a row a call with step, loss, grad_norm, the loss function's metrics and the
+                                learning rate of each group
 """
 
 from __future__ import annotations
@@ -116,14 +118,16 @@ class _Writer:
         folder.mkdir(parents=True, exist_ok=True)
 
     def call(self, step: int, found: Mapping[str, torch.Tensor], rates: list[float]) -> None:
-        outputs = {port.name: found[port.key].cpu().contiguous().clone() for port in self.program.outputs if port.kind == "output"}
+        told = [port for port in self.program.outputs if port.kind == "output" or (port.kind == "metric" and port.shape)]
+        outputs = {port.name: found[port.key].cpu().contiguous().clone() for port in told}
         save_file(outputs, self.folder / (f"outputs_{self.calls}.safetensors" if self.several else "outputs.safetensors"))
         for name, value in outputs.items():
             kind = text.print_type(Record(tuple(value.shape), value.dtype))
             print(f"{name}: {kind}{f' = {value.item()}' if value.numel() == 1 else ''}")
         self.calls += 1
         if self.program.mode == "step":
-            metrics = {port.name: float(found[port.key]) for port in self.program.outputs if port.kind == "metric"}
+            scalars = [port for port in self.program.outputs if port.kind == "metric" and not port.shape]
+            metrics = {port.name: found[port.key].item() for port in scalars}
             self.rows.append({"step": step, "loss": float(next(iter(outputs.values()))), **metrics, "lr": rates})
             (self.folder / "metrics.json").write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
 

@@ -167,6 +167,10 @@ class Session:
         leaves = [self.output(port, env[port.key]) for port in self.results]
         return self.structured(leaves)
 
+    def metrics(self, env: Mapping[str, Any]) -> dict[str, Any]:
+        """What a step tells beside its loss, by name."""
+        return {port.name: self.output(port, env[port.key]) for port in self.program.outputs if port.kind == "metric"}
+
     def structured(self, leaves: Sequence[Any]) -> Any:
         """Output tensors in the model's own structure, or by path if that is not known."""
         if self.output_tree is None:

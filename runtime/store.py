@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError
 from meshc.mesh import Mesh
-from meshc.optimizer import HIDDEN, OptimizerSpec, Slot
+from meshc.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
 from meshc.program import Port
 from meshc.runtime import adoption, checkpoint, layouts, optimizer_state, ownership
 from meshc.runtime.groups import Groups
@@ -44,8 +44,9 @@ class Held:
     """One stored tensor.
 
     `live` is what the user sees, `local` its memory on this rank: a view of `buffer` if `shared`. `places` are the module dicts it stands
-    in; state has instead `of`, its parameter's key, `slot`, its name there, and `fresh`, what it is before the first step. `home` moves it
-    between the ranks on which it lives; `lags`: ranks of other pipeline stages have it too, but only `sync` brings it up to date there.
+    in; state has instead `of`, its parameter's key, `slot`, its name there, `fresh`, what it is before the first step, and the `optimizer`
+    that keeps it. `home` moves it between the ranks on which it lives; `lags`: ranks of other pipeline stages have it too, but only `sync`
+    brings it up to date there.
     """
 
     key: str
@@ -63,6 +64,7 @@ class Held:
     of: str = ""
     slot: str = ""
     fresh: Slot | None = None
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     stale: bool = False
     lags: bool = False
     seen: tuple[int, int] = (0, 0)
@@ -99,7 +101,7 @@ class Store:
         self._live: dict[int, str] = {}
         self._replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._model = weakref.ref(model)
-        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
 
     @staticmethod
     def of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -136,10 +138,10 @@ class Store:
             store.settle(owners or {})
         return store
 
-    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
+    def adopt_optimizer(self, optimizer: AnyOptimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
         """`optimizer_state.adopt` for this store."""
         optimizer_state.adopt(self, optimizer, [port for port in ports if port.kind == "state"], spec)
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizers = tuple(weakref.ref(member) for member in members_of(optimizer))
 
     @property
     def model(self) -> nn.Module:
@@ -149,8 +151,10 @@ class Store:
         return model
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return None if self._optimizer is None else self._optimizer()
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that programs of the model step; none once one of them is gone."""
+        found = [one for reference in self._optimizers if (one := reference()) is not None]
+        return tuple(found) if len(found) == len(self._optimizers) else ()
 
     # What a program uses.
 
@@ -371,7 +375,7 @@ class Store:
         """What stands where the live tensor was put."""
         if not held.of:
             return next((members.get(name) for members, name in held.places if members.get(name) is not held.live), held.live)
-        optimizer = self.optimizer
+        optimizer = None if held.optimizer is None else held.optimizer()
         if optimizer is None or held.slot.startswith(HIDDEN):
             return held.live
         return optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
@@ -388,8 +392,8 @@ class Store:
             held.live.requires_grad_(value.requires_grad)
         for members, name in held.places:
             members[name] = held.live
-        if held.of and self.optimizer is not None:
-            self.optimizer.state[self.held[held.of].live][held.slot] = held.live
+        if held.optimizer is not None and (optimizer := held.optimizer()) is not None:
+            optimizer.state[self.held[held.of].live][held.slot] = held.live
 
     def reset(self, held: Held) -> None:
         """Gives optimizer state the value that it has before the first step."""

@@ -22,11 +22,13 @@ from meshc.errors import VerifyError
 from meshc.flex import written_out_flex
 from meshc.ir import Record, record
 from meshc.ops.random import seed_step
+from meshc.optimizer import AnyOptimizer, members_of
 from meshc.parts import Parts
 from meshc.program import Port, Program
 from meshc.reference import Microbatch, ReferenceRandom
 from meshc.runtime.simulation import first_microbatch, simulate, whole
 from meshc.runtime.widened import Widened, WidenedConstants
+from meshc.train_step import split_result
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOOR = 1e-3
@@ -119,24 +121,28 @@ class Reference:
         leaves = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
 
-    def train(self, step: int) -> torch.Tensor:
-        """The loss of a step; gradients are added to those of the module. Plain accumulation of loss / M where the step is a mean."""
+    def train(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a step, and its metrics; gradients are added to those of the module.
+
+        Plain accumulation of loss / M where the step is a mean.
+        """
         if self.parts is None:
             with self.at(step):
-                loss = self.run()
+                loss, metrics = split_result(self.run())
                 loss.backward()
-            whole: torch.Tensor = loss.detach()
-            return whole
+            return loss.detach(), metrics
         drawn = self._draws_of_the_whole(step)
         total = torch.zeros(())
+        sums: dict[str, torch.Tensor] = {}
         for index in range(self.parts.count):
             random = ReferenceRandom(self.seed, step, Microbatch(drawn, self.parts.count, index))
             args, kwargs = self.parts.cut((self.args, self.kwargs), index)
             with self._under(random):
-                loss = self.function(self.module, *args, **kwargs) / self.parts.count
-                loss.backward()
-            total = total + loss.detach()
-        return total
+                loss, metrics = split_result(self.function(self.module, *args, **kwargs))
+                (loss / self.parts.count).backward()
+            total = total + loss.detach() / self.parts.count
+            sums = {name: sums.get(name, 0) + value / self.parts.count for name, value in metrics.items()}
+        return total, sums
 
     def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
         """What the whole batch would draw. Leaves the buffers as they were."""
@@ -213,8 +219,9 @@ def compare_gradients(program: Program, reference: Reference, report: Report) ->
     found = simulate(program, input_values(program, reference, 0))
     saved = {name: buffer.clone() for name, buffer in reference.module.named_buffers()}
     reference.module.zero_grad(set_to_none=True)
-    loss = reference.train(0)
+    loss, metrics = reference.train(0)
     report.add("output", _kind(found, "output"), {program_output(program): loss})
+    _compare_metrics(found, metrics, report)
     gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
     given = _kind(found, "gradient")
     report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
@@ -231,6 +238,12 @@ def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, re
     report.add(kind, given, {name: mine[name] for name in given})
 
 
+def _compare_metrics(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], report: Report, when: str = "") -> None:
+    """Those of the user's loss function, each by its own measure: they have no common size."""
+    for name, value in wanted.items():
+        report.add(f"metric{when}", {name: found[f"metric:{name}"]}, {name: value})
+
+
 def program_output(program: Program) -> str:
     return next(port.name for port in program.outputs if port.kind == "output")
 
@@ -242,7 +255,7 @@ def _kind(values: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 def compare_steps(
     program: Program,
     reference: Reference,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     state: Callable[[Port], torch.Tensor],
     numbers: Callable[[], list[dict[str, float]]],
     clip: float | None,
@@ -252,7 +265,8 @@ def compare_steps(
     parameters: bool = False,
 ) -> None:
     """Losses of some steps, and with `parameters` (float64) the parameters and buffers after each one."""
-    if isinstance(optimizer, torch.optim.SGD):
+    members = members_of(optimizer)
+    if all(isinstance(member, torch.optim.SGD) for member in members):
         report.amplified = 1
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
     for step in range(steps):
@@ -260,12 +274,14 @@ def compare_steps(
         row = {f"number:{i}.{name}": value for i, group in enumerate(numbers()) for name, value in group.items()}
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
         found = simulate(program, values)
-        optimizer.zero_grad(set_to_none=True)
-        loss = reference.train(step)
+        reference.module.zero_grad(set_to_none=True)
+        loss, metrics = reference.train(step)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
-        optimizer.step()
+        for member in members:
+            member.step()
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
+        _compare_metrics(found, metrics, report, f" of step {step}")
         values.update({key: value for key, value in found.items() if key.split(":")[0] in ("parameter", "state", "buffer")})
         if parameters:
             given = _kind(found, "parameter")
@@ -300,9 +316,7 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
     _compare_buffers(found, reference, report)
 
 
-def first_wrong(
-    program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None
-) -> str:
+def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None) -> str:
     """The first per-rank value, in program order, that is not the global-view graph's value on one device.
 
     With `parts` the graph is one microbatch's, and the first one is looked at.
@@ -346,5 +360,3 @@ def first_wrong(
     except VerifyError:
         pass
     return wrong[0] if wrong else ""
-
-

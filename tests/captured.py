@@ -21,6 +21,7 @@ from meshc.passes.draft import Draft, Request
 from meshc.passes.pipeline import PASSES, finish, run_passes, start
 from meshc.program import Port, Program
 from meshc.runtime import verify as verification
+from meshc.train_step import Traced, TrainStep, traced_step
 from tests.models import Case
 
 MODEL_PASSES = [entry.name for entry in PASSES].index("update")
@@ -43,10 +44,10 @@ class Captured:
         self.train, self.double = train, double
         case.model.train(train)
         if train:
-            step = calling.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss)
-            traced, given = calling.traced_step(step), case.call_kwargs
+            step = TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss)
+            traced, given = traced_step(step), case.call_kwargs
         else:
-            traced, given = calling.Traced(case.model, calling.call_module, case.model.forward), case.kwargs
+            traced, given = Traced(case.model, calling.call_module, case.model.forward), case.kwargs
         twin = verification.plain_copy(case.model, None, double)
         args, kwargs = verification.widen_inputs(calling.canonical(traced.signature, (), given), double)
         self.initial = {name: value.clone() for name, value in twin.state_dict().items()}

@@ -28,6 +28,7 @@ from meshc.sharding import local_shape
 from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.sketch import Sketch, module
 from meshc.text import print_stage, side_table
+from meshc.train_step import Traced, TrainStep, traced_step
 
 LEARNING_RATE = 0.1
 HOME = Path(__file__).parent.parent
@@ -68,9 +69,9 @@ class Captured:
         inputs = sketch.inputs()
         grad = any(value.requires_grad for value in (*model.parameters(), *inputs.values()))
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9) if train else None
-        traced = calling.Traced(model, calling.call_module, model.forward)
+        traced = Traced(model, calling.call_module, model.forward)
         if self.optimizer is not None:
-            traced = calling.traced_step(calling.TrainStep(model, optimizer=self.optimizer))
+            traced = traced_step(TrainStep(model, optimizer=self.optimizer))
         self.request = Request(
             module=model, function=traced.function, signature=traced.signature, args=(), kwargs=inputs, mesh=Mesh("a=1"), plan="a: -",
             grad=grad, train=train, double=True, optimizer=describe(self.optimizer) if self.optimizer else None,

@@ -18,6 +18,7 @@ import meshc
 from meshc import calling
 from meshc.runtime import verify as verification
 from meshc.runtime.verify import Reference, Report
+from meshc.train_step import traced_step
 from tests.pipelining.cells import MICROBATCHES, STEPS, adamw
 from tests.processes.session import device_mesh
 from tests.zoo.run import case
@@ -36,7 +37,7 @@ def check(family: str, schedule: str, mesh: Any) -> Report:
     )
     program = meshc.compile(step, mesh, options=meshc.Options(schedule=schedule, seed=0))
     _in_float64_throughout(program)
-    traced = calling.traced_step(step)
+    traced = traced_step(step)
     args, kwargs = calling.canonical(traced.signature, (), verification.widen_inputs(inputs, True))
     reference = Reference(twin, traced.function, args, kwargs, 0, True)
     optimizer = adamw(twin.parameters())

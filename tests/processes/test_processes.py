@@ -49,9 +49,14 @@ def test_train_step() -> None:
     assert run("train_step", 2, "dp=2", *names, "partial_storage").split() == [*names, "partial_storage"]
 
 
-def test_who_asks_for_a_state_dict() -> None:
-    names = ("warned_once", "save_pretrained")
-    assert run("savers", 2, "tp=2", *names).split() == [*names]
+def test_several_optimizers() -> None:
+    names = ("trained", "resumed", "saved")
+    assert run("optimizers", 2, "dp=2", *names).split() == [*names]
+
+
+def test_metrics() -> None:
+    names = ("whole", "local", "local_microbatches", "saved", "stages")
+    assert [line for line in run("metrics", 2, "dp=2", *names).split("\n") if line in names] == [*names]
 
 
 def test_local_inputs() -> None:
@@ -60,9 +65,7 @@ def test_local_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("shapes", "values", "out_of_range", "features", "compilations", "empty", "one_of_all"), ("alone",)],
-    ids=lambda names: names[-1],
+    "names", [("shapes", "values", "features", "compilations", "empty", "one_of_all"), ("alone",)], ids=lambda names: names[-1]
 )
 def test_refusals_that_are_caught(names: tuple[str, ...]) -> None:
     """A check in which one rank refuses alone is the last of its launch."""

@@ -1,0 +1,66 @@
+"""The optimizers that one training step steps: mostly one, sometimes several, each with parameters of its own.
+
+Groups are numbered through all of them, in order: of `[muon, adamw]` with a group each, `1.lr` is AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshc.errors import CompileError
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizers:
+    """
+    members   those whose `step` updates parameters
+    wrappers  those whose `step` does nothing but call members': told of what happens, never run
+    idle      parameters that somebody holds and nobody steps, and who holds them
+    """
+
+    members: tuple[torch.optim.Optimizer, ...]
+    wrappers: tuple[Any, ...] = ()
+    idle: tuple[tuple[Tensor, str], ...] = ()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for member in self.members for group in member.param_groups]
+
+    def __str__(self) -> str:
+        return " and ".join(type(member).__qualname__ for member in self.members)
+
+
+AnyOptimizer = torch.optim.Optimizer | Optimizers
+
+
+def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
+    return optimizer.members if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+def refuse_shared(members: Sequence[torch.optim.Optimizer], name_of: Callable[[Tensor], str]) -> None:
+    """Raises CompileError naming every parameter that would be stepped twice: by two optimizers, or in two places of one."""
+    held: dict[int, str] = {}
+    faults = []
+    alike = len({type(member) for member in members}) < len(members)
+    for index, member in enumerate(members):
+        who = type(member).__qualname__ + (f" (optimizer {index})" if alike and len(members) > 1 else "")
+        for position, group in enumerate(member.param_groups):
+            where = f"group {position} of {who}"
+            for parameter in group["params"]:
+                other = held.setdefault(id(parameter), where)
+                if other is not where:
+                    faults.append(f"{name_of(parameter)} is in {other} and in {where}")
+            if len(set(map(id, group["params"]))) < len(group["params"]):
+                faults.append(f"{where} lists a parameter twice")
+    if faults:
+        shown = [*faults[:8], *([f"and {len(faults) - 8} more"] if len(faults) > 8 else [])]
+        raise CompileError(
+            "a parameter is stepped once in a training step:\n    "
+            + "\n    ".join(shown)
+            + "\n  what to do: give each parameter to one optimizer, in one group"
+        )
