@@ -20,6 +20,8 @@ aten = torch.ops.aten
 
 MOST_ITEMS: Final = 1 << 16
 """Of a list among the arguments."""
+INDICES: Final = ("index", "indices", "offsets", "choice", "ends")
+"""Names of operands that say which elements are meant."""
 _END: Final = (1 << 63) - 1
 """By which a slice says "to the end"."""
 
@@ -38,6 +40,7 @@ PIECES: Final[Mapping[Any, Callable[..., int]]] = {
 def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Any:
     """What the operator gives for meta tensors, `count` results of which are declared. Raises Wrong."""
     _check_arguments((*args, *kwargs.values()))
+    _check_indices(target, args, kwargs)
     kwargs = dict(kwargs)
     if kwargs.get("pin_memory"):
         raise Wrong("programs pin no memory")
@@ -74,6 +77,16 @@ def _check_arguments(values: Any) -> None:
             raise Wrong(f"{value} is among its arguments, larger than any size of a program")
         elif isinstance(value, torch.device) and value.type == "meta":
             raise Wrong("a value on the meta device has no memory")
+
+
+def _check_indices(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What says where to read or write is integers, of which kernels that run without values do not ask; a mask may stand for them."""
+    named = [(argument.name, value) for argument, value in zip(target._schema.arguments, args, strict=False)]
+    for name, value in (*named, *kwargs.items()):
+        if name in INDICES:
+            for index in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex()):
+                    raise Wrong(f"its operator does not take these operands: its {name} is {index.dtype}, where integers say which")
 
 
 def _check_memory(value: Tensor) -> None:

@@ -16,12 +16,14 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from meshc import ir
-from meshc.allowed import FUNCTIONS, spelling
+from meshc.allowed import FUNCTIONS, refusal, spelling
 from meshc.check import operators, placed
+from meshc.check.moved import check_moved
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record
 from meshc.ops.optim import MANY
 from meshc.program import Stage
+from meshc.spmd import is_collective
 from meshc.text import print_type
 
 OWN = ("parameter", "buffer", "state")
@@ -76,10 +78,14 @@ def _made(node: Node, values: Mapping[Node, Any], writable: Mapping[Node, str], 
     elif node.target in FUNCTIONS.values():
         found = placed.made_by(node.target, args, kwargs, sizes)
     else:
+        if why := refusal(node.target):
+            raise Wrong(f"its operator is not on the allow-list: {why}")
         _check_writes(node, writable)
         _check_places(node, values)
         found = operators.made_by(node.target, args, kwargs, len(declared) if isinstance(declared, tuple) else 1)  # type: ignore[arg-type]
-    _compare(found, declared)
+    _compare(found, declared, sizes)
+    if is_collective(node.target):
+        check_moved(node)
     return found
 
 
@@ -89,19 +95,19 @@ def _item(values: Any, index: Any) -> Any:
     return values[index]
 
 
-def _compare(found: Any, declared: Record | tuple[Record, ...]) -> None:
+def _compare(found: Any, declared: Record | tuple[Record, ...], sizes: Mapping[str, int]) -> None:
     if isinstance(declared, tuple) != isinstance(found, list | tuple):
-        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared)}")
+        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}")
     if isinstance(declared, tuple):
         if len(found) != len(declared):
             raise Wrong(f"its operator gives {len(found)} results, {len(declared)} are declared")
         for one, record in zip(found, declared, strict=True):
-            _compare(one, record)
+            _compare(one, record, sizes)
         return
     fits = isinstance(found, Tensor) == (declared.dtype is not None)
     if not fits or isinstance(found, Tensor) and (tuple(found.shape) != tuple(declared.shape) or found.dtype != declared.dtype):
         local = "" if declared.sharding is None else f", {list(declared.shape)} on a rank"
-        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared)}{local}")
+        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}{local}")
 
 
 def _shown(found: Any) -> str:

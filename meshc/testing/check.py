@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshc import calling
+from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.optimizer import describe, numbers
@@ -98,6 +99,7 @@ class Captured:
             if how.reparse:
                 stages = {name: parse_stage(print_stage(stage, program), side_table(stage)) for name, stage in program.stages.items()}
                 program = replace(program, stages=stages)
+            check_program(program, "the program")
             report = verification.Report(verification.TOLERANCE[torch.float64])
             with torch.set_grad_enabled(self.request.grad):
                 self._compare(program, report)

@@ -1,0 +1,139 @@
+"""Saved programs, sound and edited: what loads, what is refused, and what is said of one that fails while it runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.export import Dim
+
+import meshc
+from meshc import artifact
+from meshc.__main__ import main
+from meshc.check import check_program
+from meshc.check.stage import faults
+from meshc.errors import ArtifactError
+from meshc.parse import parse_stage
+from meshc.program import Program
+from tests.models import Case, llama, mlp, resnet
+
+
+def step(case: Case, mesh: str, **more: Any) -> meshc.Program:
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=0.1)
+    asked = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0)
+    return meshc.compile(asked, meshc.Mesh(mesh), kwargs=case.call_kwargs, **more)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder's training step."""
+    folder = tmp_path_factory.mktemp("saved") / "llama.meshc"
+    step(llama(), "dp=2,tp=2").save(folder)
+    return folder
+
+
+def edited(saved: Path, tmp_path: Path, change: Any) -> tuple[Path, int]:
+    """A copy whose text `change(line)` has changed where it first differs, and the number of that line."""
+    folder = tmp_path / "edited"
+    shutil.copytree(saved, folder)
+    file = folder / "stages/main.py"
+    lines = file.read_text().split("\n")
+    number = next(number for number, line in enumerate(lines) if change(line) != line)
+    lines[number] = change(lines[number])
+    file.write_text("\n".join(lines))
+    return folder, number + 1
+
+
+def test_halos_and_modules_come_through() -> None:
+    for program in (step(resnet(), "tp=2", plan="tp: height"), meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), kwargs=mlp().kwargs)):
+        check_program(program.compiled, "program.json")
+
+
+def test_every_number_of_a_plain_type_counts(saved: Path) -> None:
+    """In a training step's text every second type without factors gets another number: each is found."""
+    program = artifact.load(saved)
+    lines = (saved / "stages/main.py").read_text().split("\n")
+    plain = [number for number, line in enumerate(lines) if re.search(r': "(f32|i64|b8)\[[\d, ]+\]" = ', line)][::2]
+    changed = set()
+    for place, number in enumerate(plain):
+        name, type_, rest = lines[number].split('"', 2)
+        numbers = list(re.finditer(r"(?<=[\[ ])\d+", type_))
+        wrong = numbers[place % len(numbers)]
+        lines[number] = f'{name}"{type_[: wrong.start()]}{int(wrong[0]) + 1 + place}{type_[wrong.end() :]}"{rest}'
+        changed.add(name.strip().removesuffix(":"))
+    found = {name for name, _ in faults(parse_stage("\n".join(lines)), program.axis_sizes)}
+    assert len(changed) > 30 and changed <= found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"parameter:model.layers.0.mlp.up_proj.weight"', '"parameter:model.layers.0.mlp.down_proj.weight"', "it takes parameter:"),
+        ("aten.mm(", "aten._reshape_alias(", "the operator aten._reshape_alias is not on the allow-list"),
+        ('["dp"], "sum")', '["ep"], "sum")', "there is no axis 'ep'"),
+        ("meshc.adam_many_([", "meshc.adam_many_([input_ids, ", "it writes into input_ids"),
+        ('"metric:grad_norm": ', '"metric:grad": ', "nothing gives metric:grad_norm"),
+        ('@ranks("dp=2,tp=2")', '@ranks("dp=2,tp=4")', "@ranks has {'dp': 2, 'tp': 4}"),
+    ],
+)
+def test_an_edited_program_is_refused_by_every_command(
+    saved: Path, tmp_path: Path, old: str, new: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, number = edited(saved, tmp_path, lambda line: line.replace(old, new))
+    for command in (["show"], ["verify", "--model", "none.py:none"], ["run", "--outputs", str(tmp_path / "out")]):
+        assert main([command[0], str(folder), *command[1:], "--allow-edited"]) == 1
+        told = capsys.readouterr().err
+        assert "Traceback" not in told and why in told
+        assert f"stages/main.py, line {number}: " in told or "nothing gives" in why
+
+
+def test_sizes_that_fit_the_example_alone_are_refused(tmp_path: Path) -> None:
+    """A number stands where the size of the batch did: it is right at the size that stands for the batch, and wrong at the range's ends."""
+    case = mlp()
+    sizes = {name: {0: Dim("rows", max=64)} for name, value in case.kwargs.items() if isinstance(value, torch.Tensor)}
+    with torch.no_grad():
+        program = meshc.compile(case.model.eval(), meshc.Mesh("dp=2"), kwargs=case.kwargs, options=meshc.Options(dynamic=sizes))
+    program.save(tmp_path / "p")
+    general = artifact.load(tmp_path / "p")
+    (size,) = general.dynamic
+    text = (tmp_path / "p/stages/main.py").read_text()
+    assert f'{size.symbol}/dp' in text
+    wrong = text.replace(f"batch {size.symbol}/dp", f"batch {size.hint}/dp")
+    stages = {"main": parse_stage(wrong, where="main.py")}
+    with pytest.raises(ArtifactError, match=r"main.py, line \d+: "):
+        check_program(Program(**{**vars(general), "stages": stages}), "program.json")
+
+
+class Picks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        return torch.index_select(self.table, 0, places) * 2
+
+
+def test_what_fails_while_it_runs_names_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "p"
+    with torch.no_grad():
+        program = meshc.compile(Picks(), meshc.Mesh("dp=1"), kwargs={"places": torch.tensor([0, 3])})
+    program.save(folder)
+    lines = (folder / "stages/main.py").read_text().split("\n")
+    (number,) = [number for number, line in enumerate(lines, 1) if " = aten.index_select" in line]
+    save_file({"places": torch.tensor([0, 4])}, tmp_path / "x.safetensors")
+    assert main(["run", str(folder), "--inputs", str(tmp_path / "x.safetensors"), "--outputs", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert f"stages/main.py, line {number}: " in told and "could not be made: " in told and lines[number - 1].strip()[:60] in told
+    assert "what to do: correct the inputs" in told
+    save_file({"places": torch.tensor([1, 3])}, tmp_path / "x.safetensors")
+    assert main(["run", str(folder), "--inputs", str(tmp_path / "x.safetensors"), "--outputs", str(tmp_path / "out")]) == 0
