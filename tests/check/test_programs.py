@@ -109,13 +109,9 @@ def test_sizes_that_fit_the_example_alone_are_refused(tmp_path: Path) -> None:
         check_program(Program(**{**vars(general), "stages": stages}), "program.json")
 
 
-class Picks(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
-
-    def forward(self, places: torch.Tensor) -> torch.Tensor:
-        return torch.index_select(self.table, 0, places) * 2
+class Fills(torch.nn.Module):
+    def forward(self, x: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.masked_scatter(x, places, values) * 2
 
 
 def test_what_fails_while_it_runs_names_its_line(
@@ -123,17 +119,18 @@ def test_what_fails_while_it_runs_names_its_line(
 ) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "p"
+    folder, given = tmp_path / "p", tmp_path / "x.safetensors"
+    some = {"x": torch.zeros(4), "places": torch.tensor([True, False, True, False]), "values": torch.ones(2)}
     with torch.no_grad():
-        program = meshc.compile(Picks(), meshc.Mesh("dp=1"), kwargs={"places": torch.tensor([0, 3])})
+        program = meshc.compile(Fills(), meshc.Mesh("dp=1"), kwargs=some)
     program.save(folder)
     lines = (folder / "stages/main.py").read_text().split("\n")
-    (number,) = [number for number, line in enumerate(lines, 1) if " = aten.index_select" in line]
-    save_file({"places": torch.tensor([0, 4])}, tmp_path / "x.safetensors")
-    assert main(["run", str(folder), "--inputs", str(tmp_path / "x.safetensors"), "--outputs", str(tmp_path / "out")]) == 1
+    (number,) = [number for number, line in enumerate(lines, 1) if " = aten.masked_scatter" in line]
+    save_file(some | {"places": torch.tensor([True] * 4)}, given)  # more places than values
+    assert main(["run", str(folder), "--inputs", str(given), "--outputs", str(tmp_path / "out")]) == 1
     told = capsys.readouterr().err
     assert "Traceback" not in told
     assert f"stages/main.py, line {number}: " in told and "could not be made: " in told and lines[number - 1].strip()[:60] in told
     assert "what to do: correct the inputs" in told
-    save_file({"places": torch.tensor([1, 3])}, tmp_path / "x.safetensors")
-    assert main(["run", str(folder), "--inputs", str(tmp_path / "x.safetensors"), "--outputs", str(tmp_path / "out")]) == 0
+    save_file(some, given)
+    assert main(["run", str(folder), "--inputs", str(given), "--outputs", str(tmp_path / "out")]) == 0
