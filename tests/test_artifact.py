@@ -249,7 +249,7 @@ def test_a_manifest_of_another_kind_is_refused(saved: Path, changes: dict[str, A
     [
         ({"mesh": "dp=0"}, "does not describe a program: this mesh cannot be read"),
         ({"plan": "tp heads"}, "does not describe a program: "),
-        ({"microbatches": "many"}, "does not describe a program: ValueError"),
+        ({"microbatches": "many"}, "the number of microbatches is 'many', and must be an integer"),
         ({"schedule": [{"op": "run", "stage": "other"}]}, "the schedule runs other, but the stages are main"),
         ({"schedule": [{"op": "run", "code": "x"}]}, "does not describe a program: TypeError"),
         ({"inputs": [{"kind": "secret", "name": "x", "type": "f32[]"}]}, "secret:x is no port: kinds are parameter, buffer"),

@@ -4,9 +4,9 @@ A kernel that walks memory by numbers which it finds in its operands (indices, o
 program is compiled to in this process gives such kernels what torch gave them when it was traced; of a text that anybody may have written
 nothing is known, so each of them has a guard here, and memory that nobody has written is zero.
 
-    GUARDS[op](*args, **kwargs)      raises ValueError, which says what is wrong with which value; the operator runs after it
+    TRUSTING[op]      rules over its operands (`trusting.py`): ValueError says which does not hold, and the operator does not run
 
-The types have been checked before (`stage.py`): a guard looks at values only.
+The types have been checked before (`stage.py`), rules of shapes with them; they are asked once more of the operands that have come.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from typing import Any, Final
 
 import torch
 
+from meshc.check.trusting import TRUSTING, fault
+
 aten = torch.ops.aten
-
-Guard = Callable[..., None]
-
-GUARDS: Final[dict[Any, Guard]] = {}
-"""Operator -> what looks at its operands' values; by overload."""
 
 EMPTY: Final = frozenset(
     {
@@ -37,19 +34,20 @@ EMPTY: Final = frozenset(
 
 
 def is_guarded(target: Any) -> bool:
-    return target in EMPTY or target in GUARDS
+    return target in EMPTY or target in TRUSTING
 
 
 def guarded(target: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which does what the operator `target` does, after its guard."""
     if target in EMPTY:
         return _zeroed(function)
-    guard = GUARDS.get(target)
-    if guard is None:
+    if target not in TRUSTING:
         return function
 
     def after_guard(*args: Any, **kwargs: Any) -> Any:
-        guard(*args, **kwargs)
+        wrong = fault(target, args, kwargs)
+        if wrong is not None:
+            raise ValueError(f"its operands do not fit: {wrong}")
         return function(*args, **kwargs)
 
     return after_guard

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from meshc.check.trusting import fault
 from meshc.check.types import MOST_EXTENT, Wrong
 
 aten = torch.ops.aten
@@ -51,6 +52,9 @@ def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
             raise Wrong(f"it gives {PIECES[target](*args, **kwargs)} results, {count} are declared")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            wrong = fault(target, args, kwargs)
+            if wrong is not None:
+                raise Wrong(f"its operands do not fit: {wrong}")
             found = target(*args, **kwargs)
     except Wrong:
         raise

@@ -1,0 +1,116 @@
+"""Calls of operators that no sample of torch's makes: bags and sequences whose kernels trust what they are told, and meshc's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.attack.corpus import Call
+
+aten, ops = torch.ops.aten, torch.ops.meshc
+NUMBER = torch.tensor(0.1, dtype=torch.float64)
+
+
+def _of(target: Any, *args: Any, **kwargs: Any) -> Call:
+    return Call(target.default if hasattr(target, "default") else target, args, kwargs)
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def written() -> Iterator[Call]:
+    yield from _bags()
+    yield from _sequences()
+    yield from _windows()
+    yield from _own()
+
+
+def _bags() -> Iterator[Call]:
+    weight, indices, offsets = _x(10, 4), torch.tensor([1, 3, 9, 0, 2]), torch.tensor([0, 2])
+    for mode in (0, 1, 2):
+        for scale in (False, True):
+            if scale and mode == 2:
+                continue
+            weights = _x(5) if mode == 0 else None
+            bag = aten._embedding_bag_forward_only(weight, indices, offsets, scale, mode, False, weights)
+            yield _of(aten._embedding_bag_forward_only, weight, indices, offsets, scale, mode, False, weights)
+            which = torch.tensor([0, 0, 1, 1, 1])
+            sizes, most = torch.tensor([2, 3]), bag[3] if mode == 2 else torch.zeros(2, dtype=torch.int64)
+            yield _of(aten._embedding_bag_dense_backward, _x(2, 4), indices, which, sizes, most, 10, scale, mode, weights)
+    yield _of(aten.embedding_dense_backward, _x(2, 3, 4), torch.randint(0, 10, (2, 3)), 10, -1, True)
+
+
+def _sequences() -> Iterator[Call]:
+    chances, targets = torch.log_softmax(_x(6, 3, 5), -1), torch.tensor([[1, 2, 3], [1, 1, 2], [4, 3, 2]])
+    for labels in (targets, targets[:, :2].reshape(-1)):
+        lengths = [6, 5, 4], [3, 2, 1] if labels.dim() == 2 else [2, 2, 2]
+        tensors = tuple(map(torch.tensor, lengths))
+        for overload, given in ((aten._ctc_loss.default, lengths), (aten._ctc_loss.Tensor, tensors)):
+            loss, alpha = overload(chances, labels, *given)
+            yield _of(overload, chances, labels, *given)
+            backward = aten._ctc_loss_backward.default if overload is aten._ctc_loss.default else aten._ctc_loss_backward.Tensor
+            yield _of(backward, _x(3), chances, labels, *given, loss, alpha, 0)
+    rows, matrices = _x(8, 16).bfloat16(), _x(2, 16, 8).bfloat16()
+    yield _of(aten._grouped_mm, rows, matrices, torch.tensor([3, 8], dtype=torch.int32))
+
+
+def _windows() -> Iterator[Call]:
+    for space in (2, 3):
+        x = _x(2, 3, *[6] * space)
+        for kind in ("reflection", "replication"):
+            forward, backward = (getattr(aten, f"{kind}_pad{space}d{end}") for end in ("", "_backward"))
+            yield _of(forward, x, [1, 2] * space)
+            yield _of(backward, torch.ones_like(forward(x, [1, 2] * space)), x, [1, 2] * space)
+        yield _of(getattr(aten, f"upsample_nearest{space}d"), x, [12] * space)
+        yield _of(getattr(aten, f"upsample_nearest{space}d_backward"), _x(2, 3, *[12] * space), [12] * space, list(x.shape))
+    yield _of(aten.native_layer_norm_backward, _x(4, 6), _x(4, 6), [6], _x(4, 1), _x(4, 1), _x(6), _x(6), [True, True, True])
+    yield _of(aten.lcm, torch.tensor([4, 6]), torch.tensor([6, 9]))
+    numbers = torch.tensor([4, -6])
+    for op in (aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor):
+        yield _of(op, numbers, torch.tensor([-1, 3]))
+    yield _of(aten.div.Tensor_mode, numbers, torch.tensor([-1, 3]), rounding_mode="floor")
+    yield _of(aten.div.Tensor_mode, numbers, torch.tensor([-1, 3]), rounding_mode="trunc")
+    for op in (aten.remainder.Scalar, aten.fmod.Scalar, aten.floor_divide.Scalar):
+        yield _of(op, numbers, -1)
+
+
+def _own() -> Iterator[Call]:
+    seed, x = torch.tensor([5, 3]), _x(4, 6)
+    tile: tuple[Any, ...] = ([4, 6], [4, 6], [0, 0])
+    for op in (ops.uniform, ops.normal):
+        yield _of(op, seed, 1, *tile, torch.float32)
+    yield _of(ops.keep_mask, seed, 1, 0.5, *tile)
+    yield _of(ops.dropout, x, seed, 1, 0.5, *tile)
+    yield _of(ops.dropout_backward, x, x > 0, 0.5)
+    index = torch.tensor([0, 5, -100, 2])
+    yield _of(ops.take, x, index, -100)
+    yield _of(ops.take_backward, _x(4), index, -100, 6)
+    image = _x(2, 3, 4, 4)
+    yield _of(ops.upsample, image, [2, 2])
+    yield _of(ops.upsample_backward, image, [2, 2])
+    yield _of(ops.square_sum, x)
+    yield _of(ops.sum_of_parts, x)
+    ends, choice = torch.tensor([1, 4]), torch.tensor([0, 1, 1, 0])
+    yield _of(ops.grouped_mm, x, _x(2, 6, 3), ends)
+    yield _of(ops.grouped_outer, x, _x(4, 3), ends)
+    yield _of(ops.routed_mm, x, _x(2, 6, 3), choice)
+    yield _of(ops.routed_outer, x, _x(4, 3), choice, 2)
+    q, bias = _x(1, 2, 5, 8), _x(1, 1, 5, 5)
+    for how in ((None, False, 0.3), (bias, False, 0.3), (None, True, 0.3), (None, True, 0.3, 2, 1, 1)):
+        out, lse = ops.attention(q, q, q, *how)
+        yield _of(ops.attention, q, q, q, *how)
+        yield _of(ops.attention_backward, q, q, q, q, how[0], out, lse, *how[1:])
+    moments, count = (x, _x(4, 6), _x(4, 6), _x(4, 6).abs()), torch.ones(())
+    adam, sgd = (*[NUMBER] * 5, True, False), (*[NUMBER] * 4, True, False)
+    yield _of(ops.adam, *moments, count, *adam)
+    yield _of(ops.adam_amsgrad, *moments, _x(4, 6).abs(), count, *adam)
+    yield _of(ops.adam_many_, *([one.clone()] * 2 for one in (*moments, count)), *adam)
+    yield _of(ops.adam_amsgrad_many_, *([one.clone()] for one in (*moments, moments[3], count)), *adam)
+    yield _of(ops.sgd, *moments[:3], torch.zeros(()), *sgd)
+    yield _of(ops.sgd_many_, *([one.clone()] for one in (*moments[:3], torch.zeros(()))), *sgd)
+    yield _of(ops.sgd_plain, x, x, NUMBER, NUMBER, False)
+    yield _of(ops.sgd_plain_many_, [x.clone()], [x], NUMBER, NUMBER, False)
