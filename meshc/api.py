@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import agreed, calling, dynamic, environment, instance, saving, summary, text
+from meshc import agreed, calling, dynamic, environment, instance, saving, side_effects, summary, text
 from meshc.errors import InputError, MeshcError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
 from meshc.optimizer import changes, describe, mark_stepped, numbers, rates
@@ -236,7 +236,7 @@ class Program:
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, dynamic=self._dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), memory_budget=self.options.memory_budget,
-            owners=store.places() if store is not None else {},
+            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 
@@ -283,7 +283,7 @@ class Program:
                 calling.refuse_stages(self.mesh)
             compiled, draft = compile_program(request, hook)
         for note in compiled.notes:
-            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work")):
+            if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT)):
                 warnings.warn(note, stacklevel=4)
         self.timings = dict(draft.seconds)
         return compiled, draft

@@ -9,7 +9,6 @@ They are imported where they are used: they take a quarter of the time of `impor
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,16 +25,17 @@ from meshc import stock
 from meshc.checks import settle_checks
 from meshc.errors import CaptureError
 from meshc.flex import traced_flex
+from meshc.frames import OURS, is_torch
 from meshc.ir import Source
 from meshc.output_tree import OutputTree
 from meshc.paths import input_names
+from meshc.side_effects import observed
 from meshc.sizes import Dynamic
 from meshc.stock_experts import unsorted_experts
 from meshc.symbols import Symbols
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
-OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class Root(nn.Module):
@@ -177,7 +177,7 @@ def torch_graph(
     with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
         torch._dynamo.reset()
         try:
-            with unsorted_experts(), traced_flex():
+            with unsorted_experts(), traced_flex(), observed() as seen:
                 graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise CaptureError(_explain(error)) from error
@@ -187,7 +187,7 @@ def torch_graph(
     _own_outputs(graph)
     if double:
         _widen(graph)
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree)
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=seen.notes())
     return _opened(traced, opened) if opened else traced
 
 
@@ -301,7 +301,7 @@ def _explain(error: Exception) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     frames += [(frame.filename, frame.lineno, frame.name) for frame in getattr(error, "real_stack", None) or ()]
-    users = [frame for frame in frames if not _is_torch(frame[0]) and not frame[0].startswith(OURS)]
+    users = [frame for frame in frames if not is_torch(frame[0]) and not frame[0].startswith(OURS)]
     where = f"\n  in your model: {users[-1][0]}:{users[-1][1]} in {users[-1][2]}" if users else ""
     raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
     unknown = re.search(r"unrecognized type UserDefinedObjectVariable\((\w+)\) at output", text)
@@ -319,10 +319,6 @@ def _explain(error: Exception) -> str:
 def _innermost(error: BaseException) -> BaseException:
     inner = error.__cause__ or error.__context__
     return error if inner is None else _innermost(inner)
-
-
-def _is_torch(file: str) -> bool:
-    return file.startswith(os.path.dirname(torch.__file__)) or "/torch/" in file
 
 
 def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., Any]]) -> JointGraph:
@@ -443,7 +439,7 @@ def source_of(node: torch.fx.Node) -> Source:
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
     for file, line, code in reversed(frames):
-        if not _is_torch(file) and not file.startswith(OURS):
+        if not is_torch(file) and not file.startswith(OURS):
             return Source(file, int(line), code.strip(), module)
     return Source(module=module)
 

@@ -32,7 +32,12 @@ class ScheduleError(MeshcError):
 
 
 class InputError(MeshcError):
-    """Inputs at run time do not match the program (structure, shape, dtype, or they differ between ranks)."""
+    """Inputs at run time do not match the program (structure, shape, dtype, values out of range, or they differ between ranks).
+
+    of_all  found in what every rank has, so that all are about to raise it
+    """
+
+    of_all = False
 
 
 class ArtifactError(MeshcError):

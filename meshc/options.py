@@ -29,6 +29,7 @@ class Options:
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
+    check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
     """
 
     seed: int | None = None
@@ -40,6 +41,7 @@ class Options:
     memory_budget: int | None = None
     check_inputs: int | None = None
     local_loss: str | None = None
+    check_indices: bool = True
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "memory_budget"):

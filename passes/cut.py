@@ -3,19 +3,20 @@
     forward:  inputs, parameters -> outputs, saved values            backward: tangents, saved values, parameters -> gradients
 
 A node belongs to the backward stage if it was traced or made there. Values of the forward stage that it reads are saved, except layouts of
-parameters and integers, which are made again.
+parameters and integers, which are made again. From here on a node's phase is that of its stage: what brings outputs together was made last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from meshc.ir import record, records
+from meshc.ir import KEY, record, records, set_record
 from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
-from meshc.program import Instruction
+from meshc.program import Instruction, Stage
 
 
 def cut_backward(draft: Draft) -> Draft:
@@ -49,11 +50,19 @@ def cut_backward(draft: Draft) -> Draft:
     outputs = {key: node for key, node in results.items() if not key.startswith("gradient:")}
     gradients = {key: node for key, node in results.items() if key not in outputs}
     forward = split.stage("forward", outputs | {saved[node]: node for node in ordered}, {})
-    draft.stages = {"forward": forward, "backward": split.stage("backward", gradients, saved)}
+    draft.stages = {"forward": _of_one_phase(forward), "backward": _of_one_phase(split.stage("backward", gradients, saved))}
     if sum(key.startswith("tangent:") for key in stage.inputs) > 1:
-        draft.backward = split.stage("backward", gradients, saved)  # a copy: later passes work in place
+        draft.backward = _of_one_phase(split.stage("backward", gradients, saved))  # a copy: later passes work in place
     draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
     return draft
+
+
+def _of_one_phase(stage: Stage) -> Stage:
+    for node in stage.graph.nodes:
+        if node.op == "call_function":
+            found = tuple(replace(one, phase=stage.name) for one in records(node))
+            set_record(node, found if isinstance(node.meta[KEY], tuple) else found[0])
+    return stage
 
 
 def _remade(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:

@@ -160,7 +160,7 @@ def _forward_transparent(graph: Graph) -> None:
 
 
 def _drop_checks(graph: Graph) -> None:
-    """To make a check, ranks would have to bring together what it looks at; and no other index of a program is checked either."""
+    """To make a check, ranks would have to bring together what it looks at. Indices are checked where they are read by (`guards.py`)."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in CHECKS:
             graph.erase_node(node)

@@ -40,6 +40,7 @@ class Request:
     memory_budget  bytes that a rank of a pipeline may hold; None: of a GPU its memory, which bounds only what is not named
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
+    check_indices  labels and indices that their reader has no row for are refused
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
@@ -68,6 +69,7 @@ class Request:
     owners: Mapping[str, int] = field(default_factory=dict)
     memory_budget: int | None = None
     gather_once: bool = True
+    check_indices: bool = True
 
     @property
     def count(self) -> int:

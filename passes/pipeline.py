@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from meshc.capture import torch_graph
 from meshc.errors import PlanError
 from meshc.ir import records, value_of
+from meshc.leftovers import given_up
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
 from meshc.passes import autocast, collectives, cut, differentiate, emit, fold_masks, inline, microbatch, parts, raise_ops, update, work
@@ -103,6 +104,7 @@ def _raise(draft: Draft) -> Draft:
 
 def _differentiate(draft: Draft) -> Draft:
     assert draft.traced is not None
+    draft.notes += draft.traced.notes
     draft.graph, draft.inputs, draft.outputs, draft.constants = differentiate.differentiate(draft.traced)
     if draft.traced.symbols is not None:
         draft.dynamic, draft.constraints = draft.traced.symbols.constraints(draft.traced.fake_mode.shape_env, draft.dynamic)
@@ -258,7 +260,8 @@ def _partition(draft: Draft) -> Draft:
     wants = [port.sharding for port in draft.outputs]
     cut = parts.cut_inputs(draft) if draft.parts is not None else {}
     known = [want for want in wants if want is not None]
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft))
+    guarded = draft.mesh.device_type if draft.request.check_indices else None
+    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft), guarded)
     stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
     draft.stages = {"main": stage}
     return draft
@@ -299,6 +302,11 @@ Hook = Callable[[str, Draft], None]
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
+    with given_up():
+        return _compiled(request, hook)
+
+
+def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
     draft = run_passes(start(request), PASSES[:PLANLESS], hook)
     if request.microbatches is None:
         begin = time.process_time()

@@ -26,7 +26,7 @@ from meshc.ops.attention import sdpa
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
-from meshc.ops.take import cross_entropy
+from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.raise_flex import FLEX, raise_flex
 
@@ -35,6 +35,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: sdpa,
     functional.cross_entropy: cross_entropy,
     functional.embedding_bag: embedding_bag,
+    functional.one_hot: raised_one_hot,
     functional.multi_head_attention_forward: multi_head_attention,
     functional.interpolate: interpolate,
     **grouped.RAISED,

@@ -191,11 +191,12 @@ def refusable(board: FailureBoard | None) -> Iterator[None]:
         raise
     except MeshcError as error:
         if board is not None:
-            error.everywhere = _all_refuse(board, error)
+            error.everywhere = all_refuse(board, error)
         raise
 
 
-def _all_refuse(board: FailureBoard, error: MeshcError) -> bool:
+def all_refuse(board: FailureBoard, error: MeshcError) -> bool:
+    """Whether all ranks have raised an error of this kind. Waits for them, but not for ever."""
     try:
         described = _exchange(board, {_DOING: _REFUSE, "kind": type(error).__name__, "text": str(error)}, REFUSAL_S)
     except (_Ahead, TimeoutError):

@@ -15,10 +15,11 @@ import torch
 
 from meshc import environment, spmd
 from meshc.accumulate import ACCUMULATES, is_added
-from meshc.errors import StateError
+from meshc.errors import InputError, StateError
 from meshc.pipelining.cut import slot
 from meshc.pipelining.steps import last_reads, steps_of
 from meshc.program import Instruction, Program, Stage
+from meshc.runtime.agreement import all_refuse
 from meshc.runtime.channels import Channels
 from meshc.runtime.codegen import generate
 from meshc.runtime.early import EARLY, Early, Reduction, made_whole, without_early
@@ -154,7 +155,12 @@ class Executor:
         """One instruction of the list. `last`: values that no later one reads. `done` is told of each sum that has grown."""
         arrived = self._await(instruction, env)
         with self.doing(instruction, arrived):
-            self._do(instruction, env, last, done)
+            try:
+                self._do(instruction, env, last, done)
+            except InputError as error:  # checks of values that every rank has come first: nothing has been sent
+                if error.of_all and self.board is not None and self.channels is None:
+                    error.everywhere = all_refuse(self.board, error)
+                raise
 
     def _await(self, instruction: Instruction, env: dict[str, Any]) -> Collection[str]:
         """Waits for the messages that an instruction needs."""

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError
+from meshc.runtime.savers import look_who_asks
 
 if TYPE_CHECKING:
     from meshc.runtime.store import Store
@@ -42,6 +43,7 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
         _STORES[module] = store
         module.register_state_dict_pre_hook(_sync)
         module.register_load_state_dict_pre_hook(_sync)
+    model.register_state_dict_pre_hook(_look_who_asks)
     model.register_load_state_dict_post_hook(_after_model_load)
     _refuse_replaced_parameters()
 
@@ -90,6 +92,11 @@ def _sync(owner: Any, *_: Any) -> None:
     store = _STORES.get(owner)
     if store is not None and not store.filling:
         store.sync()
+
+
+def _look_who_asks(model: nn.Module, *_: Any) -> None:
+    if model in _STORES:  # a copy of the model has the hook and plain parameters
+        look_who_asks(model)
 
 
 def _after_model_load(model: nn.Module, _: Any) -> None:

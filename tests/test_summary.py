@@ -31,6 +31,17 @@ def step(case, mesh: str, plan: str, **options) -> meshc.Program:  # type: ignor
     return meshc.compile(made, meshc.Mesh(mesh), kwargs=case.call_kwargs, plan=plan)
 
 
+def test_phases_of_a_module_are_those_of_its_stages() -> None:
+    """The sum that makes the output whole is forward's, although it is made after the last gradient."""
+    case = mlp()
+    program = meshc.compile(case.model, meshc.Mesh("dp=2,tp=2"), kwargs=case.kwargs)
+    found = collectives(program.compiled)
+    assert {(use.stage, use.phase) for use in found} == {("forward", "forward"), ("backward", "backward")}
+    (output,) = [use for use in found if use.kind == "all_reduce" and use.stage == "forward"]
+    assert "for the program's output" in output.reason
+    assert re.search(r"forward\s+all_reduce\s+tp\s+1 ", program.summary())
+
+
 def cell(table: str, row: str, column: str) -> str:
     """A cell of the first table line that begins with `row`."""
     lines = table.splitlines()

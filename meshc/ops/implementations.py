@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshc.ops import attention, grouped, norm, routed, take, upsample
+from meshc.ops import attention, check_index, grouped, norm, routed, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -17,7 +17,8 @@ _PLAIN: dict[Any, Callable[..., Any]] = {}
 def _collect() -> None:
     for module, names in (
         (attention, ("attention", "attention_backward")),
-        (take, ("take", "take_backward")),
+        (check_index, ("check_index",)),
+        (take, ("take", "take_backward", "one_hot")),
         (norm, ("square_sum",)),
         (grouped, ("grouped_mm", "grouped_outer")),
         (routed, ("routed_mm", "routed_outer")),

@@ -2,7 +2,7 @@
 
 `draw` is the only door: it picks the Triton kernel on CUDA, the compiled kernel on the CPU, and torch where there is neither compiler nor
 Triton. All three give the same bits; docs/randomness.md has the definition. The compiled kernel is built once per machine, at first use,
-into `MESHC_CACHE` (default `~/.cache/meshc`), from philox.cpp beside this file.
+into the kernel cache, from philox.cpp beside this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from meshc import kernel_cache
 from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile
 
@@ -94,7 +94,7 @@ def block(counter: Sequence[int], key: Sequence[int], compiled: bool = True) -> 
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, built if need be; None, with one warning, where it cannot be built."""
     try:
-        native = ctypes.CDLL(str(build()))
+        native = _compiled()
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or ""
         _warn_once(f"the CPU kernel could not be built ({error})\n{detail[-2000:]}".rstrip())
@@ -107,8 +107,8 @@ def library() -> ctypes.CDLL | None:
     return native
 
 
-def build() -> Path:
-    """Compile philox.cpp into the cache and return the library; several processes may do so at once.
+def _compiled() -> ctypes.CDLL:
+    """philox.cpp compiled, from the cache or anew (`meshc.kernel_cache`).
 
     The name holds a hash of source, compiler, flags and architecture. The library picks its vector instructions when it is loaded, so that
     machines with other processors may share the cache. Raises OSError without a compiler, CalledProcessError if compiling fails.
@@ -116,29 +116,18 @@ def build() -> Path:
     compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: neither $CXX nor c++, g++, clang++")
-    source = SOURCE.read_bytes()
     real = os.path.realpath(compiler)
-    identity = repr((real, os.stat(real).st_mtime_ns, FLAGS, platform.system(), platform.machine())).encode()
-    name = f"philox-{hashlib.sha256(source + identity).hexdigest()[:24]}.so"
-    cache = Path(os.environ.get("MESHC_CACHE") or Path.home() / ".cache" / "meshc")
-    if (cache / name).exists():
-        return cache / name
-    try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".build-", dir=cache))
-    except OSError:  # a home that cannot be written: build for this process alone
-        cache = folder = Path(tempfile.mkdtemp(prefix="meshc-"))
-    try:
-        command = [compiler, *FLAGS, "-o", str(folder / "out.so"), str(SOURCE)]
+    identity = repr((real, os.stat(real).st_mtime_ns, FLAGS, platform.system(), platform.machine(), "hashed")).encode()
+    name = f"philox-{hashlib.sha256(SOURCE.read_bytes() + identity).hexdigest()[:24]}.so"
+
+    def build(file: Path) -> None:
+        command = [compiler, *FLAGS, "-o", str(file), str(SOURCE)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         except subprocess.CalledProcessError:  # a toolchain without run-time choice of instructions
             subprocess.run([*command, "-DMESHC_NO_CLONES"], check=True, capture_output=True, text=True, timeout=300)
-        os.replace(folder / "out.so", cache / name)
-    finally:
-        if folder != cache:
-            shutil.rmtree(folder, ignore_errors=True)
-    return cache / name
+
+    return kernel_cache.library(name, build)
 
 
 @functools.cache

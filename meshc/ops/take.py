@@ -1,9 +1,10 @@
-"""`meshc::take`: one entry a row, by index; and cross-entropy written with it.
+"""`meshc::take`: one entry a row, by index; cross-entropy written with it; and `meshc::one_hot`, its counterpart.
 
     take(x [rows..., columns], index [rows...], ignore) -> [rows...]      zero where index == ignore
     take_backward(grad [rows...], index [rows...], ignore, columns) -> [rows..., columns]
+    one_hot(index [rows...], columns) -> [rows..., columns]                     1 where the column is the index, else 0
 
-Both are exact on a range of columns: `start` is the global index of the first one, and an index outside gives zero.
+All are exact on a range of columns: `start` is the global index of the first one, and an index outside gives zero.
 """
 
 from __future__ import annotations
@@ -68,6 +69,21 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 take.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("meshc::one_hot", mutates_args=())
+def one_hot(index: Tensor, columns: int, start: int = 0) -> Tensor:
+    return (index.unsqueeze(-1) == torch.arange(start, start + columns, device=index.device)).to(torch.int64)
+
+
+@one_hot.register_fake
+def _(index: Tensor, columns: int, start: int = 0) -> Tensor:
+    return index.new_empty((*index.shape, columns), dtype=torch.int64)
+
+
+def raised_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """What `torch.nn.functional.one_hot` means. A number of classes that depends on the values goes torch's own way."""
+    return torch.nn.functional.one_hot(tensor, num_classes) if num_classes <= 0 else one_hot(tensor, num_classes)
 
 
 def cross_entropy(

@@ -11,7 +11,7 @@ cheapest form. Padding is masked where a summed letter meets it. What a gather m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
@@ -20,10 +20,12 @@ from meshc import spmd
 from meshc.ir import Record, is_getitem, record, records, update, value_of
 from meshc.passes.factorize import Instance, Token, Value
 from meshc.passes.partition.builder import Builder
+from meshc.passes.partition.guards import Guards
 from meshc.passes.partition.local import Local, mask_part
 from meshc.passes.partition.reasons import differing, lines, moved, reader
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.propagate import MICROBATCH, Assignment, backward_map, forward_map, spread
+from meshc.passes.rules.bounds import Bound
 from meshc.program import Port
 from meshc.sharding import Sharding, is_padded, local_shape
 from meshc.sizes import Dynamic
@@ -48,6 +50,7 @@ class Partitioner:
         cut: Mapping[str, int],
         open_sizes: Sequence[Dynamic],
         accumulate: bool,
+        guarded: str | None,
     ) -> None:
         self.graph, self.assignment, self.inputs, self.output_wants, self.cut = graph, assignment, inputs, outputs, cut
         self.factors = assignment.factors
@@ -58,6 +61,7 @@ class Partitioner:
         self.sequential = frozenset({MICROBATCH})
         self.ports = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         self.build.entries = assignment.entries
+        self.guards = None if guarded is None else Guards(self.build, assignment, self.ports, guarded == "cuda")
 
     def run(self) -> Graph:
         entered: list[tuple[Node, Port, Form]] = []
@@ -68,6 +72,8 @@ class Partitioner:
             entered.append((node, port, Form(local, sharding)))
         for node, port, form in entered:  # once all placeholders stand
             self._add((node, 0), self._rows((node, 0), form, self.cut[port.key]) if port.key in self.cut else form)
+        if self.guards is not None:
+            self.guards.first(self.graph, self._check_whole)
         for node in self.graph.nodes:
             if node.op == "call_function" and not is_getitem(node):
                 instance = self.factors.instances[node]
@@ -95,6 +101,18 @@ class Partitioner:
         rows = self.build.emit(spmd.shard, whole.node, dim, count, self.build.coordinate(MICROBATCH), sharding=sharding)
         return Form(rows, sharding)
 
+    def _check_whole(self, value: Value, instance: Instance, bounds: list[Bound]) -> None:
+        """From here on there is no other form of an index than the whole one that has been checked, and what is cut from it."""
+        assert self.guards is not None
+        whole = self.assignment.whole(value)
+        form = self.need(value, whole, reader(instance.node))
+        self._context(instance.node)
+        checked = form.node
+        for bound in bounds:
+            checked = self.guards.emit(instance, checked, bound, whole=True)
+        update(checked, sharding=whole)
+        self.forms[value] = {whole: Form(checked, whole)}
+
     # -------------------------------------------------------------------------------------------------------------------- forms
 
     def _add(self, value: Value, form: Form) -> Form:
@@ -118,7 +136,7 @@ class Partitioner:
         found = self._existing(value, want)
         if found is not None:
             return found
-        if node.op == "call_function":
+        if node.op == "call_function" and (self.guards is None or value not in self.guards.whole):
             instance = self.factors.instances[node]
             if node in self.assignment.free:
                 return self._recompute(instance, index, want, reason)
@@ -307,6 +325,8 @@ class Partitioner:
         node = instance.node
         self._context(node, self.assignment.reasons.get(node, ""))
         masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
+        if self.guards is not None:
+            masked = self.guards.of_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
         local = Local(self.build, instance, masked, results, dict(chosen), "")
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
@@ -350,13 +370,17 @@ class Partitioner:
         if (rule.self_masked and not clean) or instance.kind == "layout":
             return form.node
         summed = {token for sums in instance.sums for token in sums}
+        return self._clean(instance, position, form, rule.neutral, None if clean else summed)
+
+    def _clean(self, instance: Instance, position: int, form: Form, value: float, tokens: Collection[Token] | None = None) -> Node:
+        """An operand whose padding is `value`: along all its dims, or along `tokens`."""
         x = form.node
-        neutral = form.sharding.zero if rule.neutral == 0 else frozenset()
+        known = form.sharding.zero if value == 0 else frozenset()
         for dim, row in enumerate(instance.operands[position]):
             for place, token in enumerate(row):
-                if (token in summed or clean) and (dim, place) not in neutral:
+                if (tokens is None or token in tokens) and (dim, place) not in known:
                     if is_padded(form.sharding.dims[dim][place], self.build.sizes):
-                        x = mask_part(self.build, x, form.sharding, (dim, place), rule.neutral)
+                        x = mask_part(self.build, x, form.sharding, (dim, place), value)
         return x
 
 
@@ -380,10 +404,12 @@ def partition(
     cut: Mapping[str, int] | None = None,
     open_sizes: Sequence[Dynamic] = (),
     accumulate: bool = False,
+    guarded: str | None = None,
 ) -> Graph:
     """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave.
 
     `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut. `open_sizes`
     are the sizes that calls choose. With `accumulate` microbatches are added up before ranks add anything.
+    `guarded` is the kind of device on which indices are checked before anything is read by them; None: they are not.
     """
-    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate).run()
+    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded).run()

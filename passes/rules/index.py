@@ -93,6 +93,16 @@ def _lower_take_backward(local: Local) -> Node:
     return local.emit(meshc.take_backward.default, grad, index, local.node.args[2], local.local_size("v"), local.start("v"))
 
 
+def _one_hot(node: Node, tensors: list[Node]) -> Rule:
+    rows = " ".join(_index_letters(tensors[0]))
+    return einsum(f"{rows} -> {rows} v", node, tensors, lower=_lower_one_hot, major=frozenset("v"))
+
+
+def _lower_one_hot(local: Local) -> Node:
+    (index,) = local.operands
+    return local.emit(meshc.one_hot.default, index, local.local_size("v"), local.start("v"))
+
+
 def _flat_take(node: Node, tensors: list[Node]) -> Rule:
     """aten.take: an index into all entries, row by row."""
     rows = " ".join(_index_letters(tensors[1]))
@@ -194,6 +204,7 @@ RULES: dict[object, RuleFunction] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     meshc.take.default: _take,
     meshc.take_backward.default: _take_backward,
+    meshc.one_hot.default: _one_hot,
     aten.take.default: _flat_take,
     aten.gather.default: _gather,
     aten.index_select.default: _index_select,

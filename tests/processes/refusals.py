@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import meshc
 from meshc.runtime import agreement
@@ -51,6 +51,29 @@ def values(mesh: Any) -> None:
     with pytest.raises(meshc.InputError, match="passed different inputs"):
         program(**{**case.call_kwargs, "x": case.kwargs["x"] + dist.get_rank()})
     close([program(**case.call_kwargs).item() for _ in range(2)], wanted, 1e-10)
+
+
+def out_of_range(mesh: Any) -> None:
+    """Every rank passes an index that the model has no row for: found while the program runs, and the next step is as if it had not."""
+
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(12, 4, dtype=torch.float64)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).square().sum()
+
+    torch.manual_seed(0)
+    model = Embeds()
+    start = copy.deepcopy(model)
+    given = {"ids": torch.arange(8) % 12}
+    wanted, _, _ = train(start, lambda loss: loss, given, sgd, clip=None)
+    program = meshc.compile(meshc.TrainStep(model, optimizer=sgd(model.parameters())), mesh)
+    ours = [program(**given).item()]
+    with pytest.raises(meshc.InputError, match="ids holds 12, where 0 to 11 is legal"):
+        program(ids=given["ids"] + 5)
+    close([*ours, program(**given).item()], wanted, 1e-10)
 
 
 def features(mesh: Any) -> None:
@@ -129,7 +152,7 @@ def one_of_all(mesh: Any) -> None:
         program(**mine)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (shapes, values, features, compilations, empty, alone, one_of_all)
+CHECKS: tuple[Callable[[Any], None], ...] = (shapes, values, out_of_range, features, compilations, empty, alone, one_of_all)
 
 
 def run(mesh: str, *names: str) -> None:

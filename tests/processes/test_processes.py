@@ -49,6 +49,11 @@ def test_train_step() -> None:
     assert run("train_step", 2, "dp=2", *names, "partial_storage").split() == [*names, "partial_storage"]
 
 
+def test_who_asks_for_a_state_dict() -> None:
+    names = ("warned_once", "save_pretrained")
+    assert run("savers", 2, "tp=2", *names).split() == [*names]
+
+
 def test_several_optimizers() -> None:
     names = ("trained", "resumed", "saved")
     assert run("optimizers", 2, "dp=2", *names).split() == [*names]
@@ -65,7 +70,9 @@ def test_local_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("shapes", "values", "features", "compilations", "empty", "one_of_all"), ("alone",)], ids=lambda names: names[-1]
+    "names",
+    [("shapes", "values", "out_of_range", "features", "compilations", "empty", "one_of_all"), ("alone",)],
+    ids=lambda names: names[-1],
 )
 def test_refusals_that_are_caught(names: tuple[str, ...]) -> None:
     """A check in which one rank refuses alone is the last of its launch."""

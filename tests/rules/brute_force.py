@@ -181,7 +181,7 @@ def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Ride | None = None, 
         values.append(tiles(tensor, sharding, mesh, seed=position))
     (output,) = one.graph.find_nodes(op="output")
     kept = [value_of(result)[1] for result in output.args[0]]  # type: ignore[union-attr, arg-type]
-    local = partition(one.graph, assignment, inputs, [given[index] for index in kept])
+    local = partition(one.graph, assignment, inputs, [given[index] for index in kept], guarded="cpu")
     stage = Stage("main", local, (), ())
     rows = [[column[rank] for column in values] for rank in range(mesh.world_size)]
     results = run_stage(stage, rows, mesh, sizes, observe=lambda n, seen: check_record(n, seen, mesh))

@@ -20,6 +20,8 @@ sample(ours.take.default, f(5, 6), i(6, 5), 2, refine={0: (5, 3, 2)})
 sample(ours.take_backward.default, f(3, 5), i(7, 3, 5), -100, 7)
 sample(ours.take_backward.default, f(5), torch.tensor([0, 6, -100, 3, 2]), -100, 7)
 sample(ours.take_backward.default, f(5), i(6, 5), 2, 6, refine={~0: (5, 3, 2)})
+sample(ours.one_hot.default, i(7, 3, 5), 7)
+sample(ours.one_hot.default, i(6, 5), 6, refine={~0: (5, 3, 2)})
 
 sample(aten.gather.default, f(3, 5, 7), -1, i(7, 3, 5, 4))
 sample(aten.gather.default, f(5, 7), 0, i(5, 2, 3))

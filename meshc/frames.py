@@ -1,0 +1,25 @@
+"""Which lines of a stack are the user's: those that are neither torch's nor meshc's."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import torch
+
+from meshc.ir import Source
+
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+TORCH = os.path.dirname(torch.__file__)
+
+
+def is_torch(file: str) -> bool:
+    return file.startswith(TORCH) or "/torch/" in file
+
+
+def innermost(stack: traceback.StackSummary) -> Source | None:
+    """The user's line that a stack ends in, as far as torch and meshc go."""
+    for frame in reversed(stack):
+        if not is_torch(frame.filename) and not frame.filename.startswith(OURS) and frame.lineno is not None:
+            return Source(frame.filename, frame.lineno, (frame.line or "").strip())
+    return None

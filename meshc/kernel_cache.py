@@ -1,0 +1,142 @@
+"""Compiled kernels, kept between processes in `MESHC_CACHE` (default `~/.cache/meshc`), where nobody else can have put anything.
+
+    philox-1f0c....so      a shared library, and behind its last byte the SHA-256 of all before
+    .philox-1f0c....lock   held (flock) by the one process that builds; the others wait for it, then load what it has built
+
+Loading a library runs it. So a folder that others may write, by itself or by one of the folders above it, is not used: the kernel is then
+built for this process alone, with a warning. A file in it that others may write, a link, or one whose hash is another is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import grp
+import hashlib
+import os
+import pwd
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_DIGEST_BYTES = 32
+
+
+def library(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
+    """The shared library `name`, which `build(file)` makes if the cache does not have it. Raises what `build` raises, and OSError."""
+    folder = Path(os.environ.get("MESHC_CACHE") or Path.home() / ".cache" / "meshc")
+    why = _refusal(folder)
+    file = folder.absolute().resolve() / name
+    if why is None and _is_good(file, tell=True):
+        return ctypes.CDLL(str(file))
+    if why is None and not os.access(file.parent, os.W_OK):
+        why = "it cannot be written"
+    if why is not None:
+        _warn(f"the kernel cache {folder} is not used: {why}; the kernel {name} is compiled for this process alone")
+        return _for_this_process(name, build)
+    with _building(file.parent, name):
+        if not _is_good(file):
+            _make(file.parent, file, build)
+    return ctypes.CDLL(str(file))
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why what lies there may be somebody else's; None if it cannot be. Makes the folder if there is none."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        real = folder.resolve(strict=True)
+        for place in (real, *real.parents):
+            found = place.stat()
+            above = place != real and bool(found.st_mode & stat.S_ISVTX)  # in /tmp everybody may write, and move only what is his
+            fault = _open_to_others(found) if not above else None
+            if fault is not None:
+                return f"{place} {fault}"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _open_to_others(found: os.stat_result) -> str | None:
+    """Whether another user than this one and root may change it."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (uid {found.st_uid})"
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w"
+    return None
+
+
+def _is_private(group: int) -> bool:
+    """A group of this user's own, as most systems give each: of the user's name, without other members; or root's."""
+    try:
+        user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name in (user, "root") and set(entry.gr_mem) <= {user, "root"}
+
+
+def _is_good(file: Path, tell: bool = False) -> bool:
+    """Whether the file is there, nobody else's, and what was built."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if tell:
+            _warn(f"the kernel {file} is not loaded but compiled again: {error.strerror}")
+        return False
+    with open(descriptor, "rb") as opened:
+        found = os.fstat(descriptor)
+        fault = _open_to_others(found) if stat.S_ISREG(found.st_mode) else "is no file"
+        if fault is None:
+            data = opened.read()
+            fault = "is not what was built" if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() != data[-_DIGEST_BYTES:] else None
+    if fault is not None and tell:
+        _warn(f"the kernel {file} is not loaded but compiled again: it {fault}")
+    return fault is None
+
+
+@contextlib.contextmanager
+def _building(folder: Path, name: str) -> Iterator[None]:
+    """One process at a time. A process that ends lets go; where there are no locks, all build, and the last one's stays."""
+    descriptor = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            for left in folder.glob(f".build-{name}-*"):  # by a process that was ended
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(folder: Path, file: Path, build: Callable[[Path], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".build-{file.name}-", dir=folder, ignore_cleanup_errors=True) as place:
+        made = Path(place) / "out.so"
+        build(made)
+        data = made.read_bytes()
+        with made.open("ab") as opened:
+            opened.write(hashlib.sha256(data).digest())
+            opened.flush()
+            os.fsync(opened.fileno())
+        made.chmod(0o700)
+        os.replace(made, file)
+
+
+def _for_this_process(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="meshc-", ignore_cleanup_errors=True) as place:  # mode 0700; a loaded library needs no name
+        build(Path(place) / name)
+        return ctypes.CDLL(str(Path(place) / name))
+
+
+def _warn(text: str) -> None:
+    warnings.warn(
+        f"{text}\n"
+        "  why: loading a library runs it, so meshc loads none that another user can have written\n"
+        "  what to do: give MESHC_CACHE a folder that only you can write, on a path that only you and root can change",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,60 @@
+"""What torch keeps of a compilation when it is over, and nobody reads any more: about half a megabyte, given up here.
+
+    functional_export.__compiled_fn_3_19f80e55_...     the traced graph, its fake tensors and their mode, for a call that never comes
+    weakref.finalize(torch.Tensor, invalidate guards)  the guards of a trace, until a class or a module of Python's goes away, so for ever
+    <eval_with_key>.17                                 the source of each graph on the way that was made runnable, for tracebacks
+    CompilationMetrics                                 what Dynamo was set to (the last 64)
+
+Dynamo writes the function that it has compiled into the globals of the function that it has traced, and export traces one of a module of
+torch's own. A guard on an object is to fail when the object goes; those of an export are never asked, and have no place in Dynamo's caches.
+The user's own `torch.compile` has other globals, and keeps its guards; of what another thread traces meanwhile, sources and metrics go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def given_up() -> Iterator[None]:
+    """Around one compilation."""
+    from torch._dynamo import functional_export, utils
+    from torch.fx import graph_module
+
+    names, sources = vars(functional_export), graph_module._loader.eval_cache
+    known_names, known_sources, known_metrics = set(names), set(sources), set(map(id, utils._compilation_metrics))
+    try:
+        yield
+    finally:
+        for name in [name for name in list(names) if name.startswith("__") and name not in known_names]:
+            del names[name]
+        for name in [name for name in list(sources) if name not in known_sources]:
+            del sources[name]
+            linecache.cache.pop(name, None)
+        for finalizer in _finalizers():
+            if _guards_code_of(finalizer, names):
+                finalizer.detach()
+        for metrics in [one for one in list(utils._compilation_metrics) if id(one) not in known_metrics]:
+            utils._compilation_metrics.remove(metrics)
+
+
+def _finalizers() -> list[weakref.finalize[Any, Any]]:
+    """All of the process. There is no other way to those whose maker has not kept them."""
+    registry: dict[weakref.finalize[Any, Any], Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    return list(registry)
+
+
+def _guards_code_of(finalizer: weakref.finalize[Any, Any], names: dict[str, Any]) -> bool:
+    """Whether it is there to invalidate the guards of code with these globals."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    found = finalizer.peek()
+    call = found[1] if found is not None else None
+    owner = getattr(call.func, "__self__", None) if isinstance(call, functools.partial) else None
+    guards = getattr(owner, "guard_manager", None) if isinstance(owner, CheckFunctionManager) else None
+    return (getattr(guards, "global_scope", None) or {}).get("G") is names

@@ -1,0 +1,61 @@
+"""`meshc::check_index`: an index as it is, once every value of it is known to be one that its reader has a row for.
+
+    check_index(index, low, high, ignore, of, at, whole) -> index        low <= value < high, or value == ignore
+
+A rank reads the rows of its tile and takes those of others for zero, so that an index that no rank has a row for would count as a row of
+zeros, or as no loss, where one device raises. `of` and `at` say in the error whose values these are and where the model reads by them;
+`whole`: every rank has the same values, so that all of them raise. On CUDA it is what torch does there: an assertion on the device, which
+does not wait.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshc.errors import InputError
+
+
+@torch.library.custom_op("meshc::check_index", mutates_args=())
+def check_index(index: Tensor, low: int, high: int, ignore: int | None, of: str, at: str, whole: bool = False) -> Tensor:
+    if index.numel() == 0:
+        return index.clone()
+    if index.device.type == "cuda":
+        torch._assert_async(_legal(index, low, high, ignore).all(), f"{of} at {at}: {_range(low, high, ignore)}")
+        return index.clone()
+    least, most = torch.aminmax(index)
+    if not (low <= int(least) and int(most) < high):
+        _refuse(index, low, high, ignore, of, at, whole)
+    return index.clone()
+
+
+@check_index.register_fake
+def _(index: Tensor, low: int, high: int, ignore: int | None, of: str, at: str, whole: bool = False) -> Tensor:
+    return torch.empty_like(index)
+
+
+def _legal(index: Tensor, low: int, high: int, ignore: int | None) -> Tensor:
+    inside = (index >= low) & (index < high)
+    return inside if ignore is None else inside | (index == ignore)
+
+
+def _refuse(index: Tensor, low: int, high: int, ignore: int | None, of: str, at: str, whole: bool) -> None:
+    """Raises InputError if a value is none that may be ignored either."""
+    outside = index[~_legal(index, low, high, ignore)]
+    if outside.numel() == 0:
+        return
+    several = f"{outside.numel()} of {index.numel()} values are such, from {int(outside.min())} to {int(outside.max())}"
+    error = InputError(
+        f"{of} holds {int(outside[0])}, {_range(low, high, ignore)}\n"
+        f"  in your model: {at or 'a line that is not known'}\n"
+        f"  how many: {several if outside.numel() > 1 else f'one value of {index.numel()}'}\n"
+        "  what to do: look where these values come from (a tokenizer of another vocabulary, labels of another data set); "
+        "meshc.Options(check_indices=False) leaves the check out, and such a row then counts as zeros"
+    )
+    error.of_all = whole
+    raise error
+
+
+def _range(low: int, high: int, ignore: int | None) -> str:
+    legal = f"{low} to {high - 1}" if high > low else "nothing"
+    return f"where {legal} is legal" + ("" if ignore is None else f", and {ignore}, which is ignored")

@@ -1,0 +1,126 @@
+"""Guards: indices are looked at before they are read by, on whichever rank holds them.
+
+    rows = embedding(weight, ids)        becomes       ids_1 = check_index(ids, 0, 50257, None, "input_ids", "model.py:12 embed", True)
+                                                       rows = embedding(weight, ids_1)
+
+A value that every rank can make of the call's inputs without communication is checked whole and before anything else, so that all ranks
+refuse it together and nothing has been sent. Any other is checked where it is read, a rank its own part; padding, which nobody reads, is
+taken for 0. What is certain to fit (a position, a place that `topk` found) is not looked at, nor is what backward reads once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import records
+from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
+from meshc.ops import take as _take  # noqa: F401 - registers them
+from meshc.passes.factorize import Instance, Value
+from meshc.passes.partition.builder import Builder
+from meshc.passes.propagate import Assignment
+from meshc.passes.rules.bounds import BOUNDS, Bound, fits, origin
+from meshc.program import Port
+
+Key = tuple[Any, Bound]
+MASKING = (torch.ops.meshc.take.default, torch.ops.meshc.one_hot.default)
+"""Operators for which an index out of range is none of theirs, whatever is split."""
+
+
+class Guards:
+    """The checks of one graph. `on_device`: an operator that reads whole rows makes the check of its own, as torch's kernels do on CUDA."""
+
+    def __init__(self, build: Builder, assignment: Assignment, ports: Mapping[Node, Port], on_device: bool) -> None:
+        self.build, self.assignment, self.ports, self.on_device = build, assignment, ports, on_device
+        self.instances = assignment.factors.instances
+        self.whole: set[Value] = set()
+        """Values of which there is no form that was not checked."""
+        self._done: dict[Key, Node] = {}
+
+    def first(self, graph: Graph, check: Callable[[Value, Instance, list[Bound]], None]) -> None:
+        """Calls `check` for every value that ranks check whole, with the first operator that reads by it and all its bounds."""
+        found: dict[Value, tuple[Instance, list[Bound]]] = {}
+        known: dict[Value, bool] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in BOUNDS:
+                instance = self.instances[node]
+                for bound in self._bounds(instance):
+                    value = instance.values[bound.operand]
+                    if self._of_whole_inputs(value, known):
+                        _, bounds = found.setdefault(value, (instance, []))
+                        bounds += [bound] if bound not in bounds else []
+        for value, (instance, bounds) in found.items():
+            check(value, instance, bounds)
+            self.whole.add(value)
+
+    def of_operands(self, instance: Instance, operands: list[Node], clean: Callable[[int], Node]) -> list[Node]:
+        """An operator's operands on a rank, with those checked that were not checked whole. `clean` gives one with its padding 0."""
+        checked = list(operands)
+        if instance.node.target in BOUNDS:
+            for bound in self._bounds(instance):
+                if instance.values[bound.operand] not in self.whole:
+                    key = (operands[bound.operand], bound)
+                    if key not in self._done:
+                        self._done[key] = self.emit(instance, clean(bound.operand), bound)
+                    checked[bound.operand] = self._done[key]
+        return checked
+
+    def emit(self, instance: Instance, index: Node, bound: Bound, whole: bool = False) -> Node:
+        of = self._told(instance.values[bound.operand])
+        at = str(records(instance.node)[0].source)
+        return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole)
+
+    def _bounds(self, instance: Instance) -> list[Bound]:
+        node = instance.node
+        if records(node)[0].phase != "forward":
+            return []
+        split = any(letter == "v" and axes for (letter, _), axes in self.assignment.chosen.get(node, {}).items())
+        if self.on_device and not split and node.target not in MASKING:
+            return []
+        tensors = [value[0] for value in instance.values]
+        found = BOUNDS[node.target](node, tensors)
+        return [bound for bound in found if bound.high > 0 and not fits(tensors[bound.operand], bound)]
+
+    def _of_whole_inputs(self, value: Value, known: dict[Value, bool]) -> bool:
+        """Whether a rank can make all of a value of what it has been given: integers of whole inputs, buffers and constants."""
+        if value not in known:
+            node, _ = value
+            if node.op == "placeholder":
+                port = self.ports[node]
+                known[value] = node in self.assignment.free and (port.sharding is None or not port.sharding.split_axes())
+            else:
+                known[value] = node in self.assignment.free and all(
+                    self._of_whole_inputs(one, known) for one in self.instances[node].values
+                )
+        return known[value]
+
+    def _told(self, value: Value) -> str:
+        """What a message calls an index: the input that it is, or the inputs that it is made of."""
+        source = origin(value[0])
+        if source in self.ports:
+            return _name(self.ports[source])
+        named = [_name(self.ports[node]) for node in _behind(source) if self.ports[node].kind in ("input", "buffer")]
+        return f"an index made of {', '.join(dict.fromkeys(named))}" if named else "an index that the model makes"
+
+
+def _name(port: Port) -> str:
+    return port.name if port.kind == "input" else f"the {port.kind} {port.name}"
+
+
+def _behind(node: Node) -> list[Node]:
+    """The placeholders that a value is made of by way of integers, in the order of the graph."""
+    found: set[Node] = set()
+    work, seen = [node], {node}
+    while work:
+        one = work.pop()
+        if one.op == "placeholder":
+            found.add(one)
+        for operand in one.all_input_nodes:
+            kinds = [record.dtype for record in records(operand)]
+            if operand not in seen and all(dtype is not None and not dtype.is_floating_point for dtype in kinds):
+                seen.add(operand)
+                work.append(operand)
+    return [one for one in node.graph.nodes if one in found]
