@@ -38,6 +38,7 @@ from meshc.runtime.ownership import calls_allowed, guard_calls
 from meshc.runtime.passcheck import PassCheck
 from meshc.runtime.session import Session
 from meshc.runtime.store import Store
+from meshc.runtime.turn import Turn
 from meshc.train_step import Traced, TrainStep, traced_step
 
 DEFAULTS = Options()
@@ -119,7 +120,7 @@ class Program:
         trainable = any(p.requires_grad for p in self.traced.module.parameters())
         if self.inputs == "local":
             self._check_local_batch()
-        self._board = self._meet()
+        self._board, self._turn = self._meet(), Turn()
         if args or kwargs:
             with self._guarded("compile"):
                 self._prepare(*self._admit(args, kwargs))
@@ -153,9 +154,9 @@ class Program:
         return world_board() if world > 1 else None
 
     def _guarded(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        """A context in which this rank's failure reaches the others, and theirs this one."""
+        """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
         if self._board is None:
-            return contextlib.nullcontext()
+            return self._turn.taken(what)
         return self._board.guard(self._store.step if self._store else 0, what)
 
     def _check_local_batch(self) -> None:

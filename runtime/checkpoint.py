@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshc.errors import StateError
 from meshc.optimizer import FIRST, HIDDEN
+from meshc.runtime.failure import SETTLED_S, current_board
 
 if TYPE_CHECKING:
     from meshc.runtime.store import Held, Store
@@ -29,7 +30,13 @@ _EXTRA = "_extra_state"
 
 
 def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
-    """The live tensors, by name; `dcp.load` writes into them in place. With `full`, whole CPU tensors on rank 0 and {} elsewhere."""
+    """The live tensors, by name; `dcp.load` writes into them in place. With `full`, whole CPU tensors on rank 0 and {} elsewhere.
+
+    Raises PeerError if ranks have stepped with different numbers, which is looked at first: no wrong state is given away.
+    """
+    board = current_board()
+    if board is not None:
+        board.settle(SETTLED_S)
     store.adopt_changes()
     store.sync()
     state: dict[str, Any] = {"model": dict(store.model.state_dict())}

@@ -21,22 +21,33 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshc.errors import MeshcError, PeerError
+from meshc.errors import MeshcError, PeerError, StateError
+from meshc.runtime.turn import Turn
 from meshc.runtime.watch import BEAT_S, Failure, Peer, Watch
 
 VERDICT_S: Final = 12.0
 """After a broken connection a rank waits so long for somebody to know why."""
 FAREWELL_S: Final = 3.0
 """The rank that serves the store stays so long at most, for the others to read its last words."""
+SETTLED_S: Final = 2.0
+"""At its end, and before it gives its state away, a rank waits so long for the others' numbers at most."""
 SETTLE_S: Final = 0.1
 """The time that gloo's threads get at exit."""
 
 _CONNECTION: Final = re.compile(r"gloo|pair closure|NCCL|onnection (closed|reset|refused)|Broken pipe|timed out|abort", re.IGNORECASE)
+
+
+class _Status:
+    """Ends the process with status 1 when nothing holds it any more: put into `sys`, after all exit handlers, where no other way is left
+    to say how a process has ended."""
+
+    def __del__(self, end: Any = os._exit) -> None:
+        end(1)
 
 
 class FailureBoard(Watch):
@@ -44,6 +55,7 @@ class FailureBoard(Watch):
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, groups: Sequence[ProcessGroup] = ()) -> None:
         super().__init__(store, rank, world_size, groups)
+        self.turn = Turn()
         if not self._closed:
             atexit.register(self._at_exit)
 
@@ -76,14 +88,28 @@ class FailureBoard(Watch):
         self._declare(Failure(self.rank, self.step, self.instruction, text))
         self._interrupt()
 
+    def settle(self, seconds: float) -> None:
+        """Waits until the numbers of all this rank's steps so far have been compared with the peers', so many seconds at most: ranks may
+        be about to do something else than this one. Raises PeerError if they differ, or a rank is known to have failed."""
+        counts = {} if self._closed else self.numbers.to_say()
+        deadline = time.monotonic() + seconds
+        while counts and self._failure is None and time.monotonic() < deadline:
+            self._refresh(BEAT_S)
+            if self.numbers.settled((rank for rank, peer in self._peers.items() if not (peer.said_goodbye or peer.exited)), counts):
+                break
+            time.sleep(0.02)
+        self.check()
+
     def close(self) -> None:
         """Says goodbye: from here on the others do not expect to hear from this rank. Called at exit, if not before. For good: a process
         has one board, whatever number of programs it runs."""
         if self._closed or self._closing or os.getpid() != self._process_id:
             return
-        uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None and self._failure is None and not hasattr(sys, "ps1"):
+        uncaught = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
+        if uncaught is not None and self._failure is None:
             self.fail(uncaught)
+        elif self._failure is None:
+            self._settle_at_the_end()
         self._goodbye = self._failure is None
         self._closing = True
         self._mark_page()
@@ -98,6 +124,15 @@ class FailureBoard(Watch):
         self._wake_watcher()
         for thread in self._threads:
             thread.join(2 * BEAT_S)
+
+    def _settle_at_the_end(self) -> None:
+        """A run that is over before the next beat is told too, by its exit status."""
+        try:
+            self.settle(SETTLED_S)
+        except PeerError as error:
+            if self._failure is not None and self._failure.differ:
+                print(f"meshc, rank {self.rank}: {error}", file=sys.stderr, flush=True)
+                vars(sys)["meshc's last word"] = _Status()
 
     def _at_exit(self) -> None:
         self.close()
@@ -146,6 +181,11 @@ class _Guard:
     def __enter__(self) -> None:
         board = self._board
         board.check()
+        try:
+            board.turn.take(self._instruction)
+        except StateError as error:  # which of its threads came first is another on each rank: all must stop
+            board.fail(error)
+            raise
         self._before = (board.step, board.instruction)
         board._be_at(self._step, self._instruction)
         board._inside += 1
@@ -163,6 +203,7 @@ class _Guard:
         finally:
             board._inside -= 1
             board._be_at(*self._before)
+            board.turn.give()
 
 
 _BOARDS: Final[dict[ProcessGroup, FailureBoard]] = {}
@@ -177,6 +218,12 @@ def world_board() -> FailureBoard:
         store = dist.PrefixStore("meshc", world.get_group_store())
         _BOARDS[world] = FailureBoard(store, dist.get_rank(), dist.get_world_size(), [world])
     return _BOARDS[world]
+
+
+def current_board() -> FailureBoard | None:
+    """The board of the default process group, if there is one yet."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None else _BOARDS.get(world)
 
 
 def _is_connection_error(exception: BaseException) -> bool:

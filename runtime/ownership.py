@@ -18,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError
+from meshc.optimizer_spec import group_numbers
+from meshc.runtime.failure import current_board
+from meshc.runtime.numbers import Stream
 from meshc.runtime.savers import look_who_asks
 
 if TYPE_CHECKING:
@@ -31,6 +34,13 @@ _GUARDS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKey
 
 _REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
+
+
+_LIVE: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that lie on a mesh, of whatever store."""
+
+_STREAMS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stream] = weakref.WeakKeyDictionary()
+"""Of optimizers that step such parameters themselves (module mode): their numbers, for the comparison with the other ranks."""
 
 
 def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -75,6 +85,11 @@ def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
     optimizer.register_load_state_dict_post_hook(_after_optimizer_load)
 
 
+def mark_live(parameter: Tensor) -> None:
+    """From now on the numbers of an optimizer that steps this parameter are compared between ranks."""
+    _LIVE[parameter] = True
+
+
 def mark_replaced(parameter: Tensor, name: str) -> None:
     """From now on an optimizer that steps this parameter is told that it trains nothing."""
     _REPLACED[parameter] = name
@@ -113,10 +128,39 @@ def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
 
 @cache
 def _refuse_replaced_parameters() -> Any:
-    return register_optimizer_step_pre_hook(_check_parameters)
+    return register_optimizer_step_pre_hook(_before_a_step)
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_a_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _check_parameters(optimizer)
+    _note_numbers(optimizer)
+
+
+def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
+    """Nothing is sent: the board compares them at its next beat. Raises PeerError if it has found that ranks differ."""
+    board = current_board()
+    if board is None or store_of(optimizer) is not None:  # a program that updates compares them itself
+        return
+    stream = _STREAMS.get(optimizer)
+    if stream is None:
+        if not any(parameter in _LIVE for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        stream = _STREAMS[optimizer] = board.numbers.stream("optimizer")
+    board.check()
+    given = [(f"{i}.{name}", number) for i, group in enumerate(optimizer.param_groups) for name, number in _numbers(optimizer, group)]
+    stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))
+
+
+def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Those in device memory are left out: reading one would wait for the device at each step."""
+    for name, value in group_numbers(optimizer, group).items():
+        if not isinstance(value, Tensor):
+            yield name, value
+        elif value.device.type == "cpu":
+            yield name, value.item()
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     if not len(_REPLACED):
         return
     names = [_REPLACED[p] for group in optimizer.param_groups for p in group["params"] if p in _REPLACED]

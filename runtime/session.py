@@ -23,6 +23,7 @@ from meshc.runtime import collectives, layouts
 from meshc.runtime.backwards import Backwards, Make
 from meshc.runtime.cuda_graph import ON_DEVICE, GraphedStep, refusal
 from meshc.runtime.executor import Executor
+from meshc.runtime.numbers import Stream
 from meshc.runtime.store import Store
 from meshc.sharding import local_shape
 
@@ -72,6 +73,8 @@ class Session:
         }
         self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
+        takes = self.numbers or self.random is not None
+        self.stream = executor.board.numbers.stream("program") if executor.board is not None and takes else None
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.calls = 0
@@ -88,6 +91,8 @@ class Session:
         """Every input by key, for the executor."""
         self.store.check_filled()
         self.store.adopt_changes()
+        if self.stream is not None:
+            self._note(self.stream, numbers)
         values: dict[str, Any] = dict(self._buffers)
         for port, tensor in zip(self.inputs, tensors, strict=True):
             values[port.key] = self._input(port, tensor)
@@ -98,6 +103,14 @@ class Session:
             self.seed_step.copy_(seed_step(self.store.seed, self.store.step))
             values[self.random] = self.seed_step
         return values
+
+    def _note(self, stream: Stream, numbers: Mapping[str, float]) -> None:
+        """What this call takes, for the comparison with the other ranks; the step of random numbers as an offset, which rarely changes."""
+        names, given = tuple(numbers), tuple(numbers.values())
+        if self.random is not None:
+            names += ("the seed of random numbers", "the step of random numbers, less the program's calls,")
+            given += (self.store.seed, self.store.step - stream.count)
+        stream.note(names, given)
 
     def _input(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
         return self._as_it_lies(port, tensor.detach())

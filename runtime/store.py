@@ -299,6 +299,7 @@ class Store:
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
                 held.seen = held.version()
                 ownership.mark_replaced(tensor, held.name)
+                ownership.mark_live(held.live)
                 self._replaced[tensor] = key
                 self._live[id(held.live)] = key
             held.places = [(module._parameters if _is_parameter(key) else module._buffers, name) for _, module, name in places]

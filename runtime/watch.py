@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc.runtime import collectives
+from meshc.runtime.numbers import Numbers
 
 BEAT_S: Final = 1.0
 """A rank publishes where it is, and reads the others, this often."""
@@ -50,6 +52,8 @@ class Failure:
     step: int | None
     instruction: str
     message: str | None
+    differ: bool = False
+    """The ranks differ in something: no rank's failure more than another's."""
 
     @property
     def place(self) -> str:
@@ -58,6 +62,8 @@ class Failure:
         return f"at step {self.step}, {self.instruction}" if self.instruction else f"at step {self.step}"
 
     def __str__(self) -> str:
+        if self.differ and self.message is not None:
+            return self.message
         return f"rank {self.rank} died {self.place}" if self.message is None else f"rank {self.rank} failed {self.place}: {self.message}"
 
 
@@ -90,6 +96,7 @@ class Watch:
         self._instruction = ""
         self._page: mmap.mmap | None = None
         self._inside = 0  # how many guards the main thread is in
+        self.numbers = Numbers(rank)
         self.began = 0
         """Calls of programs, and backwards, that this rank has begun to run: what `ahead` compares."""
         self._failure: Failure | None = None
@@ -249,6 +256,9 @@ class Watch:
             line.compare_set("failure", "", json.dumps(asdict(self._post)))
             self._post = None
         self._beats += 1
+        numbers = self.numbers.to_say()
+        for name, rows in self.numbers.to_write():
+            line.set(f"numbers/{self.rank}/{name}", json.dumps(rows))
         gone = [rank for rank, peer in self._peers.items() if peer.said_goodbye]
         beat = {
             "beat": self._beats,
@@ -258,6 +268,7 @@ class Watch:
             "goodbye": self._goodbye,
             "knows": self._failure is not None,
             "gone": gone,
+            "numbers": numbers,
         }
         line.set(f"beat/{self.rank}", json.dumps(beat))
         for rank, peer in self._peers.items():
@@ -266,8 +277,20 @@ class Watch:
                 self._note(peer, json.loads(line.get(f"beat/{rank}")) if here else None)
         if self._failure is None and line.check(["failure"]):
             self._learn(Failure(**json.loads(line.get("failure"))))
+        self._compare_numbers(line)
         if self._rank_0_serves and 0 in gone:
             self._line = None  # rank 0 has read in this beat that it is no longer needed; its store goes with it
+
+    def _compare_numbers(self, line: dist.Store) -> None:
+        """With what each peer's beat says of its steps. A difference is posted in the next round, which is at once."""
+        for rank, peer in self._peers.items():
+            if peer.beat is None or self._failure is not None:
+                continue
+            told = partial(_read_json, line, f"numbers/{rank}/")
+            difference = self.numbers.compare(rank, peer.beat["numbers"], told)
+            if difference is not None:
+                self._post = Failure(self.rank, self.step, self.instruction, difference.text(self.rank), differ=True)
+                self._learn(self._post)
 
     def _note(self, peer: Peer, beat: dict[str, Any] | None) -> None:
         if beat is None or (peer.beat is not None and peer.beat["beat"] == beat["beat"]):
@@ -350,6 +373,10 @@ class Watch:
             text = f"meshc, rank {self.rank}: {self._failure}; ending this process, which has not come back from {where} in {GRACE_S:.0f} s"
             print(text, file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def _read_json(line: dist.Store, folder: str, name: str) -> Any:
+    return json.loads(line.get(folder + name))
 
 
 def _served_by_rank_0(store: dist.Store) -> bool:

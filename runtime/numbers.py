@@ -1,0 +1,176 @@
+"""The numbers that each step takes (learning rates, betas, seeds, ...), compared between ranks without a message of their own.
+
+    main thread   count 1: {lr: .1}   2: the same   3: {lr: .09}      a change goes into a chained digest, no change costs a comparison
+    reporter      once a second, in its beat: (count, digest)         a peer's (count, digest) ── against this rank's digest at that count
+
+So a rank never waits, nothing is added to a step's messages, and no difference is lost between two beats: digests are chained, and once two
+ranks have differed at some step, theirs differ for ever. A rank compares with those whose beats it reads, its next neighbour among them;
+since that holds for every rank, all are compared, whatever their number.
+
+What the numbers were is written to the store where they change, and read from there by who finds that digests differ, so that the message
+can name the first number that did, with both values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+KEPT: Final = 4096
+"""Changes of one stream whose digests are remembered: ranks further apart than that are compared when they have come closer."""
+TOLD: Final = 64
+"""Changes whose values are remembered and written to the store."""
+
+Number = float | int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What rank `other` had at `count` of a stream and this rank did not. `names` and values are empty where nobody remembers."""
+
+    stream: str
+    count: int
+    other: int
+    name: str = ""
+    mine: str = ""
+    theirs: str = ""
+
+    def text(self, rank: int) -> str:
+        first, second = sorted(((rank, self.mine), (self.other, self.theirs)))
+        what = f"the numbers of {self.stream}"
+        if not self.name:
+            return f"ranks {first[0]} and {second[0]} differ in {what}, at its step {self.count} or before{ADVICE}"
+        group, _, number = self.name.rpartition(".")
+        name = f"{number} of group {group}" if group else number
+        values = f"{first[1]} on rank {first[0]} and {second[1]} on rank {second[0]}"
+        return f"ranks differ in {what}: at its step {self.count}, {name} is {values}{ADVICE}"
+
+
+ADVICE: Final = (
+    "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
+    "  what to do: make every change of the optimizer on every rank; a scheduler that steps by a metric needs the same metric everywhere\n"
+    "  (all-reduce it). Go on from a state that was saved before that step"
+)
+
+
+class Stream:
+    """The numbers of one program or optimizer, call by call. `note` is the main thread's, all else the reporter's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self._last: tuple[Number, ...] | None = None
+        self._names: tuple[str, ...] = ()
+        self._digest = 0
+        self._changes: deque[tuple[int, int]] = deque(maxlen=KEPT)  # (count, digest from there on)
+        self._values: deque[tuple[int, tuple[Number, ...], tuple[str, ...]]] = deque(maxlen=TOLD)
+        self._lock = threading.Lock()
+
+    def note(self, names: tuple[str, ...], values: tuple[Number, ...]) -> None:
+        """One more step, that takes these numbers."""
+        if values != self._last or names != self._names:
+            with self._lock:
+                self._last, self._names = values, names
+                chained = f"{self._digest} {self.count + 1} {names} {values}".encode()
+                self._digest = int.from_bytes(hashlib.blake2b(chained, digest_size=8).digest(), "big")
+                self._changes.append((self.count + 1, self._digest))
+                self._values.append((self.count + 1, values, names))
+        self.count += 1
+
+    def now(self) -> tuple[int, int]:
+        """The count, and the digest there."""
+        count = self.count  # before the digests: they may be ahead of it by one
+        return count, self.at(count) or 0
+
+    def at(self, count: int) -> int | None:
+        """The digest at a count, None if it is no longer known."""
+        with self._lock:
+            return next((digest for since, digest in reversed(self._changes) if since <= count), None)
+
+    def told(self) -> list[Any]:
+        """Count, values and names of the last changes, as JSON holds them: names only where they are others than before."""
+        rows: list[Any] = []
+        last = None
+        with self._lock:
+            for since, values, names in self._values:
+                rows.append([since, list(map(repr, values)), list(names) if names != last else None])
+                last = names
+        return rows
+
+
+class Numbers:
+    """The streams of this rank, and what its peers have told of theirs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._streams: dict[str, Stream] = {}
+        self._serial = itertools.count(1)
+        self._written: dict[str, int] = {}
+        self._ahead: dict[tuple[int, str], tuple[int, int]] = {}  # what a peer said that this rank has not come to
+        self._compared: dict[tuple[int, str], int] = {}
+
+    def stream(self, what: str) -> Stream:
+        """A new stream. All ranks make theirs in the same order."""
+        stream = Stream(f"{what} {next(self._serial)}")
+        self._streams[stream.name] = stream
+        return stream
+
+    def to_say(self) -> dict[str, tuple[int, int]]:
+        """What a beat carries of this rank: the count of each stream, and the digest there."""
+        return {name: stream.now() for name, stream in list(self._streams.items()) if stream.count}
+
+    def to_write(self) -> Iterable[tuple[str, list[Any]]]:
+        """Streams whose numbers have changed since they were last written, and what to write."""
+        for name, stream in list(self._streams.items()):
+            if stream._digest != self._written.get(name, 0):
+                self._written[name] = stream._digest
+                yield name, stream.told()
+
+    def compare(self, peer: int, said: Mapping[str, Sequence[int]], read: Callable[[str], list[Any]]) -> Difference | None:
+        """What a peer's beat said, against this rank. `read` gets what the peer has written of a stream."""
+        for name, (count, digest) in said.items():
+            stream = self._streams.get(name)
+            if stream is None:
+                continue
+            here = stream.count
+            waiting = self._ahead.pop((peer, name), None)
+            for then, theirs in ([waiting] if waiting else []) + [(count, digest)]:
+                if then > here:
+                    self._ahead.setdefault((peer, name), (then, theirs))
+                    continue
+                mine = stream.at(then)
+                if mine is not None and mine != theirs:
+                    return _first(stream, then, peer, stream.told(), read(name))
+                self._compared[peer, name] = max(then, self._compared.get((peer, name), 0))
+        return None
+
+    def settled(self, peers: Iterable[int], counts: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether these peers have been compared up to these counts of this rank (`to_say`)."""
+        return all(self._compared.get((peer, name), 0) >= count for peer in peers for name, (count, _) in counts.items())
+
+
+def _first(stream: Stream, count: int, other: int, mine: list[Any], theirs: list[Any]) -> Difference:
+    """The first number in which two histories differ, as far as both go back; `count` is where they are known to have."""
+    here, there = _by_name(mine), _by_name(theirs)
+    for since in sorted({*here, *there}):
+        if since > count or not here or not there or since < max(min(here), min(there)):
+            continue
+        one, two = (rows[max(at for at in rows if at <= since)] for rows in (here, there))
+        for name in one | two:
+            if one.get(name) != two.get(name):
+                return Difference(stream.name, since, other, name, one.get(name, "not there"), two.get(name, "not there"))
+    return Difference(stream.name, count, other)
+
+
+def _by_name(rows: list[Any]) -> dict[int, dict[str, str]]:
+    found: dict[int, dict[str, str]] = {}
+    names: list[str] = []
+    for since, values, own_names in rows:
+        names = names if own_names is None else own_names
+        found[since] = dict(zip(names, values, strict=True))
+    return found

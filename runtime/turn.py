@@ -1,0 +1,56 @@
+"""One thread at a time: who else comes is refused, and does not wait.
+
+    main thread     call ────────────────────────────>      takes the turn, gives it back
+    another              call: StateError                   would mix its messages with the other's, in an order of its own on each rank
+
+To wait would be no better: which thread comes first is another on each rank, and ranks would run different calls together. What the
+holder does inside (a program in a hook of another, a compilation in a call) is the same turn. Backward takes one of its own, on CUDA in
+autograd's thread, when the call has given its back. Threads that take turns by a lock of the caller's are not in each other's way.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from meshc.errors import StateError
+
+
+class Turn:
+    """`with turn.taken(what)`, or `take` and `give`. What raises, raises before anything has changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder = ("", "")
+
+    def take(self, what: str) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise self._refusal(what)
+        self._holder = (threading.current_thread().name, what)
+
+    def give(self) -> None:
+        self._lock.release()
+
+    def taken(self, what: str) -> _Taken:
+        return _Taken(self, what)
+
+    def _refusal(self, what: str) -> StateError:
+        name, doing = self._holder
+        return StateError(
+            f"two threads use meshc at once: {name} is in {doing}, and {threading.current_thread().name} came to {what}\n"
+            "  why: ranks send and receive in one order, and a program works in buffers of its own\n"
+            "  what to do: call programs from one thread; or put a lock around every call, taken in the same order on all ranks"
+        )
+
+
+class _Taken:
+    __slots__ = ("_turn", "_what")
+
+    def __init__(self, turn: Turn, what: str) -> None:
+        self._turn, self._what = turn, what
+
+    def __enter__(self) -> None:
+        self._turn.take(self._what)
+
+    def __exit__(self, kind: type[BaseException] | None, exception: BaseException | None, trace: TracebackType | None) -> None:
+        self._turn.give()

@@ -1,0 +1,141 @@
+"""Ranks that step with other numbers than the others, or in two threads: each function in a launch of its own, and what this rank got."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import meshc
+from meshc.runtime.failure import world_board
+from tests.models import Case, mlp, nanogpt
+from tests.processes.reference import adamw, sgd
+from tests.processes.session import device_mesh
+
+
+def trained(mesh: Any) -> tuple[meshc.Program, torch.optim.Optimizer, Case]:
+    case = mlp()
+    optimizer = sgd(case.model.parameters())
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss), mesh, kwargs=case.call_kwargs)
+    return program, optimizer, case
+
+
+def for_ever(step: Callable[[], Any]) -> None:
+    """Until this rank is told; a minute at most."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        step()
+
+
+def another_rate(mesh: Any) -> None:
+    """Rank 1 forgets its learning rate in step 3."""
+    program, optimizer, case = trained(mesh)
+    for _ in range(2):
+        program(**case.call_kwargs)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = 0.2
+    for_ever(lambda: program(**case.call_kwargs))
+
+
+def a_scheduler_on_one_rank(mesh: Any) -> None:
+    """Three steps, over before anybody has read a beat."""
+    program, optimizer, case = trained(mesh)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(3):
+        program(**case.call_kwargs)
+        if dist.get_rank() == 0:
+            scheduler.step()
+
+
+def saved_after_another_rate(mesh: Any) -> None:
+    """For one step, before the state is saved: nothing is given away."""
+    program, optimizer, case = trained(mesh)
+    for step in range(3):
+        optimizer.param_groups[0]["momentum"] = 0.5 if step == 1 and dist.get_rank() == 1 else 0.9
+        program(**case.call_kwargs)
+    program.state_dict(full=True)
+
+
+def another_rate_in_module_mode(mesh: Any) -> None:
+    """The user's own optimizer; the numbers differ where it is built."""
+    case = mlp()
+    program = meshc.compile(case.model, mesh, kwargs=case.kwargs)
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3 * (1 + dist.get_rank()))
+
+    def step() -> None:
+        case.loss_of(program(**case.kwargs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for_ever(step)
+
+
+def two_threads(mesh: Any) -> None:
+    """A thread calls the program while the main thread does."""
+    program, _, case = trained(mesh)
+    stopped: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            for_ever(lambda: program(**case.call_kwargs))
+        except meshc.MeshcError as error:
+            stopped.append(error)
+
+    thread = threading.Thread(target=call, name="the second")
+    thread.start()
+    try:
+        for_ever(lambda: program(**case.call_kwargs))
+    finally:
+        thread.join(20)
+        print(*[f"the second: {type(error).__name__}: {error}" for error in stopped], flush=True)
+
+
+def all_is_well(mesh: Any) -> None:
+    """Schedulers on both ranks, another shape, a loaded state, a second program with random numbers, ranks that are late: no word."""
+    program, optimizer, case = trained(mesh)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    random = nanogpt(layers=1, dropout=0.1)
+    drawing = meshc.compile(random.model, mesh, kwargs=random.kwargs)
+    for step in range(30):
+        rows = 4 if step % 5 == 4 else 6
+        program(**{name: value[:rows] for name, value in case.call_kwargs.items()})
+        with torch.no_grad():
+            drawing(**random.kwargs)
+        scheduler.step()
+        if step % 10 == 3:
+            time.sleep(1.5 * dist.get_rank())
+        if step % 10 == 7:
+            program.load_state_dict(copy.deepcopy(program.state_dict()))
+    module = mlp()
+    called = meshc.compile(module.model, mesh, kwargs=module.kwargs)
+    own = adamw(module.model.parameters())
+    for _ in range(30):
+        module.loss_of(called(**module.kwargs)).backward()
+        own.step()
+    board = world_board()
+    board.settle(20)
+    streams = board.numbers.to_say()
+    assert len(streams) == 4, streams  # two shapes, the second program, the optimizer
+    assert board.numbers.settled([1 - dist.get_rank()], streams), streams
+
+
+WAYS: tuple[Callable[[Any], None], ...] = (
+    another_rate, a_scheduler_on_one_rank, saved_after_another_rate, another_rate_in_module_mode, two_threads, all_is_well,
+)  # fmt: skip
+
+
+def run(name: str) -> None:
+    dist.init_process_group("gloo")
+    mesh = device_mesh(f"dp={dist.get_world_size()}")
+    try:
+        next(way for way in WAYS if way.__name__ == name)(mesh)
+    except meshc.MeshcError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(3)
+    print("no error", flush=True)
