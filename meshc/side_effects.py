@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,10 +148,17 @@ def _changes(account: Any) -> list[Source]:
             continue
         for stack in account.mutation_user_stacks.get(variable, ()):
             place = innermost(stack)
-            if place is None or (any(name in place.code for name in same) and not any(name in place.code for name in changed)):
+            if place is None or _is_stock(place.file):
                 continue
-            found[place] = None
+            if any(name in place.code for name in changed) or not any(name in place.code for name in same):
+                found[place] = None
     return list(found)
+
+
+def _is_stock(file: str) -> bool:
+    """Whether a file is transformers' own: what its models keep (a window's size, say) follows from the call, and no user can change it."""
+    package = getattr(sys.modules.get("transformers"), "__file__", None)
+    return package is not None and file.startswith(os.path.dirname(package) + os.sep)
 
 
 def _is_so(variable: Any, name: str, value: Any) -> bool:
