@@ -3,7 +3,8 @@
     all_reduce(y: "f32[a 4, b 6/tp] pending(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
     all_gather(y: "f32[a 4/dp, b 6/tp]", ["dp"], 0)                       gives f32[a 4, b 6/tp]
 
-Where operand or result has none (collectives that carry several values), nothing is said. What other operators do to shardings is for the
+Where operand or result has none (collectives that carry several values), nothing is said, nor between pipeline stages, each of which has a
+graph and values of its own. What other operators do to shardings is for the
 rules to say.
 """
 

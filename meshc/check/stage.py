@@ -23,7 +23,7 @@ from meshc.check.types import Wrong, check_type
 from meshc.ir import Record
 from meshc.ops.optim import MANY
 from meshc.program import Stage
-from meshc.spmd import is_collective
+from meshc.spmd import is_collective, joins_stages
 from meshc.text import print_type
 
 OWN = ("parameter", "buffer", "state")
@@ -84,7 +84,7 @@ def _made(node: Node, values: Mapping[Node, Any], writable: Mapping[Node, str], 
         _check_places(node, values)
         found = operators.made_by(node.target, args, kwargs, len(declared) if isinstance(declared, tuple) else 1)  # type: ignore[arg-type]
     _compare(found, declared, sizes)
-    if is_collective(node.target):
+    if is_collective(node.target) and not joins_stages(node):
         check_moved(node)
     return found
 

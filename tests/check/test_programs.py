@@ -20,7 +20,7 @@ from meshc.check.stage import faults
 from meshc.errors import ArtifactError
 from meshc.parse import parse_stage
 from meshc.program import Program
-from tests.models import Case, llama, mlp, resnet
+from tests.models import Case, llama, mlp, nanogpt, resnet
 
 
 def step(case: Case, mesh: str, **more: Any) -> meshc.Program:
@@ -49,8 +49,9 @@ def edited(saved: Path, tmp_path: Path, change: Any) -> tuple[Path, int]:
     return folder, number + 1
 
 
-def test_halos_and_modules_come_through() -> None:
-    for program in (step(resnet(), "tp=2", plan="tp: height"), meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), kwargs=mlp().kwargs)):
+def test_halos_modules_and_pipelines_come_through() -> None:
+    halos, module = step(resnet(), "tp=2", plan="tp: height"), meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), kwargs=mlp().kwargs)
+    for program in (halos, module, step(nanogpt(), "pp=2", options=meshc.Options(schedule="1f1b"))):
         check_program(program.compiled, "program.json")
 
 
