@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from meshc import ir, spmd
 from meshc.capture import source_of
+from meshc.folders import write_text, writing
 from meshc.ir import Record
 from meshc.program import Program, Stage
 from meshc.recipes import explain
@@ -48,18 +49,19 @@ def dumper(path: str | Path) -> Hook:
         if not done:
             _clear(folder)
         done.append(name)
-        (folder / f"{len(done):02}_{name}.py").write_text(draft_text(name, draft), encoding="utf-8")
-        (folder / PLAN).write_text(plan_text(draft), encoding="utf-8")
+        write_text(folder / f"{len(done):02}_{name}.py", draft_text(name, draft), lasting=False)
+        write_text(folder / PLAN, plan_text(draft), lasting=False)
 
     return write
 
 
 def _clear(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / PLAN).is_file():
-        for old in folder.iterdir():
-            if re.fullmatch(r"\d\d_\w+\.py", old.name):
-                old.unlink()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / PLAN).is_file():
+            for old in folder.iterdir():
+                if re.fullmatch(r"\d\d_\w+\.py", old.name):
+                    old.unlink()
 
 
 def plan_text(draft: Any) -> str:

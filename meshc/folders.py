@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -89,25 +89,32 @@ def put(made: Path, target: Path) -> None:
     _remove(beside(target, "old"))
 
 
-def write_text(target: str | os.PathLike[str], text: str) -> None:
-    """A text file, whole or as it was before. Raises FileError if the disk is full, or the file cannot be written.
+def write_text(target: str | os.PathLike[str], text: str, lasting: bool = True) -> None:
+    """A text file, whole or as it was before; `lasting`: on the disk when this returns. Raises FileError if it cannot be written."""
+    write_file(target, lambda made: made.write_bytes(text.encode()), lasting)
+
+
+def write_file(target: str | os.PathLike[str], write: Callable[[Path], object], lasting: bool = True) -> None:
+    """Like `write_text`, of what `write` writes to the path that it is given.
 
     What is no file (/dev/stdout, a pipe) is written to as it stands.
     """
     file = Path(os.path.realpath(target))
-    if Path(target).exists() and not file.is_file():
-        with writing(Path(target)):
-            Path(target).write_text(text, encoding="utf-8")
-        return
-    with writing(file):
+    with writing(Path(target)):
+        if Path(target).exists() and not file.is_file():
+            write(Path(target))
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         remove_left_behind(file)
         with _claimed(file, is_folder=False) as made:
-            made.write_text(text, encoding="utf-8", newline="\n")
+            write(made)
             if file.exists():
                 shutil.copymode(file, made)
-            to_disk(made)
+            if lasting:
+                to_disk(made)
             made.replace(file)
+        if lasting:
+            to_disk(file.parent)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from meshc import artifact, environment, text
+from meshc import artifact, environment, tensor_file, text
 from meshc.errors import InputError, StateError
+from meshc.folders import write_file, write_text, writing
 from meshc.ir import Record
 from meshc.program import Program
 from meshc.runtime.agreement import agree, to_all
@@ -115,12 +115,14 @@ class _Writer:
         self.program, self.folder, self.several = program, folder, calls > 1
         self.rows: list[dict[str, Any]] = []
         self.calls = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def call(self, step: int, found: Mapping[str, torch.Tensor], rates: list[float]) -> None:
         told = [port for port in self.program.outputs if port.kind == "output" or (port.kind == "metric" and port.shape)]
         outputs = {port.name: found[port.key].cpu().contiguous().clone() for port in told}
-        save_file(outputs, self.folder / (f"outputs_{self.calls}.safetensors" if self.several else "outputs.safetensors"))
+        file = self.folder / (f"outputs_{self.calls}.safetensors" if self.several else "outputs.safetensors")
+        write_file(file, lambda made: tensor_file.write(made, outputs))
         for name, value in outputs.items():
             kind = text.print_type(Record(tuple(value.shape), value.dtype))
             print(f"{name}: {kind}{f' = {value.item()}' if value.numel() == 1 else ''}")
@@ -129,7 +131,7 @@ class _Writer:
             scalars = [port for port in self.program.outputs if port.kind == "metric" and not port.shape]
             metrics = {port.name: found[port.key].item() for port in scalars}
             self.rows.append({"step": step, "loss": float(next(iter(outputs.values()))), **metrics, "lr": rates})
-            (self.folder / "metrics.json").write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
+            write_text(self.folder / "metrics.json", json.dumps(self.rows, indent=1) + "\n")
 
     def close(self, state: str | None) -> None:
         print(f"stored in {self.folder}")

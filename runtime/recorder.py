@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,6 +29,8 @@ import torch
 import torch.distributed as dist
 
 from meshc import environment
+from meshc.errors import FileError
+from meshc.folders import write_text, writing
 from meshc.pipelining import trace
 from meshc.pipelining.cut import slot
 from meshc.pipelining.events import Item, Run, parse_item
@@ -105,7 +106,8 @@ class Recorder:
             if item is not None:
                 self._labels[step].append(item)
         if self.rank == 0:
-            file.absolute().parent.mkdir(parents=True, exist_ok=True)  # rather fail now than after a call
+            with writing(file):
+                file.absolute().parent.mkdir(parents=True, exist_ok=True)  # rather fail now than after a call
 
     # ------------------------------------------------------------------------------------------------------------- while it runs
 
@@ -187,7 +189,7 @@ class Recorder:
 
     def _leave_behind(self) -> None:
         self._close()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, FileError):  # the failure that is on its way says more
             texts = behind(self.board, self._report([]), _LAST_WORDS_S)
             if texts is not None:
                 self._write([json.loads(text) for text in texts])
@@ -204,9 +206,7 @@ class Recorder:
         accuracy = {str(rank): f"{1e6 * width:.1f} us" for rank, (_, width) in enumerate(offsets)}
         text = trace.write(Timeline(events, mesh.world_size, f"{name}, measured", pipelines), {"clocks are right to": accuracy})
         target = Path(str(self.file).replace("{call}", str(environment.next_trace(self.file))))
-        part = target.with_name(target.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)
+        write_text(target, text, lasting=False)
 
 
 def _offset(reference: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ import torch
 from meshc import environment
 from meshc.bounds import number, read_text, shown
 from meshc.errors import ArtifactError, PlanError
+from meshc.folders import write_text
 from meshc.mesh import Mesh
 
 if sys.version_info >= (3, 11):
@@ -149,8 +150,7 @@ def read(path: Path) -> dict[str, Device]:
 
 def write(devices: Iterable[Device], path: Path) -> None:
     """Write devices in the form that `read` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(_section, devices)))
+    write_text(path, "\n".join(map(_section, devices)))
 
 
 def _section(one: Device) -> str:

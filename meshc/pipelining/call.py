@@ -19,6 +19,7 @@ from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, Link, for_mesh
 from meshc.cost.links import link_of, send_seconds
 from meshc.errors import PlanError
+from meshc.folders import write_text
 from meshc.pipelining import draw, trace
 from meshc.pipelining.cut import Move, Pipeline
 from meshc.pipelining.events import Handed, Run
@@ -102,13 +103,12 @@ def _meet(program: Program, pipeline: Pipeline) -> bool:
 def write(timeline: Timeline, path: str | Path) -> None:
     """As a picture where the path ends in .svg, as a trace for Perfetto where it ends in .json; else it is a folder, and gets both.
 
-    PlanError: another ending.
+    PlanError: another ending. FileError: it cannot be written.
     """
     path = Path(path)
     if path.suffix not in ("", ".svg", ".json") and not path.is_dir():
         raise PlanError(f"{path}: a timeline is written as .svg or .json, or as both into a folder (a path without an ending)")
     single = path.suffix in (".svg", ".json") and not path.is_dir()
     files = [path] if single else [path / "timeline.svg", path / "timeline.json"]
-    files[0].parent.mkdir(parents=True, exist_ok=True)
     for file in files:
-        file.write_text(draw.svg(timeline) if file.suffix == ".svg" else trace.write(timeline), encoding="utf-8")
+        write_text(file, draw.svg(timeline) if file.suffix == ".svg" else trace.write(timeline))
