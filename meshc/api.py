@@ -29,7 +29,7 @@ from meshc.pipelining.timing import Timeline
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
-from meshc.runtime.agreement import Disagreement, agree, refusable
+from meshc.runtime.agreement import Disagreement, agree, from_rank_0, refusable
 from meshc.runtime.autograd import Call, ProgramFunction
 from meshc.runtime.executor import Executor
 from meshc.runtime.failure import FailureBoard, world_board
@@ -465,7 +465,8 @@ class Program:
 
     def save(self, path: str | Path, weights: bool = True) -> None:
         """Write the artifact: a folder of texts, JSON and (without a process group, or on rank 0) weights."""
-        saving.save(self, path, weights)
+        with self._guarded("save"):
+            saving.save(self, path, weights, partial(from_rank_0, self._board))
 
     # -------------------------------------------------------------------------------------------------------------------- state
 

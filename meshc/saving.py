@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +13,25 @@ from meshc import artifact
 from meshc.optimizer import numbers
 
 
-def save(program: Any, path: str | os.PathLike[str], weights: bool = True) -> None:
-    """Write the folder of a `meshc.Program`; with a process group every rank calls it, weights are gathered and rank 0 writes."""
+def save(program: Any, path: str | os.PathLike[str], weights: bool, on_rank_0: Callable[[Callable[[], None]], Any]) -> None:
+    """Write the folder of a `meshc.Program`; with a process group every rank calls it, weights are gathered and rank 0 writes.
+
+    on_rank_0   does something there, while the others wait; what it refuses, all raise
+    """
     store = program._store if dist.is_initialized() else None
     tensors: dict[str, torch.Tensor] | None = None
     if weights:
         tensors = _local_tensors(program) if store is None else dict(store.state_dict(full=True).get("model", {}))
-    if store is None or dist.get_rank() == 0:
-        if store is not None and tensors is not None:
-            tensors = {**_buffers(program), **tensors}
+
+    def write() -> None:
+        found = {**_buffers(program), **tensors} if store is not None and tensors is not None else tensors
         program.general.info.update(beginnings(program))
-        artifact.save(program.general, path, tensors)
-    if store is not None and dist.get_world_size() > 1:
-        dist.barrier()
+        artifact.save(program.general, path, found)
+
+    if store is None:
+        write()
+    else:
+        on_rank_0(write)
 
 
 def _local_tensors(program: Any) -> dict[str, torch.Tensor]:

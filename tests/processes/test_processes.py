@@ -45,7 +45,7 @@ def test_verify_under_a_process_group(mesh: str, ranks: int) -> None:
 
 def test_train_step() -> None:
     names = ("scheduled", "recompiled", "another_batch", "weight_decay_to_zero", "loss_arguments")
-    names = (*names, "microbatches", "mean_of_parts", "autocast", "dynamic_sizes")
+    names = (*names, "microbatches", "mean_of_parts", "autocast", "dynamic_sizes", "full_disk")
     assert run("train_step", 2, "dp=2", *names, "partial_storage").split() == [*names, "partial_storage"]
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+import resource
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshc
+from meshc import artifact
 from meshc.runtime.executor import told
 from tests.models import mlp, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
@@ -270,6 +275,29 @@ def dynamic_sizes(mesh: Any) -> None:
     assert len(program._general) == 1 and len(program._sessions) == 4
 
 
+def full_disk(mesh: Any) -> None:
+    """Rank 0, which writes, has no room: all ranks have its error, nothing stays, and training goes on where it is caught."""
+    case = mlp()
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=adamw(case.model.parameters()), loss=case.loss), mesh)
+    program(**case.call_kwargs)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    path = Path(folder[0]) / "saved"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(meshc.FileError, match="(?s)saved cannot be written: File too large.*make room there") as caught:
+            program.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.everywhere and os.listdir(folder[0]) == []
+    dist.barrier()
+    program(**case.call_kwargs)
+    program.save(path)
+    assert os.listdir(folder[0]) == ["saved"] and artifact.load(path).mode == "step"
+
+
 def partial_storage(mesh: Any) -> None:
     """zero1 is for a TrainStep; module mode says so. Last, since a refusal stops all ranks."""
     case = mlp()
@@ -279,7 +307,7 @@ def partial_storage(mesh: Any) -> None:
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
     scheduled, recompiled, another_batch, weight_decay_to_zero, loss_arguments, microbatches, mean_of_parts, autocast, dynamic_sizes,
-    partial_storage,
+    full_disk, partial_storage,
 )  # fmt: skip
 
 
