@@ -106,7 +106,8 @@ def write_file(target: str | os.PathLike[str], write: Callable[[Path], object], 
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         remove_left_behind(file)
-        with _claimed(file, is_folder=False) as made:
+        with _claimed(file) as folder:
+            made = folder / file.name
             write(made)
             if file.exists():
                 shutil.copymode(file, made)
@@ -152,14 +153,11 @@ def _there(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _claimed(target: Path, is_folder: bool = True) -> Iterator[Path]:
-    """A neighbour of `target` that nobody else has, locked while it is in use."""
+def _claimed(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that nobody else has, locked while it is in use."""
     while True:
         made = beside(target, f"new-{secrets.token_hex(4)}")
-        if is_folder:
-            made.mkdir()
-        else:
-            made.touch(exist_ok=False)
+        made.mkdir()
         descriptor = os.open(made, os.O_RDONLY)
         if _locked(descriptor) is not False and _is(made, descriptor):  # between mkdir and flock it looks abandoned
             break

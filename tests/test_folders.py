@@ -164,7 +164,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_partial_stays(work: Callable
     text = str(caught.value)
     assert str(tmp_path) in text and "cannot be written: File too large" in text and "MB are free there" in text
     assert "what to do: make room there, or choose a path on another disk" in text
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() or ".new-" in path.name]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith(".")]
 
 
 def test_a_path_that_cannot_be_written_says_so(tmp_path: Path) -> None:
