@@ -47,6 +47,8 @@ ADVICE: Final[Mapping[str, str]] = {
     "the environment": "set these variables alike on every rank: in the launcher's environment, before it starts",
     "torch's settings": "make the same settings on every rank, before meshc.compile",
     "the optimizer's numbers": "build the optimizer with the same numbers on every rank",
+    "the saved program": "give every rank the same folder, on storage that all share, or the same copy on each machine",
+    "the saved state": "give every rank the same state, on storage that all share, or the same copy on each machine",
     COMPILED: "see what a rank's own code has made different: a branch on the rank, or values that forward reads",
 }
 
@@ -109,6 +111,19 @@ def before_compiling(program: Any, args: Any, kwargs: Any, key: Any) -> dict[str
     found |= {"grad mode": str(grad), "autocast": stable(autocast)}
     found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
     return {**found, INPUTS: calling.describe_inputs(args, kwargs)}
+
+
+def before_running(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, Any]) -> dict[str, str]:
+    """All that `meshc run` begins with. Tensors are compared by the hashes that a program's and a state's own tables hold of them."""
+    found = {**surroundings(), COMPILED: text.hash_program(program), "what the program begins with": stable(program.info)}
+    found |= {f"the option {name}": stable(value) for name, value in given.items()}
+    return found | {"the saved program": _tables(path), "the saved state": "none" if state is None else _tables(state)}
+
+
+def _tables(folder: str | Path) -> str:
+    """A digest of a folder's own tables."""
+    files = [Path(folder) / name for name in ("manifest.json", "program.json", "state.json")]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files if file.is_file()), digest_size=16).hexdigest()
 
 
 def _asked(program: Any) -> dict[str, str]:

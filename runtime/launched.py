@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshc import artifact, environment, tensor_file, text
+from meshc import agreed, artifact, environment, tensor_file, text
 from meshc.errors import InputError, StateError
 from meshc.folders import write_file, write_text, writing
 from meshc.ir import Record
@@ -65,7 +65,9 @@ def run_saved(ask: Run) -> None:
     try:
         with board.guard(0, "load") if board else nullcontext():
             if board is not None:
-                agree(board, "load", {environment.TRACE: str(environment.trace_file() or "not set")})
+                given = {"--backend": ask.backend, "--seed": ask.seed}
+                given |= {"number of --inputs": len(ask.inputs), "--save-state": ask.save_state is not None}
+                agree(board, "load", agreed.before_running(program, ask.path, ask.state, given), agreed.advice)
             _run_rank(program, ask, device, board)
     finally:
         if board is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.export import Dim
 
 import meshc
-from meshc import agreed
+from meshc import agreed, artifact
 from tests.models import Case, mlp
 from tests.processes.reference import adamw, sgd
 
@@ -88,6 +89,27 @@ def test_what_a_trace_is_called_may_differ_and_whether_there_is_one_may_not(monk
     assert agreed.surroundings() == one
     monkeypatch.delenv("MESHC_TRACE")
     assert agreed.surroundings() != one
+
+
+def test_what_a_saved_program_begins_with(tmp_path: Path) -> None:
+    """Another state, another seed, and another learning rate of the same program have a field each."""
+    case = mlp()
+    optimizer = adamw(case.model.parameters())
+    program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss), meshc.Mesh("dp=2"), kwargs=case.call_kwargs)
+
+    def described(folder: Path, state: str, seed: int | None) -> dict[str, str]:
+        (tmp_path / state).mkdir(exist_ok=True)
+        (tmp_path / state / "state.json").write_text(state)
+        return agreed.before_running(artifact.load(folder), folder, tmp_path / state, {"--seed": seed})
+
+    program.save(tmp_path / "one")
+    optimizer.param_groups[0]["lr"] = 0.5
+    program.save(tmp_path / "two")
+    one = described(tmp_path / "one", "a", None)
+    other = described(tmp_path / "two", "b", 3)
+    differing = [field for field in one if one[field] != other[field]]
+    assert differing == ["what the program begins with", "the option --seed", "the saved program", "the saved state"]
+    assert described(tmp_path / "one", "a", None) == one
 
 
 class Thing:
