@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import agreed, calling, dynamic, environment, instance, saving, side_effects, summary, text
+from meshc import admission, agreed, calling, dynamic, environment, instance, saving, side_effects, summary, text
 from meshc.errors import InputError, MeshcError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
 from meshc.optimizer import changes, describe, mark_stepped, numbers, rates
@@ -76,6 +76,7 @@ def compile(
     ):
         if value not in known:
             raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
+    admission.refuse_examples(args, kwargs, options)
     return Program(what, Mesh.of(mesh), tuple(args), dict(kwargs or {}), plan, inputs, outputs, backend, names, options)
 
 
@@ -104,7 +105,9 @@ class Program:
         self._dynamic = dynamic.read(options.dynamic)
         self.plan = resolve(plan, mesh)
         self.step = what if isinstance(what, TrainStep) else None
+        admission.refuse_kind(what)
         self.traced = self._traced()
+        admission.refuse_module(self.traced.module, Store.of(self.traced.module) is not None)
         self.spec = describe(self.step.optimizers) if self.step else None
         self.metrics: dict[str, Any] = {}
         self.timings: dict[str, float] = {}

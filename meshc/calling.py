@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshc import flex
+from meshc import admission, flex
 from meshc.errors import InputError, PlanError
 from meshc.mesh import Mesh
+from meshc.paths import input_names
 from meshc.plan import Plan
 from meshc.train_step import StepSignature
 
@@ -27,6 +28,7 @@ def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     What goes to `*args` of the signature has no name, and then neither has what stands before it.
     """
     flex.masks_as_inputs()
+    admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
     try:
         parameters = list(inspect.signature(signature).parameters.values())
     except (TypeError, ValueError):

@@ -21,7 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from meshc import stock
+from meshc import stock, untraceable
 from meshc.checks import settle_checks
 from meshc.errors import CaptureError
 from meshc.flex import traced_flex
@@ -180,7 +180,8 @@ def torch_graph(
             with unsorted_experts(), traced_flex(), observed() as seen:
                 graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
         except Exception as error:
-            raise CaptureError(_explain(error)) from error
+            raise untraceable.explained(error, signature, args, kwargs) from error
+    untraceable.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _output_tree(graph, leaves)
     _detach_outputs(graph, tree.paths(), tree.caches())
@@ -294,31 +295,6 @@ def _dynamo_settings() -> Iterator[None]:
         finally:
             torch._C._set_mkldnn_enabled(enabled)
             torch.backends.mha.set_fastpath_enabled(whole_layers)
-
-
-def _explain(error: Exception) -> str:
-    text = str(error)
-    lines = [line for line in text.splitlines() if line.strip()]
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    frames += [(frame.filename, frame.lineno, frame.name) for frame in getattr(error, "real_stack", None) or ()]
-    users = [frame for frame in frames if not is_torch(frame[0]) and not frame[0].startswith(OURS)]
-    where = f"\n  in your model: {users[-1][0]}:{users[-1][1]} in {users[-1][2]}" if users else ""
-    raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
-    unknown = re.search(r"unrecognized type UserDefinedObjectVariable\((\w+)\) at output", text)
-    if unknown:
-        advice = f"torch.utils._pytree.register_dataclass({unknown[1]}) if it is a dataclass; or return a tuple, a dict or a ModelOutput"
-        return f"the model returns a {unknown[1]}, a class whose fields torch does not know\n  what to do: {advice}"
-    reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
-    if "when making fake tensor call" in reason:
-        reason = f"{reason}: {_innermost(error)}"
-    hint = "\n  what to do: replace the branch by torch.where or torch.cond, or compute the condition outside the model"
-    data_dependent = re.search(r"[Dd]ata.dependent|\.item\(\)|GuardOnDataDependent", text)
-    return f"the model cannot be traced as one graph: {reason}{where}" + (hint if data_dependent else "")
-
-
-def _innermost(error: BaseException) -> BaseException:
-    inner = error.__cause__ or error.__context__
-    return error if inner is None else _innermost(inner)
 
 
 def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., Any]]) -> JointGraph:

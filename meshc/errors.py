@@ -27,6 +27,10 @@ class CompileError(MeshcError):
     """A pass cannot go on; the message names the operator and the line of the user's model."""
 
 
+class CompilerFault(CompileError):
+    """A pass stopped where it should not: a fault in meshc, or a limit that nothing states. The cause is the original exception."""
+
+
 class ScheduleError(MeshcError):
     """A pipeline schedule cannot be read or cannot run; the message names each instruction at fault, with its rank and place."""
 

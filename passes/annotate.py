@@ -74,7 +74,7 @@ def _large_axes(draft: Draft) -> list[str]:
                 f"axis {axis.name} has nothing to split ({', '.join(f'{name} 1' for name in ones)}): each of its {axis.size} ranks "
                 "does the whole work; give it a larger factor in the plan, or larger inputs"
             )
-        if sizes and max(sizes.values()) < axis.size:
+        if sizes and 0 < max(sizes.values()) < axis.size:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)
             largest = max(sizes.values())
             notes.append(

@@ -19,6 +19,7 @@ from meshc.capture import JointGraph, TorchGraph, joint_graph, source_of
 from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
 from meshc.passes.decompositions import decompositions
 from meshc.passes.module_outputs import mark_module_outputs
+from meshc.passes.one_dtype import refuse_mixed
 from meshc.passes.settle import settle_sizes, shape_of, shapes_of
 from meshc.passes.strides import forget_strides
 from meshc.program import Port
@@ -40,6 +41,7 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     _lift_constants(joint, constants)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
+    refuse_mixed(graph)
     mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
     _forward_transparent(graph)
     forget_strides(graph)

@@ -12,8 +12,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from meshc.admission import refuse_empty
 from meshc.capture import torch_graph
 from meshc.errors import PlanError
+from meshc.faults import phase
 from meshc.ir import records, value_of
 from meshc.leftovers import given_up
 from meshc.mesh import DATA_ROLES, role
@@ -50,6 +52,8 @@ def _capture(draft: Draft) -> Draft:
         ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
         dynamic=opened,
     )  # fmt: skip
+    if ask.train:
+        refuse_empty(traced.inputs)
     draft.traced, draft.output_tree = traced, traced.output_tree
     draft.cache_outputs = traced.output_tree.caches()
     return draft
@@ -301,7 +305,8 @@ Hook = Callable[[str, Draft], None]
 
 
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
-    """Run all passes. `hook(name, draft)` is called after each one (dumps, verification)."""
+    """Run all passes. `hook(name, draft)` is called after each one (dumps, verification). Raises MeshcError and nothing else, but for what
+    a hook raises."""
     with given_up():
         return _compiled(request, hook)
 
@@ -310,11 +315,13 @@ def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
     draft = run_passes(start(request), PASSES[:PLANLESS], hook)
     if request.microbatches is None:
         begin = time.process_time()
-        with_count = replace(request, microbatches=choose_microbatches(draft, lambda own: _fitting(own, PASSES[PLANLESS:STAGED])))
+        with phase("choosing the number of microbatches"):
+            with_count = replace(request, microbatches=choose_microbatches(draft, lambda own: _fitting(own, PASSES[PLANLESS:STAGED])))
         draft = replace(draft, request=with_count, sizes=start(with_count).sizes)
         draft.seconds["choose"] = time.process_time() - begin
     draft = _fitting(draft, PASSES[PLANLESS:], hook)
-    return finish(draft), draft
+    with phase("putting the program together"):
+        return finish(draft), draft
 
 
 def _fitting(draft: Draft, entries: Sequence[Entry], hook: Hook | None = None) -> Draft:
@@ -338,7 +345,8 @@ def start(request: Request) -> Draft:
 def run_passes(draft: Draft, entries: Sequence[Entry], hook: Hook | None = None) -> Draft:
     for entry in entries:
         begin = time.process_time()
-        draft = entry.run(draft)
+        with phase(f"the pass {entry.name}"):
+            draft = entry.run(draft)
         draft.seconds[entry.name] = time.process_time() - begin
         if hook is not None:
             hook(entry.name, draft)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from meshc.admission import foreign_tensor
 from meshc.errors import InputError
 from meshc.ops.random import seed_step
 from meshc.output_tree import OutputTree
@@ -138,6 +139,8 @@ class Session:
             wanted = port.shape if whole else local_shape(port.sharding, sizes)  # type: ignore[arg-type]
             if not isinstance(tensor, torch.Tensor):
                 faults.append(f"{port.name} must be a tensor, not {type(tensor).__name__}")
+            elif (fault := foreign_tensor(port.name, tensor)) or tensor.is_meta:
+                faults.append(fault or f"{port.name} is a meta tensor: it has a shape and no values; what to do: pass the values")
             elif tuple(tensor.shape) != wanted or tensor.dtype != port.dtype:
                 faults.append(
                     f"{port.name} is {tensor.dtype} of shape {list(tensor.shape)}, the program takes {port.dtype} of shape {list(wanted)}"

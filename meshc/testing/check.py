@@ -15,7 +15,7 @@ from torch import nn
 
 from meshc import calling
 from meshc.check import check_program
-from meshc.errors import CaptureError, CompileError, PlanError, VerifyError
+from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.optimizer import describe, numbers
 from meshc.parse import parse_stage
@@ -103,6 +103,8 @@ class Captured:
             report = verification.Report(verification.TOLERANCE[torch.float64])
             with torch.set_grad_enabled(self.request.grad):
                 self._compare(program, report)
+        except CompilerFault as fault:
+            return Outcome("broken", _said(traceback.format_exc()), _cause(fault))
         except (PlanError, CompileError) as stated:
             return Outcome("refused", str(stated))
         except VerifyError as unlike:
@@ -153,8 +155,9 @@ def _said(trace: str) -> str:
     return f"{last}\n{trace}"
 
 
-def _cause(error: Exception) -> str:
+def _cause(fault: Exception) -> str:
     """`KeyError in _layout`: the innermost function of meshc."""
+    error = fault.__cause__ if isinstance(fault, CompilerFault) and fault.__cause__ is not None else fault
     mine = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(HOME))]
     return f"{type(error).__name__} in {mine[-1].name if mine else 'torch'}"
 
@@ -163,6 +166,8 @@ def captured(sketch: Sketch, train: bool, parts: int = 1) -> Captured | Outcome:
     """The sketch, ready for its meshes, or why not."""
     try:
         return Captured(sketch, train, parts)
+    except CompilerFault as fault:
+        return Outcome("broken", f"capture: {_said(traceback.format_exc())}", _cause(fault))
     except (CompileError, CaptureError) as stated:
         return Outcome("refused", f"capture: {stated}")
     except Exception as error:

@@ -105,7 +105,8 @@ def _cast(node: Node, tensors: list[Node]) -> Rule:
     """A sum may ride through a cast that loses nothing; others round it, so they need it finished."""
     source, target = dtype_of(tensors[0]), dtype_of(node)
     letters = dims_of("d", shape_of(tensors[0]))
-    exact = source == target or (target != torch.bool and torch.promote_types(source, target) == target)
+    eight = any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in (source, target))  # torch promotes none of those
+    exact = source == target or (not eight and target != torch.bool and torch.promote_types(source, target) == target)
     return Rule((letters,), (letters,), ({},), kind="layout", settles=not exact)
 
 

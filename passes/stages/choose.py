@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from meshc.errors import CompileError, PlanError, ScheduleError
+from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
 from meshc.passes.draft import Draft
 from meshc.passes.propagate import MICROBATCH
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold
@@ -38,6 +38,8 @@ def choose_microbatches(draft: Draft, run: Callable[[Draft], Draft]) -> int:
             found[count] = predicted_s(run(with_count(draft, count)))
         except DoesNotFit as error:
             needs.append(error.need)
+        except CompilerFault:
+            raise
         except (CompileError, PlanError, ScheduleError):
             continue  # another number may do
     if needs and not found:

@@ -18,7 +18,7 @@ from functools import cache
 from torch.fx import Node
 
 from meshc.accumulate import whole_of
-from meshc.errors import CompileError, PlanError, ScheduleError
+from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
 from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
@@ -98,6 +98,8 @@ def fastest_that_fits(
     def fitting(shape: Shape) -> Draft | None:
         try:
             made = cutter(shape).run()
+        except CompilerFault:
+            raise
         except (CompileError, PlanError, ScheduleError):
             if not needs:
                 raise

@@ -1,0 +1,248 @@
+"""What meshc does not take, said before anything is traced: wrapped or compiled models, tensors that are no plain array, unknown inputs.
+
+Each is data: the classes by their full names (so that nothing is imported to look), what they are, and what to do instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from meshc.errors import CaptureError, InputError, PlanError, StateError
+from meshc.options import Options
+
+_SPLITS: Final = "{where} is wrapped in torch's {name}, which splits work between devices itself"
+_UNWRAP: Final = "give meshc the module inside ({where}.module); the mesh's axes and the plan say who splits what"
+
+MODULES: Final[Mapping[str, tuple[str, str]]] = {
+    "torch.nn.parallel.data_parallel.DataParallel": (_SPLITS, _UNWRAP),
+    "torch.nn.parallel.distributed.DistributedDataParallel": (_SPLITS, _UNWRAP),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        _SPLITS, 'build the model without the wrapper; plan="fsdp" stores parameters as it does',
+    ),
+    "torch.distributed.fsdp.FSDPModule": (
+        "{where} was given to torch's fully_shard, which splits its parameters itself",
+        'build the model without fully_shard; plan="fsdp" stores parameters as it does',
+    ),
+    "torch.jit._script.ScriptModule": (
+        "{where} is a {name} of torch.jit, whose Python is gone: there is nothing left to trace",
+        "give meshc the module that torch.jit.script or torch.jit.trace was given",
+    ),
+    "torch.export._unlift._StatefulGraphModule": (
+        "{where} is the module of an ExportedProgram: a graph for the shapes and the mode that it was exported in",
+        "give meshc the module that torch.export.export was given; meshc exports it for the mesh",
+    ),
+    "torch.ao.nn.": (
+        "{where} is {name}, a quantized layer of torch.ao: its weights are packed for one device's kernels, which nothing can split",
+        "compile the model before it was quantized",
+    ),
+}  # fmt: skip
+"""Classes of modules that are refused, by full name or by package (with a dot at its end): (what is wrong, what to do)."""
+
+MODELS: Final[Mapping[str, str]] = {
+    "torch.export.exported_program.ExportedProgram": "give meshc the module that torch.export.export was given",
+    "torch.jit.torch.jit.ScriptFunction": "give meshc the Python function that torch.jit.script was given",
+}
+
+INPUTS: Final[tuple[tuple[Callable[[Any], bool], str], ...]] = (
+    (lambda value: isinstance(value, numpy.ndarray | numpy.generic), "pass a tensor: torch.from_numpy(x), or torch.as_tensor(x)"),
+    (lambda value: isinstance(value, PackedSequence), "pass the padded tensor and, where the model needs them, a mask of the same shape"),
+    (inspect.isgenerator, "pass a list or a tuple: list(x)"),
+    (lambda value: isinstance(value, set | frozenset), "pass a list or a tuple, whose order is fixed: sorted(x)"),
+    (
+        lambda value: hasattr(value, "__dataclass_fields__") and not isinstance(value, type),
+        "register the class once, torch.utils._pytree.register_dataclass({name}), or pass its tensors as arguments",
+    ),
+)
+"""Inputs of Python that are refused: (which, what to do)."""
+
+
+def refuse_kind(what: Any) -> None:
+    """What is no model. Raises CaptureError."""
+    model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what
+    advice = MODELS.get(_full_name(type(model)))
+    if advice is not None:
+        raise CaptureError(f"meshc traces Python, and this is {_a(type(model).__name__)}: its Python is gone\n  what to do: {advice}")
+    if isinstance(model, type):
+        raise CaptureError(f"{model.__name__} is a class\n  what to do: give meshc an instance: {model.__name__}(...)")
+    if model is not what and not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"a TrainStep trains a module, and its model is {_a(type(model).__name__)}\n"
+            "  what to do: TrainStep(model, ...) with an nn.Module that holds the parameters"
+        )
+    if model is not what and what.loss is not None and not callable(what.loss):
+        raise CaptureError(
+            f"the loss of a TrainStep is a function of the model's output, not {_a(type(what.loss).__name__)}\n"
+            "  what to do: TrainStep(..., loss=torch.nn.functional.cross_entropy), or a function of your own"
+        )
+    if not callable(model):
+        raise CaptureError(
+            f"meshc compiles a module, a TrainStep or a function, not {_a(type(model).__name__)}\n"
+            "  what to do: meshc.compile(model, mesh, ...)"
+        )
+
+
+def refuse_examples(args: Any, kwargs: Any, options: Any) -> None:
+    """Examples and options of the wrong kind, which Python would take apart in a way that nobody means. Raises InputError or PlanError."""
+    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
+        raise InputError(f"args is a sequence of positional arguments, not {_a(type(args).__name__)}\n  what to do: args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f'kwargs has arguments by name; it is {_a(type(kwargs).__name__)}\n  what to do: kwargs={{"x": x}}')
+    if not isinstance(options, Options):
+        raise PlanError(f"options is {_a(type(options).__name__)}\n  what to do: options=meshc.Options(...)")
+
+
+def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A step over no rows, whose mean torch calls NaN and which would make NaN of every weight. Raises InputError."""
+    empty = [f"{name} {list(tensor.shape)}" for name, tensor in inputs if tensor.dim() and tensor.shape[0] == 0]
+    if empty:
+        raise InputError(
+            f"a training step over an empty batch: {', '.join(empty)}\n  why: the mean of no rows is NaN, and so would every weight be\n"
+            "  what to do: skip the step where the batch is empty, on all ranks"
+        )
+
+
+def refuse_module(module: nn.Module, adopted: bool) -> None:
+    """Modules and tensors inside a model that meshc cannot take. `adopted`: its parameters are meshc's already. Raises CaptureError or
+    StateError, with every fault found."""
+    faults = [*_wrapped(module)]
+    if not faults and not adopted:
+        faults = [*_foreign(module)] or [*_overlapping(module)]
+    if faults:
+        raise CaptureError("the model cannot be compiled as it is:\n  " + "\n  ".join(dict.fromkeys(faults)))
+
+
+def refuse_inputs(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Inputs that no program takes, whatever it was compiled for. Raises InputError. `names`: paths of the leaves."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    faults = [foreign_tensor(f"input {name}", leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    packed = [value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)]
+    for name, leaf in [*zip(names, leaves, strict=True), *[("of the model", value) for value in packed]]:
+        for which, advice in INPUTS:
+            if which(leaf):
+                kind = type(leaf)
+                faults.append(f"input {name} is {_a(kind.__name__)}; what to do: {advice.format(name=kind.__name__)}")
+    found = [fault for fault in faults if fault]
+    if found:
+        raise InputError("inputs that no program takes:\n  " + "\n  ".join(found))
+
+
+def does_not_bind(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a call does not fit the model's forward, with what that takes; "" if it does, or nobody knows."""
+    try:
+        takes = inspect.signature(signature)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        return f"the call does not fit {getattr(signature, '__name__', 'the model')}{takes}: {error}"
+    return ""
+
+
+def _wrapped(module: nn.Module) -> Iterator[str]:
+    refused: list[str] = []
+    for path, child in module.named_modules():
+        if any(path.startswith(f"{one}.") or not one for one in refused):
+            continue  # inside what is refused already
+        for base in type(child).__mro__:
+            full = _full_name(base)
+            found = MODULES.get(full) or next((row for key, row in MODULES.items() if key[-1] == "." and full.startswith(key)), None)
+            if found is not None:
+                text, advice = found
+                where = f"model.{path}" if path else "the model"
+                said = text.format(where=where, name=type(child).__name__)
+                refused.append(path)
+                yield f"{said}; what to do: {advice.format(where=where if path else 'model')}"
+                break
+
+
+def _foreign(module: nn.Module) -> Iterator[str]:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise StateError(
+                f"{name} has no shape yet: a lazy module makes its parameters at its first call\n"
+                "  what to do: call the model once on an example before meshc.compile"
+            )
+        if isinstance(tensor, DTensor):
+            yield (
+                f"{name} is a DTensor that meshc did not make (parallelize_module, distribute_tensor); what to do: build the model plain, "
+                "and say in the plan what splits it"
+            )
+            continue
+        fault = foreign_tensor(name, tensor)
+        if fault:
+            yield fault
+
+
+def foreign_tensor(name: str, tensor: torch.Tensor) -> str:
+    """What is wrong with a tensor that is no plain array, and what to do; "" if nothing is."""
+    if tensor.is_nested:
+        return f"{name} is a nested tensor, whose rows have sizes of their own; what to do: pad it (to_padded_tensor) and mask the rest"
+    if tensor.is_quantized:
+        return f"{name} is quantized ({tensor.dtype}); what to do: dequantize() it before"
+    if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
+        return f"{name} is {tensor.dtype}, in which nothing is computed; what to do: hold it in bfloat16, or cast inside the model only"
+    if tensor.layout is not torch.strided:
+        return f"{name} is sparse ({tensor.layout}), and programs compute with dense tensors; what to do: to_dense() it before"
+    return ""
+
+
+def _overlapping(module: nn.Module) -> Iterator[str]:
+    """Trained parameters in whose memory another tensor of the model lies: an update of one would change the other, on one device alone."""
+    tensors: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
+            tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for rows in tensors.values():
+        trained = [row for row in rows if row[1].requires_grad]
+        for name, one in trained:
+            if any(stride == 0 and size > 1 for stride, size in zip(one.stride(), one.shape, strict=True)):
+                yield f"{name} is an expanded view: several of its elements are one place in memory; what to do: make it contiguous()"
+            for other_name, other in rows:
+                if other is not one and (other_name > name or not other.requires_grad) and _meet(one, other):
+                    yield (
+                        f"{name} and {other_name} are two tensors in one memory, so that training one changes the other; what to do: use "
+                        "one nn.Parameter for both (that is a tied weight, and works), or clone() one"
+                    )
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors of one storage have a byte in common."""
+    (a, b), (c, d) = _span(one), _span(other)
+    if b <= c or d <= a:
+        return False
+    start = min(a, c)
+    marks = torch.zeros(max(b, d) - start, dtype=torch.bool)
+    size = one.element_size()
+    if size != other.element_size():
+        return True
+    for tensor in (one, other):
+        places = marks.as_strided(tensor.shape, [stride * size for stride in tensor.stride()], tensor.storage_offset() * size - start)
+        if tensor is other:
+            return bool(places.any())
+        places.fill_(True)
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
