@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from meshc import optimizer_wrapped
+from meshc import admission, optimizer_wrapped
 from meshc.errors import InputError, PlanError
 from meshc.optimizer_set import Optimizers
 
@@ -62,6 +62,7 @@ class TrainStep:
         self.microbatches = microbatches
         self.batch_mix = batch_mix
         self._found: tuple[tuple[int, ...], Optimizers] | None = None
+        admission.refuse_kind(self)
         self.optimizers  # noqa: B018  what is no optimizer is refused here, at the user's line
 
     @property
