@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
 from meshc.program import Port
+
+if TYPE_CHECKING:
+    from meshc.runtime.store import Held
 
 Place = tuple[str, nn.Module, str]
 """Where a tensor stands in a model: the key of its port, the module, the module's own name for it."""
@@ -39,6 +42,22 @@ def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
     faults += [f"{key} is a DTensor already; compile a model of plain tensors" for key, x in tensors.items() if isinstance(x, DTensor)]
     if faults:
         raise StateError("the model is not the one that was compiled:\n    " + "\n    ".join(faults))
+
+
+def refuse_converted(stored: Iterable[Held]) -> None:
+    """Refuses what `half()`, `to(...)` and the like have made of a compiled model: the program's memory is what it was."""
+    faults = []
+    for held in stored:
+        now = held.current()
+        if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type) and not held.of:
+            faults.append(f"{held.name} is {now.dtype} on {now.device.type}, the program's is {held.dtype} on {held.buffer.device.type}")
+    if faults:
+        shown = "\n    ".join([*faults[:4], *[f"and {len(faults) - 4} more"] * (len(faults) > 4)])
+        raise StateError(
+            f"the model was converted after it was compiled:\n    {shown}\n"
+            "  why: the program computes with the tensors that meshc.compile has put into the model, in their dtype and place\n"
+            "  what to do: convert the model before meshc.compile; for lower precision in a part of it, torch.autocast around the call"
+        )
 
 
 def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]]) -> set[str]:

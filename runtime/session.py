@@ -132,6 +132,7 @@ class Session:
     def check(self, tensors: Sequence[Any]) -> None:
         """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
         self.store.refuse_unfilled()
+        self.store.refuse_converted()
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):

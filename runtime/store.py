@@ -44,9 +44,8 @@ class Held:
     """One stored tensor.
 
     `live` is what the user sees, `local` its memory on this rank: a view of `buffer` if `shared`. `places` are the module dicts it stands
-    in; state has instead `of`, its parameter's key, `slot`, its name there, `fresh`, what it is before the first step, and the `optimizer`
-    that keeps it. `home` moves it between the ranks on which it lives; `lags`: ranks of other pipeline stages have it too, but only `sync`
-    brings it up to date there.
+            return held.current()
+        optimizer = None if held.optimizer is None else held.optimizer()
     """
 
     key: str
@@ -68,6 +67,23 @@ class Held:
     stale: bool = False
     lags: bool = False
     seen: tuple[int, int] = (0, 0)
+    memory: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.remember()
+
+    def remember(self) -> None:
+        """From now on the DTensor that is seen is the one whose memory is looked for."""
+        self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
+
+    def current(self) -> Any:
+        """What stands in the model where the live tensor was put; of optimizer state the live tensor."""
+        return next((members.get(name) for members, name in self.places if members.get(name) is not self.live), self.live)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether something else has been put into the DTensor that the user sees, as `module.half()` does."""
+        return isinstance(self.live, DTensor) and self.live._local_tensor is not self.memory
 
     def version(self) -> tuple[int, int]:
         """Changes with every write through the DTensor, or through what its `to_local` gave."""
@@ -207,6 +223,8 @@ class Store:
         with torch.no_grad():
             for held in self.held.values():
                 current = self._current(held)
+                if held.swapped:
+                    self._reclaim(held)
                 if current is not held.live:
                     self._take(held, current)
                 elif not held.shared and held.version() != held.seen:
@@ -241,6 +259,10 @@ class Store:
                 '  what to do: first program.load_state_dict(state), dcp.load({"program": program}, ...) or program.init_weights(fn);\n'
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
             )
+
+    def refuse_converted(self) -> None:
+        """Raises StateError if the model has been given another dtype or device since it was compiled; sends nothing."""
+        adoption.refuse_converted(self.held.values())
 
     def check_filled(self) -> None:
         """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
@@ -297,6 +319,7 @@ class Store:
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key))
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
+                held.remember()
                 held.seen = held.version()
                 ownership.mark_replaced(tensor, held.name)
                 ownership.mark_live(held.live)
@@ -375,7 +398,7 @@ class Store:
     def _current(self, held: Held) -> Any:
         """What stands where the live tensor was put."""
         if not held.of:
-            return next((members.get(name) for members, name in held.places if members.get(name) is not held.live), held.live)
+            return held.current()
         optimizer = None if held.optimizer is None else held.optimizer()
         if optimizer is None or held.slot.startswith(HIDDEN):
             return held.live
@@ -395,6 +418,13 @@ class Store:
             members[name] = held.live
         if held.optimizer is not None and (optimizer := held.optimizer()) is not None:
             optimizer.state[self.held[held.of].live][held.slot] = held.live
+
+    def _reclaim(self, held: Held) -> None:
+        """Takes the values that were swapped into the live tensor, and gives it its memory again."""
+        assert isinstance(held.live, DTensor) and held.memory is not None
+        value = DTensor.from_local(held.live._local_tensor, held.home.mesh.device_mesh, held.placements, run_check=False)
+        held.live._local_tensor = held.memory
+        self.write(held, value)
 
     def reset(self, held: Held) -> None:
         """Gives optimizer state the value that it has before the first step."""

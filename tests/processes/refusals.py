@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -86,6 +87,37 @@ def features(mesh: Any) -> None:
     close([*ours, program(**case.call_kwargs).item()], wanted, 1e-10)
 
 
+def converted(mesh: Any) -> None:
+    """A model that is converted after it was compiled is not trained beside the program; once it is as it was, the run goes on.
+
+    Values that a loader swaps into the parameters are taken.
+    """
+    case = mlp(torch.float64)
+    program, wanted = trained(case, mesh)
+    ours = [program(**case.call_kwargs).item()]
+    values = {name: value.clone() for name, value in case.model.state_dict().items()}
+    for convert in (case.model.float, lambda: case.model.to("meta")):
+        convert()
+        with pytest.raises(meshc.StateError, match="the model was converted after it was compiled"):
+            program(**case.call_kwargs)
+    case.model.to_empty(device="cpu")
+    case.model.double()
+    with swapped_parameters():
+        case.model.load_state_dict(values)
+    close([*ours, program(**case.call_kwargs).item()], wanted, 1e-10)
+
+
+@contextmanager
+def swapped_parameters() -> Iterator[None]:
+    """In it torch's loaders put other memory into parameters, and do not copy into theirs."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def compilations(mesh: Any) -> None:
     """A model that cannot be traced, a plan that does not fit; then the same model with a plan that does."""
     with pytest.raises(meshc.CaptureError, match="Data-dependent"):
@@ -152,7 +184,7 @@ def one_of_all(mesh: Any) -> None:
         program(**mine)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (shapes, values, out_of_range, features, compilations, empty, alone, one_of_all)
+CHECKS: tuple[Callable[[Any], None], ...] = (shapes, values, out_of_range, features, converted, compilations, empty, alone, one_of_all)
 
 
 def run(mesh: str, *names: str) -> None:
