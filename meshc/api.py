@@ -358,6 +358,12 @@ class Program:
         with self._guarded("call"):
             return self._call(args, kwargs)
 
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "a program lives in its process, with its groups and its part of the parameters, and is neither pickled nor copied\n"
+            "  what to do: program.save(path) for `meshc run`; program.state_dict() or torch.distributed.checkpoint for its state"
+        )
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, key = self._admit(args, kwargs)
         session, _, _ = self._prepare(args, kwargs, key)

@@ -111,13 +111,19 @@ def _hashable(value: Any) -> Any:
 
 
 def module_key(module: nn.Module) -> tuple[Any, ...]:
-    """What else of a module decides its program: training flags, which parameters take gradients, grad mode, autocast."""
+    """What else of a module decides its program: training flags, hooks, which parameters take gradients, grad mode, autocast."""
     return (
-        tuple(child.training for child in module.modules()),
+        tuple((child.training, _hooks(child)) for child in module.modules()),
         tuple(parameter.requires_grad for parameter in module.parameters()),
         torch.is_grad_enabled(),
         autocast_state(),
     )
+
+
+def _hooks(module: nn.Module) -> int:
+    """How many functions run with a module's forward, but for meshc's own: they are part of what is traced."""
+    found = (module._forward_pre_hooks, module._forward_hooks)
+    return sum(getattr(hook, "of_meshc", False) is False for hooks in found if hooks for hook in hooks.values())
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

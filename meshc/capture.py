@@ -342,7 +342,10 @@ def _drop_plain_inputs(graph: torch.fx.Graph) -> None:
 
 def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
     if isinstance(description, ParamAOTInput):
-        return "parameter", qualified(description.target)
+        name = qualified(description.target)
+        if name not in traced.tensors:
+            raise CaptureError(_stranger(description.target, traced))
+        return "parameter", name
     if isinstance(description, BufferAOTInput):
         name = qualified(description.target)
         if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
@@ -356,6 +359,18 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
             return "tangent", traced.output_tree.paths()[inner.idx]
         return "tangent", str(inner)
     raise CaptureError(f"torch's tracer gave an input of a kind that meshc does not know: {description}")
+
+
+def _stranger(target: str, traced: TorchGraph) -> str:
+    """What to say of a parameter of another module than the one that is compiled, which a function reaches by itself."""
+    readers = [user for node in traced.module.graph.find_nodes(op="get_attr", target=target) for user in node.users]
+    where = f"\n  in your model: {source_of(readers[0])}" if readers else ""
+    shape = list(getattr(traced.module, target).shape)
+    return (
+        f"a parameter of shape {shape} is read that is none of the model's: a loss, or the model itself, calls another module{where}\n"
+        "  why: a program keeps, splits and updates the parameters of one module\n"
+        "  what to do: put both modules into one nn.Module and compile that; a teacher's parameters have requires_grad_(False) there"
+    )
 
 
 def _is_python_value(node: torch.fx.Node, traced: TorchGraph) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,24 @@ def refuse_converted(stored: Iterable[Held]) -> None:
             f"the model was converted after it was compiled:\n    {shown}\n"
             "  why: the program computes with the tensors that meshc.compile has put into the model, in their dtype and place\n"
             "  what to do: convert the model before meshc.compile; for lower precision in a part of it, torch.autocast around the call"
+        )
+
+
+def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]]) -> None:
+    """Refuses parameters that came with other modules after the model was compiled: no program has them. `known` are the places of its own,
+    by the identity of a module's dict and the name there."""
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and (id(module._parameters), name) not in known
+    ]
+    if names:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise StateError(
+            f"these were put into the model after it was compiled: {shown}\n"
+            "  why: the program goes on with the modules that it was compiled from, and these would be passed over\n"
+            "  what to do: change the model before meshc.compile; for other values in the modules that are there, load_state_dict"
         )
 
 

@@ -132,7 +132,7 @@ class Session:
     def check(self, tensors: Sequence[Any]) -> None:
         """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
         self.store.refuse_unfilled()
-        self.store.refuse_converted()
+        self.store.refuse_changed_model()
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):

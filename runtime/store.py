@@ -115,6 +115,7 @@ class Store:
         self._unfilled: set[str] = set()
         self._born_unfilled: set[str] = set()
         self._live: dict[int, str] = {}
+        self._places: set[tuple[int, str]] = set()
         self._replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._model = weakref.ref(model)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
@@ -260,9 +261,10 @@ class Store:
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
             )
 
-    def refuse_converted(self) -> None:
-        """Raises StateError if the model has been given another dtype or device since it was compiled; sends nothing."""
+    def refuse_changed_model(self) -> None:
+        """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing."""
         adoption.refuse_converted(self.held.values())
+        adoption.refuse_strangers(self.model, self._places)
 
     def check_filled(self) -> None:
         """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
@@ -331,6 +333,7 @@ class Store:
             if not held.shared:
                 holders_of_copies |= {module for _, module, _ in places}
         self.held = dict(reversed(self.held.items()))
+        self._places = {(id(members), name) for held in self.held.values() for members, name in held.places}
         ownership.own_model(model, holders_of_copies, self)
 
     def hold(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,26 @@ def test_data_dependent_control_flow_names_the_line() -> None:
 def test_a_mesh_or_plan_that_does_not_fit(mesh: str, plan: str, said: str) -> None:
     with pytest.raises(meshc.PlanError, match=re.escape(said)):
         meshc.compile(mlp().model, meshc.Mesh(mesh), plan=plan, kwargs=X)
+
+
+def test_a_loss_that_calls_another_module() -> None:
+    model, teacher = mlp().model, mlp().model
+    step = meshc.TrainStep(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda output, raw: (output - teacher(raw)).square().mean(),
+    )  # fmt: skip
+    with pytest.raises(meshc.CaptureError, match="none of the model's: a loss, or the model itself, calls another module") as raised:
+        meshc.compile(step, meshc.Mesh("dp=2"), kwargs={**X, "raw": X["x"]})
+    assert "put both modules into one nn.Module" in str(raised.value)
+    assert re.search(r"in your model: models\.py:\d+ .*teacher", str(raised.value))
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.deepcopy])
+def test_a_program_is_no_pickle(way: Callable[[object], object]) -> None:
+    with torch.no_grad():
+        program = meshc.compile(nn.Linear(24, 4), meshc.Mesh("dp=2"), args=(X["x"],))
+    with pytest.raises(meshc.StateError, match=r"program.save\(path\)"):
+        way(program)
 
 
 def test_all_faults_of_a_plan_at_once() -> None:

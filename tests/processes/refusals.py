@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,10 +89,8 @@ def features(mesh: Any) -> None:
 
 
 def converted(mesh: Any) -> None:
-    """A model that is converted after it was compiled is not trained beside the program; once it is as it was, the run goes on.
-
-    Values that a loader swaps into the parameters are taken.
-    """
+    """A model that is converted after it was compiled, or given other modules, is not trained beside the program; once it is as it was, the
+    run goes on. Values that a loader swaps into the parameters are taken, and a hook is compiled in."""
     case = mlp(torch.float64)
     program, wanted = trained(case, mesh)
     ours = [program(**case.call_kwargs).item()]
@@ -104,7 +103,13 @@ def converted(mesh: Any) -> None:
     case.model.double()
     with swapped_parameters():
         case.model.load_state_dict(values)
+    layer, case.model.up = case.model.up, nn.Linear(24, 40, dtype=torch.float64)
+    with pytest.raises(meshc.StateError, match="put into the model after it was compiled: up.weight, up.bias"):
+        program(**case.call_kwargs)
+    case.model.up = layer
     close([*ours, program(**case.call_kwargs).item()], wanted, 1e-10)
+    case.model.down.register_forward_hook(lambda module, inputs, output: output * 0)
+    close([program(**case.call_kwargs).item()], [math.log(10)], 1e-10)
 
 
 @contextmanager
