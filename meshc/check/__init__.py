@@ -5,6 +5,8 @@
     types.py         what a declared type may be: extents, dtypes, shardings that fit the axes and the local shape
     operators.py     an operator on operands without values
     placed.py        the functions of `meshc.spmd`: collectives, tiles, integers
+    moved.py         the sharding that a collective gives
+    info.py          what a program says beside its text: seed, optimizer's numbers, arithmetic
     guards.py        operators whose kernels trust values: what is asked of these before each call
     failed.py        what fails at run time all the same, by file and line
 

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from meshc import instance, ir
 from meshc.accumulate import WAYS, whole_of
+from meshc.check.info import faults_of_info
 from meshc.check.stage import faults as faults_of_stage
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError
@@ -43,6 +44,7 @@ def check_program(program: Program, where: str) -> None:
 
 def _all_faults(program: Program, where: str) -> Iterator[str]:
     yield from _axes(program, where)
+    yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes]))
     for world in _worlds(program):
         found = False
         for fault in _faults(world, where):

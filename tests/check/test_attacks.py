@@ -277,6 +277,25 @@ def test_signature_constants_and_schedule_agree_with_the_stages(changes: dict[st
     assert why in told(other(**changes))
 
 
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"seed": "1"}, "info: seed is '1', not an integer of 64 bits"),
+        ({"seed": 1 << 80}, "not an integer of 64 bits"),
+        ({"backend": "os"}, "info: backend is 'os', not eager or inductor"),
+        ({"numbers": ["0.lr"]}, "not numbers by name"),
+        ({"numbers": {"0.lr": "0.1"}}, "not numbers by name"),
+        ({"fresh": {"w/exp_avg": [0.0]}}, "not numbers, or null, by name"),
+        ({"output_paths": "y"}, "info: output_paths is 'y', not a list of paths"),
+        ({"work": [["up", "aten.mm", "forward"]]}, "not rows of a module"),
+        ({"work": [["up", "aten.mm", "forward", 1, {"tp": "split"}]]}, "a row of work is of 'up' and says nothing of the axes dp"),
+    ],
+)
+def test_what_stands_beside_the_text_is_of_its_kind(entry: dict[str, Any], why: str) -> None:
+    message = told(other(info=entry))
+    assert message.startswith("program.json, info: ") and why in message
+
+
 def test_all_faults_are_told_at_once_and_each_once() -> None:
     message = told(program('a: "f32[2, 7]" = aten.mm(x, w)', 'b: "f32[2, 7]" = aten.relu(a)', 'c_1: "f32[9]" = aten.relu(b)'))
     assert len(re.findall(r"^stages/main.py, line", message, re.MULTILINE)) == 2, textwrap.indent(message, "  ")

@@ -1,0 +1,62 @@
+"""What a saved program says beside its text (`Program.info`) is read by what runs and shows it: each entry is of its kind, or is refused.
+
+    {"seed": 0, "backend": "eager", "numbers": {"0.lr": 0.1}, "fresh": {"w/exp_avg": 0.0, "w/slow": null}, ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
+
+
+def faults_of_info(info: Mapping[str, Any], axes: Collection[str]) -> Iterator[str]:
+    """A message for every entry that is not what its reader takes; `axes` are the mesh's. Entries that nobody reads may be anything."""
+    for row in info["work"] if _are(_is_row)(info.get("work")) else ():
+        if not set(axes) <= row[4].keys():
+            yield f"info: a row of work is of {row[0][:80]!r} and says nothing of the axes {', '.join(axes)}"
+            break
+    for name, (fits, what) in _ENTRIES.items():
+        if name in info and not fits(info[name]):
+            yield f"info: {name} is {str(info[name])[:80]!r}, not {what}"
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 64
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _is_row(value: Any) -> bool:
+    """As `meshc.work.Work.plain` writes it."""
+    if not isinstance(value, list) or len(value) != 5:
+        return False
+    *words, flops, by_axis = value
+    return all(map(_is_text, words)) and _is_number(flops) and _by_name(_is_text)(by_axis)
+
+
+def _are(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+def _by_name(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(kind(item) for item in value.values())
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_ENTRIES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "seed": (_is_integer, "an integer of 64 bits"),
+    "backend": (lambda value: value in ("eager", "inductor"), "eager or inductor"),
+    "inputs": (lambda value: value in ("global", "local"), "global or local"),
+    "outputs": (lambda value: value in ("plain", "dtensor"), "plain or dtensor"),
+    "numbers": (_by_name(_is_number), "numbers by name"),
+    "fresh": (_by_name(lambda value: value is None or _is_number(value)), "numbers, or null, by name"),
+    "schedule": (lambda value: value is None or _is_text(value), "a schedule's name"),
+    "pp_splits": (lambda value: value is None or _are(_is_text)(value), "modules' names"),
+    "output_paths": (_are(_is_text), "a list of paths"),
+    "work": (_are(_is_row), "rows of a module, an operator, a phase, its arithmetic, and what each axis does of it"),
+}
