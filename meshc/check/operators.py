@@ -40,8 +40,12 @@ PIECES: Final[Mapping[Any, Callable[..., int]]] = {
 
 def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Any:
     """What the operator gives for meta tensors, `count` results of which are declared. Raises Wrong."""
-    _check_arguments((*args, *kwargs.values()))
-    _check_indices(target, args, kwargs)
+    named = [(argument, value) for argument, value in zip(target._schema.arguments, args, strict=False)]
+    named += [(argument, kwargs[argument.name]) for argument in target._schema.arguments if argument.name in kwargs]
+    for argument, value in named:
+        _check_argument(value, sizes="int" in str(argument.type))
+        if argument.name in INDICES:
+            _check_index(argument.name, value)
     kwargs = dict(kwargs)
     if kwargs.get("pin_memory"):
         raise Wrong("programs pin no memory")
@@ -71,26 +75,24 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _check_arguments(values: Any) -> None:
-    for value in values:
-        if isinstance(value, list | tuple):
-            if len(value) > MOST_ITEMS:
-                raise Wrong(f"a list of {len(value)} is among its arguments; at most {MOST_ITEMS} may stand in one")
-            _check_arguments(value)
-        elif type(value) is int and abs(value) > MOST_EXTENT and value != _END:
-            raise Wrong(f"{value} is among its arguments, larger than any size of a program")
-        elif isinstance(value, torch.device) and value.type == "meta":
-            raise Wrong("a value on the meta device has no memory")
+def _check_argument(value: Any, sizes: bool) -> None:
+    """`sizes`: an integer in it says how many, or where, and is none of the numbers that a kernel computes with."""
+    if isinstance(value, list | tuple):
+        if len(value) > MOST_ITEMS:
+            raise Wrong(f"a list of {len(value)} is among its arguments; at most {MOST_ITEMS} may stand in one")
+        for item in value:
+            _check_argument(item, sizes)
+    elif sizes and type(value) is int and abs(value) > MOST_EXTENT and value != _END:
+        raise Wrong(f"{value} is among its arguments, larger than any size of a program")
+    elif isinstance(value, torch.device) and value.type == "meta":
+        raise Wrong("a value on the meta device has no memory")
 
 
-def _check_indices(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_index(name: str, value: Any) -> None:
     """What says where to read or write is integers, of which kernels that run without values do not ask; a mask may stand for them."""
-    named = [(argument.name, value) for argument, value in zip(target._schema.arguments, args, strict=False)]
-    for name, value in (*named, *kwargs.items()):
-        if name in INDICES:
-            for index in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex()):
-                    raise Wrong(f"its operator does not take these operands: its {name} is {index.dtype}, where integers say which")
+    for index in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex()):
+            raise Wrong(f"its operator does not take these operands: its {name} is {index.dtype}, where integers say which")
 
 
 def _check_memory(value: Tensor) -> None:

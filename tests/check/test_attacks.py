@@ -71,6 +71,7 @@ SOUND = """
     y: "f32[2, 8]" = aten.slice.Tensor(x, 0, 0, 9223372036854775807)
     y: "f32[2, 5]" = aten.index_select(x, 1, i)
     y: "f32[2, 8]" = meshc.uniform(q, 3, [4, 8], [2, 8], [0, 0], f32)
+    y: "f32[2, 8]" = aten.add.Tensor(x, 4611686018427387904)
     y: "int" = coordinate("dp")
     y: "int" = meshc.sgd_plain_many_([w, v], [v, w], r, r, False)
 """
