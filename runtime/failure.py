@@ -20,13 +20,14 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshc.errors import MeshcError, PeerError, StateError
+from meshc.errors import MeshcError, PeerError
 from meshc.runtime.turn import Turn
 from meshc.runtime.watch import BEAT_S, Failure, Peer, Watch
 
@@ -55,7 +56,7 @@ class FailureBoard(Watch):
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, groups: Sequence[ProcessGroup] = ()) -> None:
         super().__init__(store, rank, world_size, groups)
-        self.turn = Turn()
+        self.turn = Turn(self.fail)  # which of its threads comes first is another on each rank: all must stop
         if not self._closed:
             atexit.register(self._at_exit)
 
@@ -181,11 +182,7 @@ class _Guard:
     def __enter__(self) -> None:
         board = self._board
         board.check()
-        try:
-            board.turn.take(self._instruction)
-        except StateError as error:  # which of its threads came first is another on each rank: all must stop
-            board.fail(error)
-            raise
+        board.turn.take(self._instruction)
         self._before = (board.step, board.instruction)
         board._be_at(self._step, self._instruction)
         board._inside += 1
@@ -224,6 +221,12 @@ def current_board() -> FailureBoard | None:
     """The board of the default process group, if there is one yet."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if world is None else _BOARDS.get(world)
+
+
+def alone(what: str) -> AbstractContextManager[None]:
+    """A context for one thread of this process, which may send in it; another that comes meanwhile is refused."""
+    board = current_board()
+    return nullcontext() if board is None else board.turn.taken(what)
 
 
 def _is_connection_error(exception: BaseException) -> bool:

@@ -33,6 +33,7 @@ from meshc.mesh import Mesh
 from meshc.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
 from meshc.program import Port
 from meshc.runtime import adoption, checkpoint, layouts, optimizer_state, ownership
+from meshc.runtime.failure import alone
 from meshc.runtime.groups import Groups
 from meshc.runtime.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.transfers import Transfers
@@ -209,7 +210,9 @@ class Store:
 
     def sync(self) -> None:
         """Brings the live tensors up to date."""
-        with torch.no_grad():
+        if not any(held.stale for held in self.held.values()):
+            return
+        with alone("sync"), torch.no_grad():
             for held in self.held.values():
                 if held.stale and held.lags:
                     assert isinstance(held.home, StageTransfers)
@@ -279,15 +282,18 @@ class Store:
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """`checkpoint.state_dict` of this store."""
-        return checkpoint.state_dict(self, full)
+        with alone("state_dict"):
+            return checkpoint.state_dict(self, full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`checkpoint.load_state_dict` into this store."""
-        checkpoint.load_state_dict(self, state)
+        with alone("load_state_dict"):
+            checkpoint.load_state_dict(self, state)
 
     def init_weights(self, fn: Callable[[nn.Module], Any]) -> None:
         """`checkpoint.init_weights` of this store."""
-        checkpoint.init_weights(self, fn)
+        with alone("init_weights"):
+            checkpoint.init_weights(self, fn)
 
     def write(self, held: Held, value: Tensor) -> None:
         """Gives a stored tensor a value: a DTensor as it lies, or a plain tensor that is whole and the same on all ranks."""

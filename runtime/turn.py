@@ -11,21 +11,26 @@ autograd's thread, when the call has given its back. Threads that take turns by 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from meshc.errors import StateError
 
 
 class Turn:
-    """`with turn.taken(what)`, or `take` and `give`. What raises, raises before anything has changed."""
+    """`with turn.taken(what)`, or `take` and `give`. What raises, raises before anything has changed; `refused` is told first."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Callable[[StateError], None] | None = None) -> None:
         self._lock = threading.RLock()
+        self._refused = refused
         self._holder = ("", "")
 
     def take(self, what: str) -> None:
         if not self._lock.acquire(blocking=False):
-            raise self._refusal(what)
+            error = self._refusal(what)
+            if self._refused is not None:
+                self._refused(error)
+            raise error
         self._holder = (threading.current_thread().name, what)
 
     def give(self) -> None:

@@ -96,6 +96,15 @@ def two_threads(mesh: Any) -> None:
         print(*[f"the second: {type(error).__name__}: {error}" for error in stopped], flush=True)
 
 
+def a_save_beside_a_step(mesh: Any) -> None:
+    """A thread gathers the state while the main thread trains."""
+    program, _, case = trained(mesh)
+    program(**case.call_kwargs)
+    thread = threading.Thread(target=lambda: for_ever(lambda: program.state_dict(full=True)), daemon=True)
+    thread.start()
+    for_ever(lambda: program(**case.call_kwargs))
+
+
 def all_is_well(mesh: Any) -> None:
     """Schedulers on both ranks, another shape, a loaded state, a second program with random numbers, ranks that are late: no word."""
     program, optimizer, case = trained(mesh)
@@ -126,7 +135,8 @@ def all_is_well(mesh: Any) -> None:
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
-    another_rate, a_scheduler_on_one_rank, saved_after_another_rate, another_rate_in_module_mode, two_threads, all_is_well,
+    another_rate, a_scheduler_on_one_rank, saved_after_another_rate, another_rate_in_module_mode, two_threads,
+    a_save_beside_a_step, all_is_well,
 )  # fmt: skip
 
 

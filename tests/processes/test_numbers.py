@@ -51,3 +51,9 @@ def test_two_threads_that_call_one_program() -> None:
     assert "StateError: two threads use meshc at once: " in text and "call programs from one thread" in text, ended
     for end in ended.ranks:
         assert end.code == TOLD and end.out.count("Error: ") >= 2, ended
+
+
+def test_a_thread_that_saves_beside_a_step() -> None:
+    ended = go("a_save_beside_a_step")
+    assert all(end.code == TOLD for end in ended.ranks), ended
+    assert "two threads use meshc at once: " in ended.ranks[0].out + ended.ranks[1].out, ended
