@@ -113,7 +113,10 @@ def observed() -> Iterator[Seen]:
         return builtin(self, tx, list(args), kwargs) if found is None else found
 
     with (
-        torch._dynamo.config.patch(reorderable_logging_functions=torch._dynamo.config.reorderable_logging_functions | {*CALLS}),
+        torch._dynamo.config.patch(
+            reorderable_logging_functions=torch._dynamo.config.reorderable_logging_functions | {*CALLS},
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # those of a checkpointed region are told like any other
+        ),
         mock.patch.object(SideEffects, "codegen_update_mutated", account),
         mock.patch.object(DebuggingVariable, "call_function", called),
         mock.patch.object(LoggingLoggerVariable, "call_method", logged),

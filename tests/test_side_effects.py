@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import meshc
@@ -69,6 +70,15 @@ class Hooked(Base):
         self.linear.register_forward_hook(lambda module, args, output: HISTORY.append(output))
 
 
+class Checkpointed(Base):
+    def block(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
 class Quiet(Base):
     """Nothing to tell: a buffer changed in place, an attribute that gets the value that it has, objects of the call's own."""
 
@@ -96,6 +106,7 @@ def told(model: nn.Module) -> list[str]:
         (Records, "self.kept.append(h.detach())"),
         (Remembers, 'TABLE["rows"] = x.shape[0]'),
         (Rebinds, "self.seen = self.seen + 1"),
+        (Checkpointed, "self.steps += 1"),
         (Hooked, "self.linear.register_forward_hook(lambda module, args, output: HISTORY.append(output))"),
     ],
 )
