@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.runtime.simulation import simulate
+from meshc.train_step import loss_and_metrics, split_result
 
 
 class Net(nn.Module):
@@ -78,8 +79,9 @@ def test_metrics_are_the_whole_batchs(mesh: str, more: dict[str, Any]) -> None:
         assert mine[name].dtype == value.dtype
         torch.testing.assert_close(mine[name], value)
     assert [port.kind for port in program.compiled.outputs if port.name == "loss"] == ["output"]
-    rows = [row for row in meshc.verify(program).rows if row[0] == "metric"]
-    assert {row[1] for row in rows} == wanted.keys()
+    if more:
+        rows = [row for row in meshc.verify(program).rows if row[0] == "metric"]
+        assert {row[1] for row in rows} == wanted.keys()
 
 
 def test_mean_of_parts() -> None:
@@ -106,15 +108,28 @@ Named = collections.namedtuple("Named", ["total", "entropy"])
         (lambda loss, y: [loss, y.mean(), {"a": y.sum(), "none": None}], ["1", "2.a"]),
         (lambda loss, y: {"entropy": y.mean(), "loss": loss.reshape(1)}, ["entropy"]),
         (lambda loss, y: (loss, {"parts": [y.mean(), 3, True]}), ["parts.0", "parts.1", "parts.2"]),
-        (lambda loss, y: (loss, {"itself": loss, "input": y}), ["itself", "input"]),
         (lambda loss, y: Named(loss, y.mean()), ["1"]),
         (lambda loss, y: (loss, {}), []),
         (lambda loss, y: (loss,), []),
     ],
 )
 def test_names(result: Any, names: list[str]) -> None:
-    program = compiled(lambda output, target: result(F.mse_loss(output, target), output), args=(X, torch.zeros(8, 5)))
-    assert [port.name for port in program.compiled.outputs if port.kind == "metric"] == [*names, "grad_norm"]
+    found = loss_and_metrics(result(torch.tensor(2.0), torch.ones(3)))
+    loss, metrics = split_result(found)
+    assert loss.shape == () and loss.item() == 2.0 and list(metrics) == names
+    assert isinstance(found, Tensor) == (not names)
+
+
+def test_the_loss_itself_and_an_output_are_metrics() -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        value = F.cross_entropy(output, target)
+        return value, {"itself": value, "output": output, "target": target}
+
+    program = compiled(loss)
+    mine, output = found(program), program.traced.module(X).detach()
+    torch.testing.assert_close(mine["itself"], F.cross_entropy(output, Y))
+    torch.testing.assert_close(mine["output"], output)
+    assert torch.equal(mine["target"], Y)
 
 
 def test_metrics_give_no_gradient() -> None:
