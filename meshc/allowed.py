@@ -45,7 +45,7 @@ def refusal(target: Any) -> str | None:
         return "it draws from torch's generator; programs draw by meshc.random"
     if target.namespace not in ("aten", "meshc"):
         return f"operators of {target.namespace} are not listed"
-    return "no model is compiled to it"
+    return "saved programs do not hold it"
 
 
 def spelling(target: Any) -> str:

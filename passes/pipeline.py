@@ -13,10 +13,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from meshc.admission import refuse_empty
+from meshc.allowed import refusal, spelling
 from meshc.capture import torch_graph
 from meshc.errors import PlanError
 from meshc.faults import phase
-from meshc.ir import records, value_of
+from meshc.ir import calls, records, value_of
 from meshc.leftovers import given_up
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
@@ -357,6 +358,7 @@ def finish(draft: Draft) -> Program:
     """The program that a draft has become after the last pass."""
     request = draft.request
     assert draft.plan is not None
+    draft.notes += _unlisted(draft)
     return Program(
         stages=draft.stages,
         mesh=request.mesh,
@@ -380,6 +382,13 @@ def finish(draft: Draft) -> Program:
             **({"schedule": request.schedule, "pp_splits": list(request.pp_splits)} if draft.pipeline is not None else {}),
         },
     )
+
+
+def _unlisted(draft: Draft) -> list[str]:
+    """A note for each operator that a saved program may not name."""
+    targets = {node.target for stage in draft.stages.values() for node in calls(stage.graph) if refusal(node.target) is not None}
+    why = "is no operator that a saved program may name: this one runs here and cannot be saved"
+    return [f"{name} {why}" for name in sorted(map(spelling, targets))]
 
 
 def specialised(program: Program, draft: Draft, received: Collection[str]) -> Program:

@@ -295,7 +295,7 @@ def body(*lines: str, last: str = 'return {"output:y": x}') -> str:
     ("text", "line", "why"),
     [
         (body('y: "f32[2]" = os.system("true")'), 4, "the operator os.system is not on the allow-list"),
-        (body('y: "f32[2]" = aten.from_file("/etc/passwd")'), 4, "aten.from_file is not on the allow-list: no model is compiled to it"),
+        (body('y: "f32[2]" = aten.from_file("/etc/passwd")'), 4, "aten.from_file is not on the allow-list: saved programs do not hold it"),
         (body('y: "f32[2]" = aten.rand([2])'), 4, "it draws from torch's generator; programs draw by meshc.random"),
         (body('y: "f32[2]" = eval("1")'), 4, "the operator eval is not on the allow-list"),
         (body('y: "f32[2]" = (lambda: 1)()'), 4, "is no operator's name"),
