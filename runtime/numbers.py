@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ KEPT: Final = 4096
 """Changes of one stream whose digests are remembered: ranks further apart than that are compared when they have come closer."""
 TOLD: Final = 64
 """Changes whose values are remembered and written to the store."""
+
+RECENT: Final = 64
+"""Streams that are compared although the program or optimizer is gone: a run may be over before the next beat."""
 
 Number = float | int
 
@@ -108,7 +112,8 @@ class Numbers:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, weakref.ref[Stream]] = {}
+        self._recent: deque[Stream] = deque(maxlen=RECENT)  # compared to the end, if whoever had them is gone
         self._serial = itertools.count(1)
         self._written: dict[str, int] = {}
         self._ahead: dict[tuple[int, str], tuple[int, int]] = {}  # what a peer said that this rank has not come to
@@ -117,24 +122,29 @@ class Numbers:
     def stream(self, what: str) -> Stream:
         """A new stream. All ranks make theirs in the same order."""
         stream = Stream(f"{what} {next(self._serial)}")
-        self._streams[stream.name] = stream
+        self._recent.append(stream)
+        self._streams = {**{one.name: weakref.ref(one) for one in self._alive()}, stream.name: weakref.ref(stream)}
         return stream
+
+    def _alive(self) -> list[Stream]:
+        return [stream for stream in (held() for held in self._streams.values()) if stream is not None]
 
     def to_say(self) -> dict[str, tuple[int, int]]:
         """What a beat carries of this rank: the count of each stream, and the digest there."""
-        return {name: stream.now() for name, stream in list(self._streams.items()) if stream.count}
+        return {stream.name: stream.now() for stream in self._alive() if stream.count}
 
     def to_write(self) -> Iterable[tuple[str, list[Any]]]:
         """Streams whose numbers have changed since they were last written, and what to write."""
-        for name, stream in list(self._streams.items()):
-            if stream._digest != self._written.get(name, 0):
-                self._written[name] = stream._digest
-                yield name, stream.told()
+        for stream in self._alive():
+            if stream._digest != self._written.get(stream.name, 0):
+                self._written[stream.name] = stream._digest
+                yield stream.name, stream.told()
 
     def compare(self, peer: int, said: Mapping[str, Sequence[int]], read: Callable[[str], list[Any]]) -> Difference | None:
         """What a peer's beat said, against this rank. `read` gets what the peer has written of a stream."""
+        mine_by_name = {stream.name: stream for stream in self._alive()}
         for name, (count, digest) in said.items():
-            stream = self._streams.get(name)
+            stream = mine_by_name.get(name)
             if stream is None:
                 continue
             here = stream.count

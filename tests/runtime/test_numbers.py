@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshc.runtime.numbers import KEPT, Difference, Numbers
+from meshc.runtime.numbers import KEPT, RECENT, Difference, Numbers
 
 
 class Rank:
@@ -128,3 +128,13 @@ def test_streams_are_compared_by_name(pair: tuple[Rank, Rank]) -> None:
     other.numbers.stream("optimizer").note(("0.lr",), (float("nan"),))
     found = other.hears(one)
     assert found is not None and found.stream == "optimizer 2" and found.mine == "nan"
+
+
+def test_streams_of_what_is_gone_are_compared_for_a_while_and_then_forgotten() -> None:
+    numbers = Numbers(0)
+    kept = numbers.stream("program")
+    kept.note(("0.lr",), (0.1,))
+    for _ in range(10 * RECENT):
+        numbers.stream("program").note(("0.lr",), (0.1,))
+    said = numbers.to_say()
+    assert kept.name in said and len(said) == RECENT + 1
