@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,11 +55,12 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
 
         def work() -> dict[str, Any]:
             report = _verify(program, values, args, kwargs, dtype == torch.float64)
-            return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows}
+            moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
+            return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows, "moved": moved}
 
         found = from_rank_0(program._board, work)
     rows = [(kind, name, error) for kind, name, error in found["rows"]]
-    return verification.Report(found["tolerance"], found["amplified"], rows)
+    return verification.Report(found["tolerance"], found["amplified"], rows, {(kind, name): moved for kind, name, moved in found["moved"]})
 
 
 def _described(inputs: Any) -> str:
@@ -121,13 +123,18 @@ def _verify_there(
         if program.step is not None:
             general, draft = compile_program(program._request(**{**base, "optimizer": None}))
             plain = instance.fitting(general, shapes)
-            verification.compare_gradients(plain, reference, report)
+            verification.compared(report, reference, partial(verification.compare_gradients, plain))
             _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
-            verify_update(program, base, shapes, twin, reference, report, double)
+            compiled: list[Compiled | None] = [None]
+
+            def update(reference: verification.Reference, report: verification.Report) -> None:
+                compiled[0] = verify_update(program, base, shapes, twin, reference, report, double, compiled[0])
+
+            verification.compared(report, reference, update)
         else:
             general, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
             plain = instance.fitting(general, shapes)
-            verification.compare_module(plain, reference, report)
+            verification.compared(report, reference, partial(verification.compare_module, plain))
             _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
@@ -170,7 +177,7 @@ def verify_update(
     report: verification.Report,
     double: bool,
     compiled: Compiled | None = None,
-) -> None:
+) -> Compiled:
     """Some steps with a copy of the user's optimizer, of `compiled` or else of what the request compiles to, for inputs of these shapes."""
     assert program.step is not None
     names = {id(p): name for name, p in program.traced.module.named_parameters()}
@@ -195,6 +202,7 @@ def verify_update(
     verification.compare_steps(
         compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=double
     )
+    return compiled
 
 
 def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import meshc
+from meshc import spmd
+from meshc.program import Program as Compiled
+from meshc.runtime import verify as verification
+from meshc.runtime.sensitivity import RUNS, Perturbed
+from meshc.runtime.simulation import simulate
 
 BF16 = torch.bfloat16
 
@@ -33,3 +40,67 @@ def test_autocast_around_verify_is_not_the_programs() -> None:
     with torch.autocast("cpu", BF16):
         report = meshc.verify(program)
     assert report.worst <= report.tolerance == 1e-5
+
+
+def sensitive() -> tuple[meshc.Program, nn.Module, dict[str, torch.Tensor]]:
+    """Norms over four rows, one after the other: each makes roundings of the one before larger."""
+    torch.manual_seed(3)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(12, 12, bias=False), nn.BatchNorm1d(12), nn.ReLU())]
+    deep = nn.Sequential(*layers, nn.Linear(12, 3))
+    inputs = {"input": torch.randn(4, 12), "target": torch.randint(3, (4,))}
+    step = meshc.TrainStep(deep, optimizer=torch.optim.SGD(deep.parameters(), lr=0.01), loss=nn.functional.cross_entropy)
+    return meshc.compile(step, meshc.Mesh("dp=2"), kwargs=inputs), deep, inputs
+
+
+def test_a_sensitive_model_is_judged_by_what_roundings_do_to_it_on_one_device() -> None:
+    program, deep, inputs = sensitive()
+    report = meshc.verify(program)
+    assert report.ok and report.worst > report.tolerance and "the model is sensitive there, the program is not at fault" in str(report)
+    assert meshc.verify(program, dtype=torch.float64).ok
+    over = {name: error for kind, name, error in report.rows if kind == "gradient" and error > report.tolerance}
+
+    def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), inputs["target"]).backward()
+        return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    single = gradients(deep, inputs["input"])
+    exact = gradients(deep.double(), inputs["input"].double())
+    floor = verification.FLOOR * max(float(value.abs().max()) for value in exact.values())
+    own = max(verification.error(single[name], exact[name], floor) for name in over)
+    assert over and max(over.values()) < 6 * own  # torch's own float32 is as far from float64 as the program is from torch
+
+
+@pytest.mark.parametrize("plant", ["scaled", "not reduced"])
+def test_a_fault_does_not_hide_behind_sensitivity(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, _, _ = sensitive()
+
+    def wrong(compiled: Compiled, values: Mapping[str, Any], **how: Any) -> dict[str, torch.Tensor]:
+        if plant == "scaled":
+            found = simulate(compiled, values, **how)
+            return {key: value * 1.001 if key.startswith("gradient:0.") else value for key, value in found.items()}
+        for stage in compiled.stages.values():
+            first = next((node for node in reversed(stage.graph.nodes) if node.target is spmd.all_reduce), None)
+            if first is not None:
+                first.replace_all_uses_with(first.args[0])
+        return simulate(compiled, values, **how)
+
+    monkeypatch.setattr(verification, "simulate", wrong)
+    with pytest.raises(meshc.VerifyError, match="does not mean what the model means|ranks disagree on"):
+        meshc.verify(program)
+
+
+def test_well_conditioned_models_keep_the_usual_bounds() -> None:
+    report = meshc.verify(meshc.compile(model(), meshc.Mesh("tp=2"), args=(torch.randn(4, 64),), plan="tp: ffn"))
+    assert not report.moved and {report.allowed(kind, name) for kind, name, _ in report.rows} == {1e-5}
+
+
+def test_perturbed_runs_change_what_rounds_by_units_in_the_last_place_and_nothing_else() -> None:
+    x = torch.randn(64, 64)
+    assert RUNS > 1
+    with Perturbed(0):
+        kept = [x.clone(), x.relu(), x.view(-1), x.to(torch.float64), torch.cat([x, x]), x.abs(), x > 0]
+        moved = x * 2
+    plain = [x, x.relu(), x.view(-1), x.double(), torch.cat([x, x]), x.abs(), x > 0]
+    assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
+    assert 0 < float(((moved - 2 * x) / (2 * x)).abs().max()) <= 2 * torch.finfo(torch.float32).eps
