@@ -13,7 +13,10 @@ export OMP_NUM_THREADS ?= 1
 CASES ?= 1000
 SEED ?= 0
 
-.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz conformance placements pipelines clean
+# How long `make attack` goes on.
+SECONDS ?= 3600
+
+.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz attack conformance placements pipelines clean
 
 venv: $(STAMP)
 
@@ -43,6 +46,9 @@ bench: $(STAMP)
 
 fuzz: $(STAMP)
 	$(RUN) -m meshc.testing --cases $(CASES) --seed $(SEED)
+
+attack: $(STAMP)
+	$(RUN) -m tests.attack --seconds $(SECONDS) --seed $(SEED)
 
 matrix: $(STAMP)
 	$(RUN) -m tests.matrix

@@ -8,6 +8,7 @@
     moved.py         the sharding that a collective gives
     info.py          what a program says beside its text: seed, optimizer's numbers, arithmetic
     guards.py        operators whose kernels trust values: what is asked of these before each call
+    trusting.py      which these are, with what must hold, in the rules of rules.py
     failed.py        what fails at run time all the same, by file and line
 
 Which operators a text may name at all stands in `meshc/operators.txt` (`meshc/allowed.py`). Whatever is wrong is an ArtifactError that

@@ -44,6 +44,7 @@ def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
     named += [(argument, kwargs[argument.name]) for argument in target._schema.arguments if argument.name in kwargs]
     for argument, value in named:
         _check_argument(value, sizes="int" in str(argument.type))
+        _check_kind(argument, value)
         if argument.name in INDICES:
             _check_index(argument.name, value)
     kwargs = dict(kwargs)
@@ -93,6 +94,16 @@ def _check_index(name: str, value: Any) -> None:
     for index in value if isinstance(value, list | tuple) else (value,):
         if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex()):
             raise Wrong(f"its operator does not take these operands: its {name} is {index.dtype}, where integers say which")
+
+
+_CONSTANTS: Final = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
+
+
+def _check_kind(argument: Any, value: Any) -> None:
+    """Torch takes a number where a dtype, layout or memory format is meant, and looks it up in a table without looking at its end."""
+    kind = _CONSTANTS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+    if value is not None and kind is not None and not isinstance(value, kind):
+        raise Wrong(f"its operand {argument.name} is {value!r:.60}, and must be a {kind.__name__}")
 
 
 def _check_memory(value: Tensor) -> None:

@@ -247,6 +247,29 @@ _DIVISIONS = {
 }  # fmt: skip
 
 
+MOST_DEGREE: Final = 1 << 12
+"""Of a polynomial, each of whose elements takes a step a degree."""
+
+
+def _degree(o: Operands) -> str | None:
+    given = o["n"]
+    if isinstance(given, Tensor):
+        too_high = not given.is_meta and bool((given > MOST_DEGREE).any())
+    else:
+        too_high = not given <= MOST_DEGREE
+    return f"n is a degree of at most {MOST_DEGREE}" if too_high else None
+
+
+_POLYNOMIALS = {
+    getattr(getattr(aten, f"special_{kind}"), overload): (_degree,)
+    for kind in (
+        *(f"{shifted}chebyshev_polynomial_{letter}" for shifted in ("", "shifted_") for letter in "tuvw"),
+        "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
+    )
+    for overload in ("default", "n_scalar", "x_scalar")
+}  # fmt: skip
+
+
 def _no_least(o: Operands) -> str | None:
     for name in ("self", "other"):
         given = o[name]
@@ -357,6 +380,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
         holds("input_dtype is that of grad_output", lambda o: o["input_dtype"] == o["grad_output"].dtype),
     ),
     aten._fft_c2r.default: (holds("the last of the dims is half of last_dim_size, and one", _half),),
+    **_POLYNOMIALS,
     aten.lcm.default: (_no_least,),
     aten.gcd.default: (_no_least,),
     **_DIVISIONS,

@@ -198,7 +198,7 @@ def _places(told: Any) -> Any:
 
 
 def _text(file: Path, draw: random.Random) -> None:
-    lines = file.read_text().split("\n")
+    lines = file.read_text(errors="replace").split("\n")
     for _ in range(draw.choice([1, 1, 3])):
         place = draw.randrange(len(lines))
         lines[place] = _edited(lines[place], draw)

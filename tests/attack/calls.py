@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from meshc.check.guards import guarded
 from meshc.check.operators import PIECES, made_by
 from meshc.check.types import Wrong, check_extents
+from meshc.errors import MeshcError
 from meshc.ops.implementations import direct
 from tests.attack.corpus import Call
 from tests.attack.pages import Fenced
@@ -18,7 +19,7 @@ from tests.attack.pages import Fenced
 CPU = torch.device("cpu")
 MOST_BYTES = 1 << 26
 """Of a result: what a program of that size would need is no attack."""
-ORDINARY = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, ArithmeticError, AttributeError, MemoryError)
+ORDINARY = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, ArithmeticError, AttributeError, MemoryError, MeshcError)
 """What the runtime makes an ArtifactError of that names the line; anything else ends the process."""
 
 

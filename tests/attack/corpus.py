@@ -99,6 +99,7 @@ def by_schema(names: Iterable[str], draw: random.Random) -> Iterator[Call]:
 
 
 def _of_kind(kind: str, draw: random.Random) -> Any:
+    """A number now and then where a dtype is meant, since torch takes one there."""
     if kind.startswith("Optional["):
         return None if draw.random() < 0.6 else _of_kind(kind[9:-1], draw)
     if kind.startswith("List["):
