@@ -31,15 +31,19 @@ def check_moved(node: Node) -> None:
         for axis in axes:
             if before.pending_over(axis) != how:
                 raise Wrong(f"its operand is {before}, which is not pending over {axis} for a {how}")
-        left = tuple(item for item in before.pending if item[0] not in axes)
-        _same(after.pending == left, before, after)
+        _same(_pending(after) == _pending(before) - {(axis, how) for axis in axes}, before, after)
     if node.target is spmd.all_reduce:
         _same(after.dims == before.dims, before, after)
     elif node.target is spmd.all_gather:
-        _same(after.pending == before.pending, before, after)
+        _same(_pending(after) == _pending(before), before, after)
         _dim(before, after, node.args[2], axes)
     elif node.target is spmd.reduce_scatter:
         _dim(after, before, node.args[2], axes)
+
+
+def _pending(sharding: Sharding) -> set[tuple[str, str]]:
+    """Not over the microbatches: what is one microbatch's part says so where it becomes one."""
+    return {item for item in sharding.pending if item[0] != "mb"}
 
 
 def _dim(split: Sharding, whole: Sharding, dim: Any, axes: Any) -> None:

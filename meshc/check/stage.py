@@ -26,25 +26,28 @@ from meshc.program import Stage
 from meshc.spmd import is_collective, joins_stages
 from meshc.text import print_type
 
+aten = torch.ops.aten
+
 OWN = ("parameter", "buffer", "state")
 """Kinds of ports whose memory is the program's own to write."""
+VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
+"""Operators that may give a view though their schema does not say so."""
 
 
 def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(value, what is wrong with it) for every line that is wrong. `sizes`: of all axes."""
     keys = iter(stage.inputs)
     values: dict[Node, Any] = {}
-    writable: dict[Node, str] = {}
+    roots: dict[Node, frozenset[str]] = {}
     for node in stage.graph.nodes:
         if node.op == "output":
             return
         key = next(keys) if node.op == "placeholder" else None
-        if key is not None and key.partition(":")[0] in OWN:
-            writable[node] = key
+        roots[node] = _roots(node, roots) if key is None else frozenset({key})
         try:
             values[node] = _declared(node, sizes)
             if node.op == "call_function":
-                values[node] = _made(node, values, writable, sizes)
+                values[node] = _made(node, values, roots, sizes)
         except Wrong as wrong:
             what = f"{node.name} = {spelling(node.target)}(...)" if node.op == "call_function" else f"the parameter {node.name}"
             yield node.name, f"{what}: {wrong}"
@@ -68,7 +71,7 @@ def _empty(record: Record) -> Any:
     return placed.INTEGER if record.dtype is None else torch.empty(record.shape, dtype=record.dtype, device="meta")
 
 
-def _made(node: Node, values: Mapping[Node, Any], writable: Mapping[Node, str], sizes: Mapping[str, int]) -> Any:
+def _made(node: Node, values: Mapping[Node, Any], roots: Mapping[Node, frozenset[str]], sizes: Mapping[str, int]) -> Any:
     """What the node's operator gives, which is what is declared, or Wrong is raised."""
     args = map_arg(node.args, lambda operand: values[operand])
     kwargs = map_arg(node.kwargs, lambda operand: values[operand])
@@ -80,7 +83,7 @@ def _made(node: Node, values: Mapping[Node, Any], writable: Mapping[Node, str], 
     else:
         if why := refusal(node.target):
             raise Wrong(f"its operator is not on the allow-list: {why}")
-        _check_writes(node, writable)
+        _check_writes(node, roots)
         _check_places(node, values)
         found = operators.made_by(node.target, args, kwargs, len(declared) if isinstance(declared, tuple) else 1)  # type: ignore[arg-type]
     _compare(found, declared, sizes)
@@ -129,8 +132,22 @@ def _check_places(node: Node, values: Mapping[Node, Any]) -> None:
                 raise Wrong(f"its {name} is a number that depends on the rank, where its operator takes one that all ranks share")
 
 
-def _check_writes(node: Node, writable: Mapping[Node, str]) -> None:
-    """An operator that writes does so into what the program keeps, each once."""
+def _roots(node: Node, roots: Mapping[Node, frozenset[str]]) -> frozenset[str]:
+    """Keys of the parameters of the stage in whose memory a value may lie: views lie in that of what they view."""
+    if node.op != "call_function" or not _may_view(node.target):
+        return frozenset()
+    return frozenset(key for operand in node.all_input_nodes for key in roots[operand])
+
+
+def _may_view(target: Any) -> bool:
+    if target in FUNCTIONS.values():
+        return True  # a tile that is whole, a mask that covers nothing, a group of one rank
+    schema = target._schema
+    return target in VIEWS_UNSAID or any(argument.alias_info is not None for argument in schema.arguments)
+
+
+def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:
+    """An operator that writes does so into what the program keeps, or into what it has made, each once."""
     schema = node.target._schema  # type: ignore[union-attr]
     if not schema.is_mutable:
         return
@@ -141,7 +158,8 @@ def _check_writes(node: Node, writable: Mapping[Node, str]) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
     for operand in written:
-        if operand not in writable:
-            raise Wrong(f"it writes into {operand}, which is no parameter, buffer or state of the program")
+        foreign = sorted(key for key in roots.get(operand, ()) if key.partition(":")[0] not in OWN)
+        if foreign:
+            raise Wrong(f"it writes into {operand}, in the memory of {foreign[0]}, which is no parameter, buffer or state of the program")
     if len(set(written)) != len(written):
         raise Wrong("it writes into one value twice")

@@ -77,7 +77,7 @@ def test_every_number_of_a_plain_type_counts(saved: Path) -> None:
         ('"parameter:model.layers.0.mlp.up_proj.weight"', '"parameter:model.layers.0.mlp.down_proj.weight"', "it takes parameter:"),
         ("aten.mm(", "aten._reshape_alias(", "the operator aten._reshape_alias is not on the allow-list"),
         ('["dp"], "sum")', '["ep"], "sum")', "there is no axis 'ep'"),
-        ("meshc.adam_many_([", "meshc.adam_many_([input_ids, ", "it writes into input_ids"),
+        ("meshc.adam_many_([", "meshc.adam_many_([input_ids, ", "it writes into input_ids, in the memory of input:input_ids"),
         ('"metric:grad_norm": ', '"metric:grad": ', "nothing gives metric:grad_norm"),
         ('@ranks("dp=2,tp=2")', '@ranks("dp=2,tp=4")', "@ranks has {'dp': 2, 'tp': 4}"),
     ],
