@@ -1,6 +1,6 @@
 """meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
 
-from meshc.api import Program, compile
+from meshc.api import Program, TrainStep, compile
 from meshc.errors import (
     ArtifactError,
     CaptureError,
@@ -18,7 +18,6 @@ from meshc.errors import (
 from meshc.mesh import Mesh
 from meshc.options import Options
 from meshc.plan import Plan
-from meshc.train_step import TrainStep
 from meshc.verification import verify
 
 __all__ = [

@@ -29,17 +29,18 @@ from meshc.pipelining.timing import Timeline
 from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.recipes import resolve
-from meshc.runtime.agreement import Disagreement, agree, from_rank_0, refusable
+from meshc.runtime.agreement import Disagreement, agree, from_rank_0, refusable, together
 from meshc.runtime.autograd import Call, ProgramFunction
 from meshc.runtime.executor import Executor
-from meshc.runtime.failure import FailureBoard, world_board
+from meshc.runtime.failure import FailureBoard, announce, listening
 from meshc.runtime.groups import Groups
 from meshc.runtime.ownership import calls_allowed, guard_calls
 from meshc.runtime.passcheck import PassCheck
 from meshc.runtime.session import Session
 from meshc.runtime.store import Store
+from meshc.runtime.train_step import TrainStep
 from meshc.runtime.turn import Turn
-from meshc.train_step import Traced, TrainStep, traced_step
+from meshc.train_step import Traced, traced_step
 
 DEFAULTS = Options()
 
@@ -69,15 +70,25 @@ def compile(
 
     Raises PlanError, CaptureError, CompileError or StateError, each saying what to change.
     """
-    for name, value, known in (
-        ("inputs", inputs, ("global", "local")),
-        ("outputs", outputs, ("plain", "dtensor")),
-        ("backend", backend, ("eager", "inductor")),
-    ):
-        if value not in known:
-            raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
-    admission.refuse_examples(args, kwargs, options)
-    return Program(what, Mesh.of(mesh), tuple(args), dict(kwargs or {}), plan, inputs, outputs, backend, names, options)
+    board = announce()
+    if isinstance(mesh, Mesh) and mesh.device_mesh is None:
+        board = None
+    with together(board, "compile"):
+        for name, value, known in (
+            ("inputs", inputs, ("global", "local")),
+            ("outputs", outputs, ("plain", "dtensor")),
+            ("backend", backend, ("eager", "inductor")),
+        ):
+            if value not in known:
+                raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
+        admission.refuse_examples(args, kwargs, options)
+        args, kwargs = tuple(args), dict(kwargs or {})
+        program = Program(what, Mesh.of(mesh), plan, inputs, outputs, backend, names, options, board)
+        if not args and not kwargs and program.step is None:
+            calling.refuse_unknown_inputs(program.traced.module)
+    if args or kwargs:
+        program.prepare(args, kwargs)
+    return program
 
 
 class Program:
@@ -91,15 +102,15 @@ class Program:
         self,
         what: nn.Module | TrainStep | Callable[..., Any],
         mesh: Mesh,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         plan: Any,
         inputs: str,
         outputs: str,
         backend: str,
         names: Mapping[str, Sequence[str | None]] | None,
         options: Options,
+        board: FailureBoard | None = None,
     ) -> None:
+        self._board, self._turn = board, Turn()
         self.what, self.mesh, self.inputs, self.outputs, self.backend = what, mesh, inputs, outputs, backend
         self.names, self.options = names, options
         self._dynamic = dynamic.read(options.dynamic)
@@ -120,19 +131,10 @@ class Program:
         refused = getattr(self.traced.function, "refused", [])
         if refused:
             raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
-        trainable = any(p.requires_grad for p in self.traced.module.parameters())
         if self.inputs == "local":
             self._check_local_batch()
-        self._board, self._turn = self._meet(), Turn()
-        if args or kwargs:
-            with self._guarded("compile"):
-                self._prepare(*self._admit(args, kwargs))
-        elif trainable and self.step is None and torch.is_grad_enabled():
-            raise StateError(
-                "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
-                "  what to do: meshc.compile(model, mesh, kwargs={...example inputs...}); meta tensors will do.\n"
-                "  for inference: compile under torch.no_grad()"
-            )
+        if mesh.device_mesh is not None:
+            calling.refuse_other_world(mesh, dist.get_world_size())
 
     # ------------------------------------------------------------------------------------------------------------- compilation
 
@@ -144,17 +146,10 @@ class Program:
         function: Callable[..., Any] = self.what  # type: ignore[assignment]
         return Traced(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
 
-    def _meet(self) -> FailureBoard | None:
-        """Where ranks tell each other of failures. Raises StateError if the mesh is not the world."""
-        if self.mesh.device_mesh is None:
-            return None
-        world = dist.get_world_size()
-        if self.mesh.world_size != world:
-            raise StateError(
-                f"the mesh {self.mesh} has {self.mesh.world_size} ranks, but {world} were started\n"
-                f"  what to do: start {self.mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
-            )
-        return world_board() if world > 1 else None
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for these inputs. All ranks call it."""
+        with self._guarded("compile"):
+            self._prepare(*self._admit(args, kwargs))
 
     def _guarded(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
@@ -285,7 +280,7 @@ class Program:
             if request.grad and self.step is None:
                 calling.refuse_partial_storage(self.plan)
                 calling.refuse_stages(self.mesh)
-            compiled, draft = compile_program(request, hook)
+            compiled, draft = compile_program(request, listening(self._board, hook))
         for note in compiled.notes:
             if any(words in note for words in ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT)):
                 warnings.warn(note, stacklevel=4)
@@ -329,7 +324,8 @@ class Program:
             self.spec = None if self.spec is None else self.spec.of_live(self._store.live)
             draft.request = replace(draft.request, optimizer=self.spec)
         if first:
-            self._store.seed = self._seed(device)
+            seed = torch.initial_seed() if self.options.seed is None else self.options.seed
+            self._store.seed = from_rank_0(self._board, lambda: seed)
         executor = Executor(compiled, self._groups, self.mesh.coordinates(dist.get_rank()), device, self._board, self.backend)
         make = partial(self._specialised, compiled, general, draft)
         return Session(compiled, self._store, executor, draft.output_tree, self.options.cuda_graph, make, self.options.check_inputs)
@@ -338,13 +334,6 @@ class Program:
         """`compiled` with the backward for the outputs that received gradients."""
         shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
         return instance.fitting(specialised(general, draft, received), shapes)
-
-    def _seed(self, device: torch.device) -> int:
-        seed = torch.initial_seed() if self.options.seed is None else self.options.seed
-        box = [seed]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(box, 0)
-        return box[0]
 
     # ------------------------------------------------------------------------------------------------------------------ calling
 
@@ -372,7 +361,7 @@ class Program:
         with refusable(self._board):
             session.check(tensors)
         if self._board is not None:
-            self._board.began += 1  # from here on this rank sends: one that refuses this call sees that it is alone
+            self._board.begin(calling.name_of(self.what))  # from here on this rank sends: one that refuses this call sees that it is alone
         session.compare_inputs(tensors)
         if self.step is not None:
             return self._train(session, tensors)
@@ -474,7 +463,7 @@ class Program:
 
     def save(self, path: str | Path, weights: bool = True) -> None:
         """Write the artifact: a folder of texts, JSON and (without a process group, or on rank 0) weights."""
-        with self._guarded("save"):
+        with together(self._board, "save"):
             saving.save(self, path, weights, partial(from_rank_0, self._board))
 
     # -------------------------------------------------------------------------------------------------------------------- state
@@ -487,18 +476,22 @@ class Program:
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Model and optimizer by name, seed and step, as DTensors; with `full`, whole CPU tensors on rank 0."""
-        return self.store.state_dict(full)
+        with together(self._board, "state_dict"):
+            return self.store.state_dict(full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.store.load_state_dict(state)
+        with together(self._board, "load_state_dict"):
+            self.store.load_state_dict(state)
 
     def init_weights(self, fn: Callable[[nn.Module], Any]) -> None:
         """Fill a model that was built on `meta`."""
-        self.store.init_weights(fn)
+        with together(self._board, "init_weights"):
+            self.store.init_weights(fn)
 
     def sync(self) -> None:
         """Bring the live parameters up to date where they do not share memory with the program."""
-        self.store.sync()
+        with together(self._board, "sync"):
+            self.store.sync()
 
 
 def _split(port: Port) -> bool:

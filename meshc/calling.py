@@ -11,11 +11,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshc import admission, flex
-from meshc.errors import InputError, PlanError
+from meshc.errors import InputError, PlanError, StateError
 from meshc.mesh import Mesh
 from meshc.paths import input_names
 from meshc.plan import Plan
-from meshc.train_step import StepSignature
+from meshc.train_step import StepSignature, TrainStep
+
+
+def name_of(what: Any) -> str:
+    """What is compiled, as messages name it: TrainStep(GPT), GPT, or the name of a function."""
+    if isinstance(what, TrainStep):
+        return f"TrainStep({type(what.model).__name__})"
+    return type(what).__name__ if isinstance(what, nn.Module) else getattr(what, "__name__", type(what).__name__)
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +86,25 @@ def unequal_parts(text: str) -> str:
         f"all parts of a local batch have one shape: {text}\n"
         "  what to do: drop_last=True in the data loader, or pad the last batch and ignore its labels"
     )
+
+
+def refuse_unknown_inputs(module: nn.Module) -> None:
+    """A module that takes part in autograd cannot wait for its first call to know its inputs."""
+    if any(p.requires_grad for p in module.parameters()) and torch.is_grad_enabled():
+        raise StateError(
+            "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
+            "  what to do: meshc.compile(model, mesh, kwargs={...example inputs...}); meta tensors will do.\n"
+            "  for inference: compile under torch.no_grad()"
+        )
+
+
+def refuse_other_world(mesh: Mesh, world: int) -> None:
+    """The mesh is the world: every rank that was started takes part."""
+    if mesh.world_size != world:
+        raise StateError(
+            f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"
+            f"  what to do: start {mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
+        )
 
 
 def refuse_stages(mesh: Mesh) -> None:

@@ -13,6 +13,8 @@ class MeshcError(Exception):
     """
 
     everywhere = False
+    compared = False
+    """Whether ranks have told each other already whether all raise it."""
 
 
 class CaptureError(MeshcError):

@@ -25,6 +25,7 @@ from meshc.program import Port
 from meshc.program import Program as Compiled
 from meshc.runtime import verify as verification
 from meshc.runtime.agreement import agree, from_rank_0, refusable
+from meshc.runtime.failure import announce
 from meshc.runtime.ownership import calls_allowed
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
     Under a process group every rank calls it: weights are gathered, rank 0 computes while the others wait, and all return the same report
     or raise the same error. Raises VerifyError that names the first value that is wrong.
     """
+    announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
     ask = program.draft.request

@@ -78,18 +78,23 @@ def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]]) -> No
         )
 
 
-def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]]) -> set[str]:
-    """Refuses models that differ between ranks, before any data moves; returns the keys of what is on `meta` on rank 0."""
+def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.ProcessGroup | None) -> set[str]:
+    """Refuses models that differ between ranks, before any data moves; returns the keys of what is on `meta` on rank 0.
+
+    world: a group of all ranks, None if there is one rank
+    """
     lines = [f"{' = '.join(key for key, _, _ in places)}: {tensor.dtype} {list(tensor.shape)}" for tensor, places in found]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     unfilled = {key for tensor, places in found if tensor.is_meta for key, _, _ in places}
-    ranks = dist.get_world_size()
+    if world is None:
+        return unfilled
+    ranks = world.size()
     all_of_them: list[Any] = [None] * ranks
-    dist.all_gather_object(all_of_them, (digest, unfilled if dist.get_rank() == 0 else None))
+    dist.all_gather_object(all_of_them, (digest, unfilled if dist.get_rank() == 0 else None), group=world)
     other = next((rank for rank in range(ranks) if all_of_them[rank][0] != all_of_them[0][0]), None)
     if other is None:
         return all_of_them[0][1]
-    dist.all_gather_object(all_of_them, lines)
+    dist.all_gather_object(all_of_them, lines, group=world)
     first, second = all_of_them[0], all_of_them[other]
     shown = [f"    rank 0: {line}" for line in first if line not in second][:5]
     shown += [f"    rank {other}: {line}" for line in second if line not in first][:5]

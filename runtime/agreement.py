@@ -18,7 +18,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -30,7 +30,9 @@ from meshc.runtime.failure import FailureBoard
 
 _POLL_S: Final = 0.01
 _LONG_POLL_S: Final = 0.1
-REFUSAL_S: Final = 15.0
+_LOOK_S: Final = 1.0
+"""How often a rank that waits looks for whom."""
+REFUSAL_S: Final = 5.0
 """A rank that refuses waits so long for the others to refuse, or to be seen doing something else."""
 _ROUNDS: Final = itertools.count()
 _DOING: Final = "what they do"
@@ -141,7 +143,7 @@ def _todo(advice: Callable[[str], str] | None, field: str) -> str:
 
 def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: int) -> tuple[str, str]:
     """What rank `other` has in a field, and what may be behind the difference. All ranks come here, since all see that there is one."""
-    store, turn = _store(), next(_ROUNDS)
+    store, turn = _store(board), next(_ROUNDS)
     store.set(f"in_full/{turn}/{board.rank}", json.dumps(dict(mine)))
     while not store.check([f"in_full/{turn}/{other}"]):
         board.check()
@@ -158,27 +160,50 @@ def _short(text: str) -> str:
 
 def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
     """What every rank describes, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
-    store, turn = _store(), next(_ROUNDS)
+    store, turn = _store(board), next(_ROUNDS)
     store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
     keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
     deadline = time.monotonic() + timeout_s
-    while not store.check(keys):
-        board.check()
-        ahead = board.ahead()
-        if ahead is not None and not store.check(keys):  # or it has left this round already
-            raise _Ahead(ahead)
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(_POLL_S)
+    with _awaiting(board, store, keys, mine[_DOING]) as check:
+        while not store.check(keys):
+            check()
+            ahead = board.ahead()
+            if ahead is not None and not store.check(keys):  # or it has left this round already
+                raise _Ahead(ahead)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
     described = [json.loads(store.get(key)) for key in keys]
     store.delete_key(f"{turn - 1}/{board.rank}")  # all have come to this round, so all have read the last one
     return described
 
 
-def _store() -> dist.Store:
-    world = dist.group.WORLD
-    assert world is not None
-    return dist.PrefixStore("meshc_agreement", world.get_group_store())
+def _store(board: FailureBoard) -> dist.Store:
+    return dist.PrefixStore("agreement", board.store)
+
+
+@contextmanager
+def _awaiting(board: FailureBoard, store: dist.Store, keys: Sequence[str], where: str) -> Iterator[Callable[[], None]]:
+    """While this rank waits for a key of each rank, in the order of ranks: gives what to call now and then. It raises PeerError if a rank
+    has failed or left; and the board knows for whom this rank waits, which it says if that lasts."""
+    looked_at = time.monotonic()
+
+    def check() -> None:
+        nonlocal looked_at
+        board.check()
+        if time.monotonic() < looked_at + _LOOK_S:
+            return
+        looked_at = time.monotonic()
+        missing = frozenset(rank for rank, key in enumerate(keys) if not store.check([key]))
+        if board.awaited is None or board.awaited[0] != missing:
+            board.awaited = (missing, where)
+        for rank in missing:
+            board.refuse_gone(rank, lambda rank=rank: store.check([keys[rank]]))  # type: ignore[misc]
+
+    try:
+        yield check
+    finally:
+        board.awaited = None
 
 
 @contextmanager
@@ -190,9 +215,20 @@ def refusable(board: FailureBoard | None) -> Iterator[None]:
     except PeerError:
         raise
     except MeshcError as error:
-        if board is not None:
+        if board is not None and not error.compared and not board.lost:
+            error.compared = True
             error.everywhere = all_refuse(board, error)
         raise
+
+
+@contextmanager
+def together(board: FailureBoard | None, what: str) -> Iterator[None]:
+    """A context for what all ranks do between steps (save, load, the arguments of a compilation): `guard` and `refusable` in one."""
+    if board is None:
+        yield
+        return
+    with board.guard(board.step, what), refusable(board):
+        yield
 
 
 def all_refuse(board: FailureBoard, error: MeshcError) -> bool:
@@ -209,7 +245,7 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
     no failure of a rank: the run can go on where it is caught. All ranks call it, in agreement, and others wait as long as it takes."""
     if board is None:
         return work()
-    store, key = _store(), f"from_rank_0/{next(_ROUNDS)}"
+    store, key = _store(board), f"from_rank_0/{next(_ROUNDS)}"
     if board.rank == 0:
         try:
             value = work()
@@ -221,6 +257,7 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
         return value
     while not store.check([key]):
         board.check()
+        board.refuse_gone(0, lambda: store.check([key]))
         time.sleep(_LONG_POLL_S)
     found = json.loads(store.get(key))
     if "kind" in found:
@@ -234,14 +271,15 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
     """What each rank gives, in the order of ranks, on rank 0; None on the others, which go on at once. All ranks call it, in agreement."""
     if board is None:
         return [text]
-    store, turn = _store(), next(_ROUNDS)
+    store, turn = _store(board), next(_ROUNDS)
     keys = [f"to_rank_0/{turn}/{rank}" for rank in range(board.world_size)]
     store.set(keys[board.rank], text)
     if board.rank != 0:
         return None
-    while not store.check(keys):
-        board.check()
-        time.sleep(_POLL_S)
+    with _awaiting(board, store, keys, "hand in what rank 0 collects") as check:
+        while not store.check(keys):
+            check()
+            time.sleep(_POLL_S)
     found = [store.get(key).decode() for key in keys]
     for key in keys:
         store.delete_key(key)
@@ -259,7 +297,7 @@ def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] |
     """Like `to_rank_0` after a failure: what ranks give within so many seconds on rank 0, which waits no longer."""
     if board is None:
         return [text]
-    store = _store()
+    store = _store(board)
     store.set(f"behind/{board.rank}", text)
     if board.rank != 0:
         return None

@@ -57,4 +57,4 @@ class Backwards:
             outputs = {"the outputs that backward starts from": "; ".join(sorted(received)) or "none"}
             agree(board, "run backward", outputs, lambda _: "call backward from the same outputs on every rank, in the same order")
             self._last = received
-        board.began += 1
+        board.begin("backward")

@@ -107,7 +107,8 @@ def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
             error = [f"{type(raised).__name__}: {raised}"]
         finally:
             store.filling = False
-    dist.broadcast_object_list(error, src=0)
+    if store.transfers.groups.world is not None:
+        dist.broadcast_object_list(error, src=0, group=store.transfers.groups.world)
     if error[0] is not None:
         raise StateError(f"init_weights: the function failed on rank 0\n  why: {error[0]}")
     with torch.no_grad():

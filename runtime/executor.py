@@ -83,9 +83,6 @@ class Executor:
         self.steps = _with_sums(program, steps_of(program, coordinates))
         self.lasts = last_reads(program, self.steps)
         self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
-        if board is not None:
-            known = {id(group) for group in board.groups}
-            board.groups += [group for group in groups.all_groups() if id(group) not in known]
         here = self._here if board is not None else None
         make = {"eager": generate, "inductor": compile_regions}.get(backend)
         if make is None:
@@ -104,7 +101,7 @@ class Executor:
         self.early = Early(found, whole, kept, lambda stage: generate(stage, groups, coordinates, device, here))
         self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in stages.items()}
         file = environment.trace_file()
-        self.recorder = None if file is None else Recorder(program, coordinates, device, board, file)
+        self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
         self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:

@@ -1,11 +1,15 @@
 """What happens when a rank fails: all ranks stop, and each says which rank failed first, and where.
 
     rank 3 raises ──> posts {rank, step, instruction, message} in the store, closes its connections
-    rank 3 dies   ──> the kernel tells its neighbours on the machine at once, silence tells the others after SILENT_S; they post for it
+    rank 3 dies   ──> the kernel tells its neighbours on the machine at once, connections that break tell the others; they post for it
+    rank 3 stops  ──> its silence is named in a warning after SILENT_S, and posted after SILENT_END_S
                                   │
     other ranks   <── the post is read once a second; waits are interrupted; `guard` raises PeerError with the post's text
                                   │
-    a main thread that is still inside `guard` GRACE_S later  ──> its process is ended
+    a main thread that has not had it GRACE_S later, wherever it is  ──> its process is ended
+
+A rank takes part from its first line of meshc on (`announce`), and until it has ended its program or destroyed its process group. One that
+is merely late, since it evaluates or saves or has no more data, is named by those who wait for it, and never ended.
 
 An error that all ranks have raised together (`MeshcError.everywhere`, see `agreement.py`) is no failure: nobody waits for anybody.
 
@@ -19,7 +23,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final
@@ -28,13 +32,18 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc.errors import MeshcError, PeerError
+from meshc.runtime.peers import ENDED, KNOWS, Failure, Peer
 from meshc.runtime.turn import Turn
-from meshc.runtime.watch import BEAT_S, Failure, Peer, Watch
+from meshc.runtime.watch import BEAT_S, HAS_ENDED, Watch
 
-VERDICT_S: Final = 12.0
+VERDICT_S: Final = 6.0
 """After a broken connection a rank waits so long for somebody to know why."""
+SILENT_AND_BROKEN_S: Final = 3.5
+"""A rank that has not been heard of for so long, after a connection broke, is dead: one that is merely stopped keeps its connections."""
 FAREWELL_S: Final = 3.0
-"""The rank that serves the store stays so long at most, for the others to read its last words."""
+"""The rank that serves the store stays so long at most, for the others to read why it failed ..."""
+PATIENCE_S: Final = 10.0
+"""... and so long for them to read that it has ended in peace: one may be stopped just now."""
 SETTLED_S: Final = 2.0
 """At its end, and before it gives its state away, a rank waits so long for the others' numbers at most."""
 SETTLE_S: Final = 0.1
@@ -52,24 +61,50 @@ class _Status:
 
 
 class FailureBoard(Watch):
-    """Tells the other ranks of this one's failure, and this one of theirs. Made like a `Watch`, by all ranks together."""
+    """Tells the other ranks of this one's failure, and this one of theirs. Made like a `Watch`."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, groups: Sequence[ProcessGroup] = ()) -> None:
         super().__init__(store, rank, world_size, groups)
         self.turn = Turn(self.fail)  # which of its threads comes first is another on each rank: all must stop
         if not self._closed:
             atexit.register(self._at_exit)
+            self._hook: Any = self._uncaught  # one object, so that `close` knows it again
+            self._hook_before, sys.excepthook = sys.excepthook, self._hook
 
-    def guard(self, step: int, instruction: str) -> _Guard:
+    def guard(self, step: int | None, instruction: str) -> _Guard:
         """A context in which a failure on either side reaches the other: an exception inside is posted and raised on; a connection that
         broke because another rank failed becomes PeerError. Entering raises PeerError if a rank is known to have failed."""
         return _Guard(self, step, instruction)
+
+    @property
+    def store(self) -> dist.Store:
+        """The main thread's own connection to the store. Raises PeerError if a rank is known to have failed before there is one."""
+        began = time.monotonic()
+        while self._talk is None:
+            self.check()
+            time.sleep(0.005)
+            if time.monotonic() > began + BEAT_S and self._line_lost_at is None:
+                self._try_store()  # a connection that is being made to a server that has gone takes minutes to fail
+                began = time.monotonic()
+        return self._talk
+
+    def refuse_gone(self, rank: int, came: Callable[[], bool]) -> None:
+        """Raises PeerError if a rank for which this one waits has ended its program, or destroyed its process group, before it `came`."""
+        beat = self._beat(rank)
+        if beat is not None and beat["left"] is not None and not came():
+            self._declare(self.gone(rank))
+            self.check()
 
     def ahead(self) -> int | None:
         """A rank that runs a call which this one has not begun, as of its last beat; None if there is none."""
         if self._closed:
             return None
         return next((rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] > self.began), None)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank is known to have failed, this one or another."""
+        return self._failure is not None
 
     def check(self) -> None:
         """Raises PeerError if a rank is known to have failed. Looks at memory only."""
@@ -106,23 +141,27 @@ class FailureBoard(Watch):
         has one board, whatever number of programs it runs."""
         if self._closed or self._closing or os.getpid() != self._process_id:
             return
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._hook_before
         uncaught = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
         if uncaught is not None and self._failure is None:
             self.fail(uncaught)
         elif self._failure is None:
             self._settle_at_the_end()
-        self._goodbye = self._failure is None
+        in_peace = self._failure is None
+        self._left = HAS_ENDED if in_peace else None
         self._closing = True
-        self._mark_page()
+        assert self._page is not None
+        self._page.mark(ENDED if in_peace else KNOWS)
         self._refresh(BEAT_S)
         if self._rank_0_serves and self.rank == 0:
-            deadline = time.monotonic() + FAREWELL_S
+            deadline = time.monotonic() + (PATIENCE_S if in_peace else FAREWELL_S)
             while time.monotonic() < deadline and not all(self._needs_nothing(peer) for peer in self._peers.values()):
                 self._refresh(0.1)
                 time.sleep(0.02)
         self._closed = True
         self._wake_reporter.set()
-        self._wake_watcher()
+        self._neighbours.wake()
         for thread in self._threads:
             thread.join(2 * BEAT_S)
 
@@ -134,6 +173,12 @@ class FailureBoard(Watch):
             if self._failure is not None and self._failure.differ:
                 print(f"meshc, rank {self.rank}: {error}", file=sys.stderr, flush=True)
                 vars(sys)["meshc's last word"] = _Status()
+
+    def _uncaught(self, kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        """An exception that leaves the program: posted now, since the interpreter may wait for threads before it ends."""
+        if self._failure is None and os.getpid() == self._process_id and not hasattr(sys, "ps1"):
+            self.fail(exception)
+        self._hook_before(kind, exception, trace)
 
     def _at_exit(self) -> None:
         self.close()
@@ -154,12 +199,16 @@ class FailureBoard(Watch):
         goodbye_at: float | None = None
         while self._failure is None and time.monotonic() < deadline:
             self._refresh(BEAT_S)
+            now = time.monotonic()
             gone = next((rank for rank, peer in self._peers.items() if peer.said_goodbye or peer.exited), None)
+            quiet = now - SILENT_AND_BROKEN_S
+            silent = next((rank for rank, peer in self._peers.items() if peer.beat is not None and peer.changed_at < quiet), None)
             if gone is not None:
-                goodbye_at = goodbye_at or time.monotonic()
-                if time.monotonic() > goodbye_at + BEAT_S:
-                    where = Failure(self.rank, self.step, self.instruction, None).place
-                    self._declare(Failure(gone, None, "", f"it ended its program while rank {self.rank} was still {where}"))
+                goodbye_at = goodbye_at or now
+                if now > goodbye_at + BEAT_S:
+                    self._declare(self.gone(gone))
+            elif silent is not None and now < self._line_good_at + BEAT_S:
+                self._declare_dead(silent)
             time.sleep(0.05)
         if self._failure is None:
             message = f"a connection broke, and no rank says why within {VERDICT_S:.0f} s: {exception}"
@@ -168,13 +217,13 @@ class FailureBoard(Watch):
 
     def _needs_nothing(self, peer: Peer) -> bool:
         """Whether a peer has read this rank's last words, or never will."""
-        return peer.exited or (peer.beat is not None and (peer.said_goodbye or peer.beat["knows"] or 0 in peer.beat["gone"]))
+        return peer.exited or peer.beat is None or peer.said_goodbye or peer.beat["knows"] or 0 in peer.beat["gone"]
 
 
 class _Guard:
     __slots__ = ("_before", "_board", "_instruction", "_step")
 
-    def __init__(self, board: FailureBoard, step: int, instruction: str) -> None:
+    def __init__(self, board: FailureBoard, step: int | None, instruction: str) -> None:
         self._board = board
         self._step = step
         self._instruction = instruction
@@ -207,7 +256,7 @@ _BOARDS: Final[dict[ProcessGroup, FailureBoard]] = {}
 
 
 def world_board() -> FailureBoard:
-    """The one board of the default process group, made at the first call, which all ranks make at the same place of their program."""
+    """The one board of the default process group, made at the first call."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
@@ -217,8 +266,28 @@ def world_board() -> FailureBoard:
     return _BOARDS[world]
 
 
+def announce() -> FailureBoard | None:
+    """The first line of whatever a user calls: from here on the other ranks learn of this one's end. None where there are no others."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    return world_board()
+
+
+def listening(board: FailureBoard | None, hook: Callable[[str, Any], None] | None) -> Callable[[str, Any], None] | None:
+    """What is called after each pass of a compilation, which looks for failures of others too: a compilation may take long."""
+    if board is None:
+        return hook
+
+    def call(name: str, draft: Any) -> None:
+        board.check()
+        if hook is not None:
+            hook(name, draft)
+
+    return call
+
+
 def current_board() -> FailureBoard | None:
-    """The board of the default process group, if there is one yet."""
+    """The board of the default process group, if any rank's own line of meshc has made one."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if world is None else _BOARDS.get(world)
 
@@ -230,4 +299,6 @@ def alone(what: str) -> AbstractContextManager[None]:
 
 
 def _is_connection_error(exception: BaseException) -> bool:
-    return isinstance(exception, RuntimeError) and _CONNECTION.search(str(exception)) is not None
+    return isinstance(exception, dist.DistNetworkError | dist.DistStoreError) or (
+        isinstance(exception, RuntimeError) and _CONNECTION.search(str(exception)) is not None
+    )

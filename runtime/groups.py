@@ -1,10 +1,17 @@
-"""The process groups of one program: for any axes, the ranks that differ along these axes only."""
+"""The process groups of one program: for any axes, the ranks that differ along these axes only.
+
+They are meshc's own. The default group and those of the user's DeviceMesh are other people's: a thread of theirs (that of
+`torch.distributed.checkpoint.async_save`, say) may send on them at any time, and what two threads send on one group meets in any order.
+Making a group takes all ranks, in one order, so that happens where ranks compile and load. Programs of one process run one after the
+other, and share the groups of equal ranks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,12 +22,35 @@ from meshc.errors import StateError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+SENDS: Final = -1
+"""Stands at the end of a pair's key: the first of the two sends."""
+
+_OWN: Final[WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]]] = WeakKeyDictionary()
+"""By the default group that was there: the groups made so far, by their ranks, in their order; None for those that this rank is not in."""
+
+
+def own_groups(world: ProcessGroup | None) -> list[ProcessGroup]:
+    """Those that this rank is in."""
+    return [] if world is None else [group for group in _OWN.get(world, {}).values() if group is not None]
+
+
+def _own_group(ranks: Sequence[int], key: tuple[int, ...]) -> ProcessGroup | None:
+    world = dist.group.WORLD
+    assert world is not None
+    made = _OWN.setdefault(world, {})
+    if key not in made:
+        ascending = list(ranks) == sorted(ranks)
+        # Only ranks out of order need the keyword, which torch has not always had.
+        found = dist.new_group(list(ranks)) if ascending else dist.new_group(list(ranks), sort_ranks=False)
+        made[key] = found if dist.get_rank() in ranks else None
+    return made[key]
+
 
 class Groups:
     """Makes each group once, in an order that is the same on all ranks.
 
-    sizes: axis name -> number of ranks along it, major to minor. rank_of: the rank at each position, row-major over the axes (a
-    DeviceMesh's `mesh`); 0, 1, 2, ... by default. device_mesh: its groups of single axes are used where their order is the wanted one.
+    sizes: axis name -> number of ranks along it, major to minor. rank_of: the rank at each position, row-major over the axes (that of
+    `device_mesh`, if there is one); 0, 1, 2, ... by default.
     Raises StateError if the axes do not account for every rank of the world.
     """
 
@@ -44,7 +74,8 @@ class Groups:
         if rank_of is None:
             rank_of = torch.arange(count) if device_mesh is None else device_mesh.mesh
         self._rank_of = rank_of.reshape(tuple(self.sizes.values()))
-        self._device_mesh = device_mesh
+        self.world = _own_group(range(world_size), tuple(range(world_size))) if world_size > 1 else None
+        """All ranks, in the order of ranks."""
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
         self._pairs: dict[tuple[str, int, int], ProcessGroup] = {}
         self._paired: set[tuple[str, int, int]] = set()
@@ -84,14 +115,14 @@ class Groups:
             self._paired.add((axis, *pair))
             for row in self.members([axis]):
                 ranks = [row[place] for place in pair]
-                made = dist.new_group(sorted(ranks))
-                if self._rank in ranks:
+                made = _own_group(sorted(ranks), (*ranks, SENDS))
+                if made is not None:
                     self._pairs[(axis, *pair)] = made
         return {pair: self._pairs[(axis, *pair)] for pair in wanted if (axis, *pair) in self._pairs}
 
     def all_groups(self) -> list[ProcessGroup]:
         """Every group of this rank so far, each once."""
-        found = [*self._groups.values(), *self._pairs.values()]
+        found = [self.world, *self._groups.values(), *self._pairs.values()]
         return list({id(group): group for group in found if group is not None}.values())
 
     def _group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
@@ -110,16 +141,5 @@ class Groups:
 
     def _make(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Every rank takes the same way here: what decides is the table of all groups, never this rank's own."""
-        rows = self.members(axes)
-        ascending = all(row == sorted(row) for row in rows)
-        if len(rows) == 1 and ascending:
-            return dist.group.WORLD
-        if len(axes) == 1 and ascending and self._device_mesh is not None and axes[0] in (self._device_mesh.mesh_dim_names or ()):
-            return self._device_mesh.get_group(axes[0])
-        mine = None
-        for row in rows:
-            # Only a row out of order needs the keyword, which torch has not always had.
-            made = dist.new_group(row) if ascending else dist.new_group(row, sort_ranks=False)
-            if self._rank in row:
-                mine = made
-        return mine
+        found = [_own_group(row, tuple(row)) for row in self.members(axes)]
+        return next((group for group in found if group is not None), None)

@@ -19,7 +19,6 @@ from meshc.errors import StateError
 from meshc.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
 from meshc.program import Port
 from meshc.runtime import layouts, ownership
-from meshc.runtime.transfers import whole_of
 from meshc.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
     if present is None:
         tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)
     elif isinstance(present, DTensor):
-        whole = whole_of(present).to(store.device, port.dtype)
+        whole = store.transfers.full(present).to(store.device, port.dtype)
         tile = (parameter.home if port.shape else store.transfers).take_tile(whole, sharding)
     else:
         whole = present if isinstance(present, Tensor) else torch.tensor(present)

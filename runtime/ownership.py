@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError
 from meshc.optimizer_spec import group_numbers
+from meshc.runtime.agreement import together
 from meshc.runtime.failure import current_board
 from meshc.runtime.numbers import Stream
 from meshc.runtime.savers import look_who_asks
@@ -109,7 +110,8 @@ _refuse_call.of_meshc = True  # type: ignore[attr-defined]  # no part of what th
 def _sync(owner: Any, *_: Any) -> None:
     store = _STORES.get(owner)
     if store is not None and not store.filling:
-        store.sync()
+        with together(current_board(), "sync"):
+            store.sync()
 
 
 def _look_who_asks(model: nn.Module, *_: Any) -> None:

@@ -89,10 +89,17 @@ class Recorder:
     """One program's record on this rank, of one call at a time."""
 
     def __init__(
-        self, program: Program, coordinates: Mapping[str, int], device: torch.device, board: FailureBoard | None, file: Path
+        self,
+        program: Program,
+        coordinates: Mapping[str, int],
+        device: torch.device,
+        world: dist.ProcessGroup | None,
+        board: FailureBoard | None,
+        file: Path,
     ) -> None:
         self.program = program
         self.device = device
+        self.world = world
         self.board = board
         self.file = file
         self.rank = 0 if board is None else board.rank
@@ -178,7 +185,7 @@ class Recorder:
         for _ in range(_ROUNDS):
             one = torch.ones(1, device=self.device)
             enter = time.perf_counter()
-            collectives.all_reduce(one, dist.group.WORLD).wait().item()
+            collectives.all_reduce(one, self.world).wait().item()
             found.append((enter, time.perf_counter()))
         return found
 

@@ -125,7 +125,7 @@ class Session:
         if not isinstance(tensor, DTensor):
             return tensor.to(self.device)
         if port.sharding is None:
-            return tensor.full_tensor()
+            return self.store.transfers.full(tensor)
         places = layouts.torch_placements(port.sharding, self.program.mesh)
         return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
 
@@ -158,7 +158,7 @@ class Session:
             return
         digest = torch.tensor([_digest(tensors)], dtype=torch.int64, device=self.device)
         with self.executor.guarded(self.store.step, "compare inputs"):
-            digests = collectives.all_gather(digest, dist.group.WORLD).wait().tolist()
+            digests = collectives.all_gather(digest, self.store.transfers.groups.world).wait().tolist()
         if len(set(digests)) > 1:
             first = next(rank for rank, value in enumerate(digests) if value != digests[0])
             error = InputError(

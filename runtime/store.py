@@ -313,7 +313,7 @@ class Store:
     def _adopt_model(self, model: nn.Module, ports: Sequence[Port]) -> None:
         found = adoption.tensors_of(model)
         adoption.check_ports(ports, {key: tensor for tensor, places in found for key, _, _ in places})
-        unfilled = adoption.compare_ranks(found)
+        unfilled = adoption.compare_ranks(found, self.transfers.groups.world)
         wanted = {port.key: port for port in ports}
         holders_of_copies: set[nn.Module] = set()
         while found:  # from the end, so that each old tensor can go before the next one comes

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshc.mesh import Mesh
@@ -19,14 +19,15 @@ from meshc.runtime.groups import Groups
 from meshc.sharding import Sharding, local_shape
 
 
-def whole_of(value: DTensor) -> Tensor:
-    """A DTensor whole, on every rank. One that lives on some ranks only (of another pipeline stage) is sent by the first of them."""
+def whole_of(value: DTensor, world: dist.ProcessGroup | None) -> Tensor:
+    """A DTensor whole, on every rank, by the groups of its own DeviceMesh. One that lives on some ranks only (of another pipeline stage)
+    is sent by the first of them, over the group of all ranks."""
     ranks = value.device_mesh.mesh.flatten().tolist()
     if len(ranks) == dist.get_world_size():
         return value.full_tensor()
     there = dist.get_rank() in ranks
     full = value.full_tensor().contiguous() if there else torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    return collectives.broadcast(full, dist.group.WORLD, ranks[0]).wait()
+    return collectives.broadcast(full, world, ranks[0]).wait()
 
 
 class Transfers:
@@ -122,8 +123,20 @@ class Transfers:
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh.device_mesh and tuple(value.placements) == tuple(placements):
                 return value.to_local()
-            value = whole_of(value)
+            value = self.full(value)
         return layouts.take_chunk(value, placements, self.mesh, self.coordinates) if placements else value
+
+    def full(self, value: DTensor) -> Tensor:
+        """A DTensor whole, on every rank: one on this mesh, in plain shards, by groups of meshc's own."""
+        placements = value.placements
+        plain = all(type(place) in (Shard, Replicate) for place in placements)
+        if value.device_mesh != self.mesh.device_mesh or self.mesh.world_size != dist.get_world_size() or not plain:
+            return whole_of(value, self.groups.world)
+        axes = [axis.name for axis, place in zip(self.mesh.axes, placements, strict=True) if axis.size > 1 and isinstance(place, Shard)]
+        if not axes:
+            return value.to_local()
+        chunk = layouts.pad_to(value.to_local(), layouts.largest_chunk(value.shape, placements, self.mesh))
+        return layouts.put_chunks(self._gathered(chunk, axes), value.shape, placements, self.mesh)
 
     def _gathered(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:
         stacked = collectives.all_gather(x.unsqueeze(0), self._group(axes)).wait()

@@ -3,102 +3,83 @@
     main thread   writes down where it is                       reads the failure, if there is one
     reporter      once a second: store <── where this rank is, its failure          store ──> beats of others, the first failure
     watcher       processes of this machine that end, beats that stop ──> a failure to post; waits that go on after one ──> interrupted
+                  beats that have stopped for a while, ranks that are late ──> a warning that names them
 
 None can hold up another. The *reporter* alone talks to the store, over its own connection, since a store call can block. The *watcher*
 looks at what has been read, and at the processes of this machine, and acts. The main thread, in the usual case, only writes down where it
 is: in memory that it shares with the ranks of its machine, and that they can read when it is dead.
 
-Each rank follows WATCHED others, its successors; the post reaches all.
+Nobody waits for anybody here: a rank is there from its first beat on, and is met when the others first read it. Each rank follows WATCHED
+others, its successors; the post reaches all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
 import os
-import select
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc.runtime import collectives
+from meshc.runtime.groups import own_groups
 from meshc.runtime.numbers import Numbers
+from meshc.runtime.peers import ENDED, KNOWS, Failure, Neighbours, Page, Peer, doing, users_line
 
 BEAT_S: Final = 1.0
 """A rank publishes where it is, and reads the others, this often."""
+FIRST_BEATS_S: Final = 0.02
+"""... and at first this often, until it has heard of all, more and more slowly: who dies young was met before."""
 SILENT_S: Final = 10.0
-"""A rank that has published nothing for so long counts as dead."""
-STORE_LOST_S: Final = 3.0
-"""If rank 0 serves the store, it counts as dead when the store has not answered for so long."""
-GRACE_S: Final = 20.0
-"""A process whose main thread has not come back so long after a failure was known is ended."""
+"""A rank that has published nothing for so long is named in a warning ..."""
+SILENT_END_S: Final = 30.0
+"""... and for so long counts as dead."""
+STORE_LOST_S: Final = 2.0
+"""If rank 0 serves the store, it counts as dead when the connection to the store has been broken for so long."""
+LATE_S: Final = 15.0
+"""A rank that others have waited for at a call for so long is named in a warning, and again after twice that time, four times, ..."""
+GRACE_S: Final = 5.0
+"""A process whose main thread has not had the failure so long after it was known is ended."""
+STALL_S: Final = 2.5
+"""A watcher that slept so long for a second stood still, with the whole process: nobody else is silent because of that."""
 WATCHED: Final = 32
-_PAGE_BYTES: Final = 256
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first failure of a run, as it stands in the store. `message` is None for a rank that died without a word."""
-
-    rank: int
-    step: int | None
-    instruction: str
-    message: str | None
-    differ: bool = False
-    """The ranks differ in something: no rank's failure more than another's."""
-
-    @property
-    def place(self) -> str:
-        if self.step is None:
-            return "outside of a step"
-        return f"at step {self.step}, {self.instruction}" if self.instruction else f"at step {self.step}"
-
-    def __str__(self) -> str:
-        if self.differ and self.message is not None:
-            return self.message
-        return f"rank {self.rank} died {self.place}" if self.message is None else f"rank {self.rank} failed {self.place}: {self.message}"
-
-
-@dataclass
-class Peer:
-    """What is known of another rank."""
-
-    beat: dict[str, Any] | None = None
-    changed_at: float = 0.0
-    silent_reads: int = 0
-    exited: bool = False
-
-    @property
-    def said_goodbye(self) -> bool:
-        return self.beat is not None and self.beat["goodbye"]
+HAS_ENDED: Final = "ended its program"
 
 
 class Watch:
     """What this rank and the ranks it follows are doing, and the first failure of all. `failure.FailureBoard` is its face.
 
     store: shared by all ranks and by no other watch (it prefixes no keys). groups: the process groups to interrupt when another rank has
-    failed. Making one waits until the other ranks make theirs. In a world of one nothing runs.
+    failed, beside meshc's own; the first is the world. Making one waits for nobody. In a world of one nothing runs.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, groups: Sequence[ProcessGroup] = ()) -> None:
         self.rank = rank
         self.world_size = world_size
         self.groups = list(groups)
+        self._world = groups[0] if groups else None
         self._step: int | None = None
         self._instruction = ""
-        self._page: mmap.mmap | None = None
+        self._page: Page | None = None
         self._inside = 0  # how many guards the main thread is in
         self.numbers = Numbers(rank)
         self.began = 0
         """Calls of programs, and backwards, that this rank has begun to run: what `ahead` compares."""
+        self._call = ""  # the last of them, in words
+        self._calls: Counter[str] = Counter()
+        self.awaited: tuple[frozenset[int], str] | None = None
+        """Ranks that the main thread waits for in the store, and where to."""
+        self._place: tuple[Any, ...] = ()
+        self._place_since = time.monotonic()
         self._failure: Failure | None = None
         self._failure_at = 0.0
         self._interrupted = False
@@ -106,58 +87,41 @@ class Watch:
         self._told = False  # whether the main thread has had its PeerError
         self._post: Failure | None = None  # waits for the reporter to write it
         self._closing = False
-        self._goodbye = False
+        self._left: str | None = None  # how this rank has left, if the others need not miss it
         self._closed = world_size == 1
         if self._closed:
             return
         self._process_id = os.getpid()
         self._store = store  # if this rank serves the store, then for as long as the board lives
-        self._line: dist.Store | None = store.clone()  # type: ignore[attr-defined]  # every c10d store has it; torch's stub does not say so
+        self._line: dist.Store | None = None
         self._line_lost_at: float | None = None
         self._line_good_at = time.monotonic()
+        self._talk: dist.Store | None = None
         self._rank_0_serves = _served_by_rank_0(store)
         watched = [(rank + step) % world_size for step in range(1, min(world_size - 1, WATCHED) + 1)]
         if self._rank_0_serves:
             watched += [0] if rank else range(1, world_size)
         self._peers = {peer: Peer(changed_at=time.monotonic()) for peer in watched if peer != rank}
+        self._strangers: dict[int, dict[str, Any]] = {}  # beats of ranks that this one does not follow, but waits for
         self._beats = 0
         self._asked = 0
         self._served = 0
         self._round = threading.Condition()
         self._wake_reporter = threading.Event()
-        self._watcher_pipe = os.pipe()
-        self._poll = select.poll()
-        self._poll.register(self._watcher_pipe[0], select.POLLIN)
-        self._process_fds: dict[int, int] = {}  # a file descriptor of a process of this machine -> its rank
-        self._pages: dict[int, mmap.mmap] = {}  # a rank of this machine -> the page where it writes what it is doing
-        self._meet()
+        self._neighbours = Neighbours(rank)
+        self._page = Page()
+        self._late_at = LATE_S
+        try:
+            self._write(store)  # from here on the others know of this rank
+        except Exception:  # noqa: BLE001 - as in the reporter
+            self._line_lost_at = time.monotonic()
+        self._try_store()  # what is written to a server that has gone is not refused at once
         self._threads = [
             threading.Thread(target=self._report, name="meshc-reporter", daemon=True),
             threading.Thread(target=self._watch, name="meshc-watcher", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
-
-    def _meet(self) -> None:
-        """Waits for the peers in the store, and opens what the kernel knows of those on this machine: their ends, and their pages."""
-        page_fd = -1
-        if hasattr(os, "memfd_create"):
-            page_fd = os.memfd_create("meshc")
-            os.ftruncate(page_fd, _PAGE_BYTES)
-            self._page = mmap.mmap(page_fd, _PAGE_BYTES)
-        self._store.set(f"process/{self.rank}", json.dumps([_home(self.rank), os.getpid(), page_fd]))
-        for rank in self._peers:
-            home, process_id, page_fd = json.loads(self._store.get(f"process/{rank}"))
-            if home != _home(self.rank):
-                continue
-            try:
-                with open(f"/proc/{process_id}/fd/{page_fd}", "rb") as page:
-                    self._pages[rank] = mmap.mmap(page.fileno(), _PAGE_BYTES, access=mmap.ACCESS_READ)
-                fd = os.pidfd_open(process_id)
-            except (OSError, AttributeError):  # it has ended already, or this is no recent Linux: its silence will tell
-                continue
-            self._poll.register(fd, select.POLLIN)
-            self._process_fds[fd] = rank
 
     # ---- what this rank is doing
 
@@ -175,20 +139,16 @@ class Watch:
     def instruction(self, instruction: str) -> None:
         self._be_at(self._step, instruction)
 
+    def begin(self, what: str) -> None:
+        """This rank begins to run `what` (a program, a backward), which all ranks run: from here on it sends."""
+        self._calls[what] += 1
+        self._call = f"call {self._calls[what]} of {what}"
+        self.began += 1
+
     def _be_at(self, step: int | None, instruction: str) -> None:
         self._step, self._instruction = step, instruction
         if self._page is not None:
-            text = f"{'' if step is None else step}|{instruction}".encode()[: _PAGE_BYTES - 2] + b"\0"
-            self._page[: len(text)] = text
-
-    def _mark_page(self) -> None:
-        """This rank has ended its program, or knows why it fails: whoever sees its process end need not wonder."""
-        if self._page is not None:
-            self._page[_PAGE_BYTES - 1] = 1
-
-    def _read_page(self, rank: int) -> tuple[int | None, str]:
-        step, _, instruction = self._pages[rank][:].partition(b"\0")[0].decode(errors="replace").partition("|")
-        return int(step) if step else None, instruction
+            self._page.write(step, instruction)
 
     # ---- what the threads and the main one tell each other
 
@@ -202,7 +162,8 @@ class Watch:
 
     def _declare(self, failure: Failure) -> None:
         """Posts a failure found here. If the store cannot be reached, or another was first, this rank still knows one."""
-        self._mark_page()
+        assert self._page is not None
+        self._page.mark(KNOWS)
         self._post = failure
         self._refresh(2 * BEAT_S)
         self._learn(failure)
@@ -213,31 +174,54 @@ class Watch:
                 return
             self._failure_at = time.monotonic()
             self._failure = failure
-        self._mark_page()
+        if self._page is not None:
+            self._page.mark(KNOWS)
         self._say(failure)
         self._wake_reporter.set()
-        self._wake_watcher()
+        self._neighbours.wake()
 
     def _say(self, failure: Failure) -> None:
-        """Before anything else: a launcher may end this process in the next moment."""
-        if failure.message is None and not self._goodbye and failure != self._said:
+        """Before anything else: a launcher may end this process in the next moment. A message of another's the main thread raises, if it
+        is in meshc."""
+        if (failure.message is None or not self._inside) and not self._has_left and not self._told and failure != self._said:
             self._said = failure
-            print(f"meshc, rank {self.rank}: {failure}", file=sys.stderr, flush=True)
+            self._print(str(failure))
+
+    def _print(self, text: str) -> None:
+        print(f"meshc, rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _interrupt(self) -> None:
         self._interrupted = True
-        for group in self.groups:
-            collectives.interrupt(group)
+        groups = {id(group): group for group in [*self.groups, *own_groups(self._world)]}
+        for group in groups.values():
+            # In a thread each: what interrupts may itself wait for a rank that is gone (a connection that is made at its first message).
+            threading.Thread(target=collectives.interrupt, args=(group,), name="meshc-interrupt", daemon=True).start()
 
-    def _wake_watcher(self) -> None:
-        os.write(self._watcher_pipe[1], b"!")
+    @property
+    def _has_left(self) -> bool:
+        """Whether the others need not miss this rank, nor it them: it has ended its program, or destroyed its process group."""
+        if self._left is None and self._world is not None and dist.group.WORLD is not self._world:
+            self._left = "destroyed its process group"
+            if self._page is not None:
+                self._page.mark(ENDED)
+        return self._left is not None
+
+    def _try_store(self) -> None:
+        """Whether the store answers at all, over the process group's own connection."""
+        try:
+            self._store.check(["failure"])
+        except Exception:  # noqa: BLE001 - as in the reporter
+            self._line_lost_at = time.monotonic()
 
     # ---- the reporter
 
     def _report(self) -> None:
+        pause_s = FIRST_BEATS_S / 2
         while not self._closed:
             ticket = self._asked
             try:
+                if self._line is None and self._line_lost_at is None and not self._rank_0_is_done:
+                    self._line, self._talk = self._store.clone(), self._store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
                 if self._line is not None:
                     self._write_and_read(self._line)
                     self._line_good_at, self._line_lost_at = time.monotonic(), None
@@ -248,38 +232,53 @@ class Watch:
             with self._round:
                 self._served = ticket
                 self._round.notify_all()
-            self._wake_reporter.wait(BEAT_S)
+            met = all(peer.beat is not None for peer in self._peers.values())
+            pause_s = BEAT_S if met else min(BEAT_S, 2 * pause_s)
+            self._wake_reporter.wait(pause_s)
             self._wake_reporter.clear()
 
     def _write_and_read(self, line: dist.Store) -> None:
         if self._post is not None:
             line.compare_set("failure", "", json.dumps(asdict(self._post)))
             self._post = None
+        self._write(line)
+        for rank, peer in self._peers.items():
+            if not peer.exited:
+                known = peer.beat is not None
+                peer.note(_beat_of(line, rank))
+                if peer.beat is not None and not known:
+                    self._neighbours.meet(rank, *peer.beat["process"])
+        awaited = self.awaited
+        for rank in () if awaited is None else awaited[0] - self._peers.keys():
+            beat = _beat_of(line, rank)
+            if beat is not None:
+                self._strangers[rank] = beat
+        if self._failure is None and line.check(["failure"]):
+            self._learn(Failure(**json.loads(line.get("failure"))))
+        self._compare_numbers(line)
+        if self._rank_0_serves and self._rank_0_is_done:
+            self._line = None  # rank 0 has read in this beat that it is no longer needed; its store goes with it
+
+    def _write(self, line: dist.Store) -> None:
+        assert self._page is not None
         self._beats += 1
         numbers = self.numbers.to_say()
         for name, rows in self.numbers.to_write():
             line.set(f"numbers/{self.rank}/{name}", json.dumps(rows))
-        gone = [rank for rank, peer in self._peers.items() if peer.said_goodbye]
         beat = {
             "beat": self._beats,
+            "process": [self._neighbours.home, os.getpid(), self._page.fd],
             "step": self.step,
             "instruction": self.instruction,
+            "since": time.monotonic() - self._place_since,
+            "at": "" if self._inside else users_line(),
             "began": self.began,
-            "goodbye": self._goodbye,
+            "left": self._left if self._has_left else None,
             "knows": self._failure is not None,
-            "gone": gone,
+            "gone": [rank for rank, peer in self._peers.items() if peer.said_goodbye],
             "numbers": numbers,
         }
         line.set(f"beat/{self.rank}", json.dumps(beat))
-        for rank, peer in self._peers.items():
-            if not peer.exited:
-                here = peer.beat is not None or line.check([f"beat/{rank}"])
-                self._note(peer, json.loads(line.get(f"beat/{rank}")) if here else None)
-        if self._failure is None and line.check(["failure"]):
-            self._learn(Failure(**json.loads(line.get("failure"))))
-        self._compare_numbers(line)
-        if self._rank_0_serves and 0 in gone:
-            self._line = None  # rank 0 has read in this beat that it is no longer needed; its store goes with it
 
     def _compare_numbers(self, line: dist.Store) -> None:
         """With what each peer's beat says of its steps. A difference is posted in the next round, which is at once."""
@@ -292,87 +291,155 @@ class Watch:
                 self._post = Failure(self.rank, self.step, self.instruction, difference.text(self.rank), differ=True)
                 self._learn(self._post)
 
-    def _note(self, peer: Peer, beat: dict[str, Any] | None) -> None:
-        if beat is None or (peer.beat is not None and peer.beat["beat"] == beat["beat"]):
-            peer.silent_reads += 1
-        else:
-            peer.beat, peer.changed_at, peer.silent_reads = beat, time.monotonic(), 0
+    @property
+    def _rank_0_is_done(self) -> bool:
+        return self._rank_0_serves and self.rank != 0 and self._peers[0].beat is not None and self._peers[0].beat["left"] == HAS_ENDED
 
     # ---- the watcher
 
     def _watch(self) -> None:
         while not self._closed:
-            for fd, _ in self._poll.poll(BEAT_S * 1000):
-                if fd == self._watcher_pipe[0]:
-                    os.read(fd, 4096)
-                else:
-                    self._poll.unregister(fd)
-                    os.close(fd)
-                    self._look_into_exit(self._process_fds.pop(fd))
-            if self._failure is None:
+            before = time.monotonic()
+            exited = self._neighbours.poll(BEAT_S)
+            slept = time.monotonic() - before
+            if slept > STALL_S:
+                self._stood_still(slept - BEAT_S)
+            for rank in exited:
+                self._look_into_exit(rank)
+            if self._failure is None and not self._closing and not self._has_left:
                 self._look_for_silence()
-            elif not self._goodbye:
+                self._look_for_late()
+            elif self._failure is not None and not self._has_left:
                 self._act()
+
+    def _stood_still(self, seconds: float) -> None:
+        """This process was stopped, or its machine swapped: what it has not heard meanwhile is no silence of the others'."""
+        for peer in self._peers.values():
+            peer.changed_at += seconds
+        self._line_good_at += seconds
+        self._failure_at += seconds
+        self._place_since += seconds
 
     def _look_into_exit(self, rank: int) -> None:
         peer = self._peers[rank]
-        if rank in self._pages and not self._pages[rank][_PAGE_BYTES - 1] and self._failure is None and not self._closing:
-            self._say(Failure(rank, *self._read_page(rank), None))
+        mark = self._neighbours.mark(rank)
+        if rank in self._neighbours.pages and not mark and self._failure is None and not self._closing:
+            self._say(Failure(rank, *self._neighbours.read(rank), None))
         self._refresh(2 * BEAT_S)  # its last words
         peer.exited = True
-        in_peace = peer.said_goodbye or self._store_left_in_peace
+        in_peace = peer.said_goodbye or mark == ENDED or self._store_left_in_peace
         if not in_peace and self._failure is None and not self._closing:
             self._declare_dead(rank)
 
     @property
     def _store_left_in_peace(self) -> bool:
         """Whether rank 0 has taken the store with it when it was done: nobody's goodbye can be read from then on."""
-        return self._line is None and self._line_lost_at is None
+        return self._line is None and self._rank_0_is_done
 
     def _look_for_silence(self) -> None:
-        if self._closing or self._store_left_in_peace:
+        if self._store_left_in_peace:
             return
         now = time.monotonic()
-        if self._line_lost_at is not None or now > self._line_good_at + SILENT_S:
-            lost_at = self._line_lost_at or self._line_good_at
-            if self._rank_0_serves and self.rank != 0 and now > lost_at + STORE_LOST_S and self._may_be_dead(0):
-                before = self._line_good_at
-                self._refresh(2 * BEAT_S)  # this process itself may have stood still
-                if self._line_good_at == before:
-                    self._declare_dead(0)
-            return
+        if self._line_lost_at is not None and self._rank_0_serves and self.rank != 0 and now > self._line_lost_at + STORE_LOST_S:
+            peer = self._peers[0]
+            if not (peer.said_goodbye or peer.exited or self._neighbours.sees(0)):
+                self._declare_dead(0)
+                return
+        # Who does not hear from the store hears from nobody.
+        deaf = self._line_lost_at is not None or now > self._line_good_at + SILENT_S
         for rank, peer in self._peers.items():
-            # That many reads show that this process itself has not stood still.
-            silent = peer.silent_reads >= 0.7 * SILENT_S / BEAT_S and now > peer.changed_at + SILENT_S
-            if silent and not peer.said_goodbye and not peer.exited:
-                self._declare_dead(rank)
+            if deaf and not (rank == 0 and self._rank_0_serves):
+                continue
+            heard = self._line_good_at if deaf else peer.changed_at
+            if (peer.beat is None and not deaf) or peer.said_goodbye or peer.exited:
+                continue
+            if now > heard + SILENT_END_S:
+                self._declare_dead(rank, silent_s=now - heard)
+                return
+            if now > heard + SILENT_S and not peer.named:
+                peer.named = True
+                left_s = SILENT_END_S - SILENT_S
+                self._print(
+                    f"nothing has been heard of rank {rank} for {now - heard:.0f} s: its process is stopped, or its machine swaps or is "
+                    f"gone; it was {_place_of(peer)}. It ends the job in {left_s:.0f} s unless it is heard of again"
+                )
+            elif peer.named and now < heard + SILENT_S:
+                peer.named = False
+                self._print(f"rank {rank} is heard of again")
 
-    def _may_be_dead(self, rank: int) -> bool:
-        """Whether a rank may have died unseen: without a goodbye, and not on this machine, where the kernel would have told."""
-        return not self._peers[rank].said_goodbye and not self._peers[rank].exited and rank not in self._process_fds.values()
+    def _look_for_late(self) -> None:
+        """Names the ranks that this one has been waiting for; one that has left it will wait for in vain."""
+        place = (self._inside > 0, self.began, self.awaited, self._step, self._instruction)
+        now = time.monotonic()
+        if place != self._place:
+            self._place, self._place_since, self._late_at = place, now, LATE_S
+            return
+        if not self._inside:
+            return
+        waited, late = now - self._place_since, self._late()
+        gone = [rank for rank in late if rank in self._peers and self._peers[rank].said_goodbye]
+        if gone and waited > 2 * BEAT_S:
+            self._declare(self.gone(gone[0]))
+        elif waited > self._late_at and late:
+            self._late_at *= 2
+            where = self.awaited[1] if self.awaited is not None else self._call
+            for rank in late:
+                if not self._peers.get(rank, Peer()).named:
+                    self._print(f"waits since {waited:.0f} s for rank {rank}, which has not come to {where}; {doing(self._beat(rank))}")
 
-    def _declare_dead(self, rank: int) -> None:
+    def _late(self) -> list[int]:
+        """Ranks that have not come where this one waits, as far as it can tell."""
+        if self.awaited is not None:
+            return sorted(self.awaited[0])
+        return [rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] < self.began]
+
+    def _beat(self, rank: int) -> dict[str, Any] | None:
+        return self._peers[rank].beat if rank in self._peers else self._strangers.get(rank)
+
+    def gone(self, rank: int) -> Failure:
+        """The failure that a rank is which has left while this one still needs it."""
+        beat = self._beat(rank)
+        how = HAS_ENDED if beat is None or beat["left"] is None else beat["left"]
+        where = Failure(self.rank, self.step, self.instruction, None).place
+        return Failure(rank, None, "", f"it {how} while rank {self.rank} was still {where}")
+
+    def _declare_dead(self, rank: int, silent_s: float | None = None) -> None:
         """Where it died is what its page says. From another machine it is the later of its last beat and of the place where this rank
         waits, since all ranks run one program."""
         beat = self._peers[rank].beat
-        if rank in self._pages:
-            step, instruction = self._read_page(rank)
+        if rank in self._neighbours.pages:
+            step, instruction = self._neighbours.read(rank)
         elif self._inside and self.step is not None and (beat is None or beat["step"] is None or self.step >= beat["step"]):
             step, instruction = self.step, self.instruction
         else:
             step, instruction = (None, "") if beat is None else (beat["step"], beat["instruction"])
-        self._declare(Failure(rank, step, instruction, None))
+        self._declare(Failure(rank, step, instruction, None, silent_s))
 
     def _act(self) -> None:
-        if self._inside and not self._interrupted:
+        """A failure is known: waits end. A main thread that has not had it after GRACE_S, in meshc or outside, is in something else that
+        waits for ranks that will not come, or works for a job that is lost."""
+        if not self._interrupted:
             self._interrupt()
-        # On CUDA the main thread may wait for a collective outside of the guard, at the first value it reads.
-        waits = self._inside or (not self._told and any(map(collectives.waits_on_device, self.groups)))
-        if waits and time.monotonic() > self._failure_at + GRACE_S:
-            where = Failure(self.rank, self.step, self.instruction, None).place
-            text = f"meshc, rank {self.rank}: {self._failure}; ending this process, which has not come back from {where} in {GRACE_S:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+        if (self._inside or not self._told) and time.monotonic() > self._failure_at + GRACE_S:
+            last = threading.Thread(target=self._last_words, daemon=True)  # the main thread may hold a stream, or nobody read it
+            last.start()
+            last.join(1.0)
             os._exit(1)
+
+    def _last_words(self) -> None:
+        where = Failure(self.rank, self.step, self.instruction, None).place if self._inside else users_line() or "outside of meshc"
+        self._print(f"{self._failure}; ending this process, which has not come back in {GRACE_S:.0f} s: it is {where}")
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+
+
+def _beat_of(line: dist.Store, rank: int) -> dict[str, Any] | None:
+    key = f"beat/{rank}"
+    return json.loads(line.get(key)) if line.check([key]) else None
+
+
+def _place_of(peer: Peer) -> str:
+    return "nowhere yet" if peer.beat is None else Failure(0, peer.beat["step"], peer.beat["instruction"], None).place
 
 
 def _read_json(line: dist.Store, folder: str, name: str) -> Any:
@@ -384,12 +451,3 @@ def _served_by_rank_0(store: dist.Store) -> bool:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _home(rank: int) -> str:
-    """Names the set of processes that see each other's process ids: those of one boot of one machine, in one namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"rank {rank}, which knows of no others"

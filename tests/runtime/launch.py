@@ -40,12 +40,13 @@ class RankEnd:
 
 @dataclass
 class Run:
-    """How all ranks ended. code: torchrun's exit code, or the first rank's that is not 0."""
+    """How all ranks ended. code: torchrun's exit code, or the first rank's that is not 0. began: when they were started, as `time.time`."""
 
     code: int
     ranks: list[RankEnd]
     timed_out: bool
     launcher_text: str = ""
+    began: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -79,7 +80,7 @@ def _forked(target: str, arguments: Sequence[str], ranks: int, timeout_s: float,
     for nursery in _NURSERIES[:ranks]:
         nursery.wait()
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    start = time.monotonic()
+    start, began = time.monotonic(), time.time()
     processes = []
     for rank in range(ranks):
         environment = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -101,13 +102,13 @@ def _forked(target: str, arguments: Sequence[str], ranks: int, timeout_s: float,
         RankEnd(process.returncode, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text(), seconds[rank])
         for rank, process in enumerate(processes)
     ]
-    return Run(next((end.code for end in ends if end.code), 0), ends, timed_out)
+    return Run(next((end.code for end in ends if end.code), 0), ends, timed_out, began=began)
 
 
 def _under_torchrun(module: list[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
     logs = folder / "logs"
     options = ["--standalone", "--nproc-per-node", str(ranks), "--log-dir", str(logs), "--redirects", "3"]
-    start = time.monotonic()
+    start, began = time.monotonic(), time.time()
     with open(folder / "launcher", "w") as text:
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options, *module],
@@ -130,7 +131,7 @@ def _under_torchrun(module: list[str], ranks: int, timeout_s: float, variables: 
                 process.wait()
     took = time.monotonic() - start
     ends = [RankEnd(None, _log(logs, rank, "stdout"), _log(logs, rank, "stderr"), took) for rank in range(ranks)]
-    return Run(process.returncode, ends, timed_out, (folder / "launcher").read_text())
+    return Run(process.returncode, ends, timed_out, (folder / "launcher").read_text(), began)
 
 
 def _log(logs: Path, rank: int, stream: str) -> str:

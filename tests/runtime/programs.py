@@ -191,10 +191,14 @@ def groups_of_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = Groups({"dp": 2, "one": 1, "tp": 2}, rank, 4, mesh)
     groups.prepare([("dp",), ("tp",), ("dp", "tp"), ("tp", "dp"), ("one",), ("tp", "one")])
-    assert groups.group(("dp",)) is mesh.get_group("dp") and groups.group(("tp", "one")) is mesh.get_group("tp")
-    assert groups.group(("dp", "tp")) is dist.group.WORLD
+    assert groups.group(("dp", "tp")) is groups.world and groups.group(("tp", "one")) is groups.group(("tp",))
     assert groups.group(("one",)) is None
     assert len(groups.all_groups()) == 4
+    theirs = [dist.group.WORLD, mesh.get_group("dp"), mesh.get_group("tp")]
+    assert not any(group is other for group in groups.all_groups() for other in theirs), "a thread of the user's may send on these"
+    again = Groups({"dp": 2, "tp": 2}, rank, 4, mesh)
+    again.prepare([("tp",)])
+    assert again.world is groups.world and again.group(("tp",)) is groups.group(("tp",))
     places = torch.tensor([float(rank)])
     for axes, want in {
         ("dp",): [rank % 2, rank % 2 + 2],
@@ -233,13 +237,13 @@ def _board(store: str) -> FailureBoard:
 
 
 SHORT_S = 3.0
-"""What these tests wait for instead of ten seconds of silence and twenty of grace."""
+"""What these tests wait for instead of thirty seconds of silence and five of grace."""
 
 
 def steps(store: str, deed: str, culprit: str) -> None:
     """Eight steps of two all-reduces over dp and one over tp; in step 5 the culprit does the deed."""
     if deed == "freeze":
-        watch.SILENT_S = SHORT_S
+        watch.SILENT_S, watch.SILENT_END_S = SHORT_S / 2, SHORT_S
     board = _board(store)
     size = dist.get_world_size()
     groups = Groups({"dp": size // 2, "tp": 2}, board.rank, size)
@@ -283,7 +287,7 @@ def raises_between_steps() -> None:
 
 def leaves_early(store: str) -> None:
     """Rank 0 is done after one step, without a word to torch; the others, which need it no more, go on for longer than silence lasts."""
-    watch.SILENT_S = SHORT_S
+    watch.SILENT_S, watch.SILENT_END_S = SHORT_S / 2, SHORT_S
     board = _board(store)
     rest = dist.new_group(list(range(1, dist.get_world_size())))
     with board.guard(0, "all_reduce"):
