@@ -158,11 +158,11 @@ def test_verify_notices_a_microbatch_that_is_left_out(monkeypatch: pytest.Monkey
         meshc.verify(program)
 
 
-def _one_part(reference: Any) -> Tensor:
+def _one_part(reference: Any) -> tuple[Tensor, dict[str, Tensor]]:
     args, kwargs = reference.parts.cut((reference.args, reference.kwargs), 0)
     loss: Tensor = reference.function(reference.module, *args, **kwargs)
     loss.backward()
-    return loss.detach()
+    return loss.detach(), {}
 
 
 # ------------------------------------------------------------------------------------------------------------------------ refusals
@@ -196,7 +196,7 @@ def test_inputs_that_begin_with_other_sizes() -> None:
     with pytest.raises(meshc.CompileError, match=r"x begins with 6, scale begins with 5\n.*names="):
         compiled(model, loss, inputs, "dp=2", "ddp", 2)
     program = compiled(model, loss, inputs, "dp=2", "ddp", 2, names={"scale": ("scales",)})
-    assert program.draft.parts is not None and program.draft.parts.dims == (0, None, 0)  # x, scale, target
+    assert program.draft.parts is not None and program.draft.parts.dims == (0, 0, None)  # x, target, scale
 
 
 def test_an_axis_wider_than_a_microbatch() -> None:
