@@ -228,6 +228,8 @@ def _port(row: Mapping[str, Any], hints: Mapping[str, int]) -> Port:
     record = parse_one_type(row["type"], hints)
     if row["kind"] not in KINDS or record.dtype is None:
         raise ArtifactError(f"{row['kind']}:{row['name']} is no port: kinds are {', '.join(KINDS)}, and a port is a tensor")
+    if not isinstance(row["name"], str) or not isinstance(row.get("of", ""), str):
+        raise ArtifactError(f"a port's name and what it is of are texts, not {bounds.shown(row['name'])} and {bounds.shown(row.get('of'))}")
     return Port(
         row["kind"], row["name"], record.shape, record.dtype, record.sharding, row.get("of", ""), bool(row.get("requires_grad", False))
     )

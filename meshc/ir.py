@@ -18,6 +18,8 @@ from torch.fx import Graph, Node
 from meshc.sharding import Sharding
 
 KEY = "meshc"
+PHASES = ("forward", "backward", "update")
+"""Of a training step; a value belongs to one."""
 
 
 @dataclass(frozen=True)

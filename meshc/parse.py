@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from meshc import ir
 from meshc.allowed import resolve
 from meshc.errors import ArtifactError
-from meshc.ir import Record, Source
+from meshc.ir import PHASES, Record, Source
 from meshc.program import Origin, Stage
 from meshc.sharding import Part, Sharding, local_shape
 from meshc.sizes import Dynamic, from_ast
@@ -306,7 +306,12 @@ class _Reader:
         """The record with what the side table says of it."""
         try:
             source = Source(**row.get("source", {}))
-            return Record(record.shape, record.dtype, record.sharding, source, row.get("reason", ""), row.get("phase", record.phase))
+            reason, phase = row.get("reason", ""), row.get("phase", record.phase)
+            if not all(isinstance(words, str) for words in (source.file, source.code, source.module, reason)):
+                raise TypeError
+            if type(source.line) is not int or not isinstance(phase, str) or phase not in PHASES:
+                raise TypeError
+            return Record(record.shape, record.dtype, record.sharding, source, reason, phase)
         except (TypeError, AttributeError):
             raise ArtifactError(f"{self.where}: the side table's entry for {name} is no source, reason and phase: {row!r}") from None
 

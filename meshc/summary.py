@@ -18,15 +18,13 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import MICROBATCH, payload
 from meshc.cost.program import program_seconds
 from meshc.flops import flops
-from meshc.ir import Source
+from meshc.ir import PHASES, Source
 from meshc.padding import padding
 from meshc.pipelining.account import link_accounts, stage_accounts
 from meshc.pipelining.call import MODES, predicted
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
 from meshc.work import collapsed
-
-PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True)
