@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -173,8 +173,8 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         stages,
         Mesh(told["mesh"]),
         Plan(told["plan"]),
-        tuple(_port(row, hints) for row in told["inputs"]),
-        tuple(_port(row, hints) for row in told["outputs"]),
+        _ports(told["inputs"], hints),
+        _ports(told["outputs"], hints),
         schedule,
         constants,
         {str(axis): bounds.integer(size, f"the axis {axis}", 1, bounds.MOST_RANKS) for axis, size in told["axis_sizes"].items()},
@@ -222,6 +222,13 @@ def _constraint(text: str, hints: Mapping[str, int]) -> str:
     left, _, right = relation(text)
     parse_size(left, hints), parse_size(right, hints)
     return text
+
+
+def _ports(rows: Sequence[Mapping[str, Any]], hints: Mapping[str, int]) -> tuple[Port, ...]:
+    found = {port.key: port for port in (_port(row, hints) for row in rows)}
+    if len(found) != len(rows):
+        raise ArtifactError("two ports that enter, or that leave, have one name")
+    return tuple(found.values())
 
 
 def _port(row: Mapping[str, Any], hints: Mapping[str, int]) -> Port:
