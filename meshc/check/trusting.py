@@ -223,7 +223,7 @@ def _classes(o: Operands) -> int:
 
 def _pairs(o: Operands) -> bool:
     rows = o["self"].shape[0]
-    return o["self"].dim() == 2 and o["grad"].shape == o["pdist"].shape == (rows * (rows - 1) // 2,)
+    return rows > 0 and o["self"].dim() == 2 and o["grad"].shape == o["pdist"].shape == (rows * (rows - 1) // 2,)
 
 
 def _half(o: Operands) -> bool:
