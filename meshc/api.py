@@ -127,6 +127,7 @@ class Program:
         self._general: dict[Any, tuple[Compiled, Draft]] = {}
         self._store: Store | None = None
         self._groups: Groups | None = None
+        self._world = dist.group.WORLD if dist.is_available() else None
         self._known: list[str] = []
         refused = getattr(self.traced.function, "refused", [])
         if refused:
@@ -343,6 +344,11 @@ class Program:
             raise StateError(
                 f'this program was compiled for meshc.Mesh("{self.mesh}") without a process group: look at it, verify it, save it.\n'
                 "  what to do: save it and start `torchrun ... -m meshc run PATH`, or compile with a DeviceMesh under torchrun"
+            )
+        if dist.group.WORLD is not self._world:
+            raise StateError(
+                "the process group that this program was compiled under has been destroyed, and its groups with it\n"
+                "  what to do: call it before torch.distributed.destroy_process_group(), or compile again under the new group"
             )
         with self._guarded("call"):
             return self._call(args, kwargs)

@@ -136,3 +136,16 @@ def test_a_step_without_a_loss() -> None:
         meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"input_ids": case.kwargs["input_ids"]})
     with pytest.raises(meshc.PlanError, match="a step has at least one"):
         meshc.TrainStep(case.model, optimizer=step.optimizer, microbatches=0)
+
+
+def test_a_program_whose_process_group_is_gone() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with torch.no_grad():
+            program = meshc.compile(nn.Linear(24, 4), mesh, args=(X["x"],))
+            assert program(X["x"]).shape == (6, 4)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(meshc.StateError, match="compile again under the new group"):
+        program(X["x"])
