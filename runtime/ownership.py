@@ -37,9 +37,6 @@ _REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
 
 
-_LIVE: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters that lie on a mesh, of whatever store."""
-
 _STREAMS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stream] = weakref.WeakKeyDictionary()
 """Of optimizers that step such parameters themselves (module mode): their numbers, for the comparison with the other ranks."""
 
@@ -84,11 +81,6 @@ def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
     optimizer.register_load_state_dict_pre_hook(_sync)
     optimizer.register_step_pre_hook(_sync)
     optimizer.register_load_state_dict_post_hook(_after_optimizer_load)
-
-
-def mark_live(parameter: Tensor) -> None:
-    """From now on the numbers of an optimizer that steps this parameter are compared between ranks."""
-    _LIVE[parameter] = True
 
 
 def mark_replaced(parameter: Tensor, name: str) -> None:
@@ -148,7 +140,9 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
         return
     stream = _STREAMS.get(optimizer)
     if stream is None:
-        if not any(parameter in _LIVE for group in optimizer.param_groups for parameter in group["params"]):
+        stores = set(_STORES.values())
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not any(store.parameter_key(parameter) for parameter in parameters for store in stores):
             return
         stream = _STREAMS[optimizer] = board.numbers.stream("optimizer")
     board.check()

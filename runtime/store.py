@@ -330,7 +330,6 @@ class Store:
                 held.remember()
                 held.seen = held.version()
                 ownership.mark_replaced(tensor, held.name)
-                ownership.mark_live(held.live)
                 self._replaced[tensor] = key
                 self._live[id(held.live)] = key
             held.places = [(module._parameters if _is_parameter(key) else module._buffers, name) for _, module, name in places]
@@ -399,7 +398,8 @@ class Store:
         return parameter if key is None else self.held[key].live
 
     def parameter_key(self, parameter: Tensor) -> str | None:
-        """The key of a parameter of this model, live or replaced."""
+        """The key of a parameter of this model, live or replaced. Live ones go by identity: torch's `module.to` refuses what has a weak
+        reference."""
         return self._replaced.get(parameter) or self._live.get(id(parameter))
 
     # Changes from outside.
