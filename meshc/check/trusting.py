@@ -288,7 +288,6 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     aten.fractional_max_pool2d.default: _fractional(2),
     aten.fractional_max_pool3d.default: _fractional(3),
     aten.fractional_max_pool2d_backward.default: _placed(2),
-    aten.fractional_max_pool3d_backward.default: _placed(3),
     aten.max_unpool2d.default: (like("indices", "self"),),
     aten.max_unpool3d.default: (like("indices", "self"),),
     aten.avg_pool2d_backward.default: (gives(aten.avg_pool2d.default, "grad_output", *_AVERAGED), same_dtype("grad_output", "self")),
@@ -359,11 +358,6 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
         holds("mean and rstd are a number for each row, weight and bias have the normalized shape", _layer_norm),
         same_dtype("grad_out", "input"),
         same_dtype("mean", "rstd"),
-    ),
-    aten.multi_margin_loss_backward.default: (
-        within("target", 0, _classes),
-        holds("weight has a number for each class", lambda o: o["weight"] is None or o["weight"].shape == (_classes(o),)),
-        holds("there is a target for each row", lambda o: o["target"].numel() == (o["self"].shape[0] if o["self"].dim() == 2 else 1)),
     ),
     aten.multilabel_margin_loss_backward.default: (
         within("target", -1, _classes),
