@@ -103,8 +103,9 @@ def refuse_examples(args: Any, kwargs: Any, options: Any) -> None:
 
 def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
     """A step over no rows, whose mean torch calls NaN and which would make NaN of every weight. Raises InputError."""
-    empty = [f"{name} {list(tensor.shape)}" for name, tensor in inputs if tensor.dim() and tensor.shape[0] == 0]
-    if empty:
+    rows = [(name, tensor) for name, tensor in inputs if tensor.dim()]
+    empty = [f"{name} {list(tensor.shape)}" for name, tensor in rows if tensor.shape[0] == 0]
+    if empty and rows[0][1].shape[0] == 0:  # the first has the batch; another may be empty for reasons of its own
         raise InputError(
             f"a training step over an empty batch: {', '.join(empty)}\n  why: the mean of no rows is NaN, and so would every weight be\n"
             "  what to do: skip the step where the batch is empty, on all ranks"

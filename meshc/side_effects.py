@@ -56,7 +56,7 @@ class Seen:
 
     def notes(self) -> list[str]:
         last = self.said[-1][0] if self.said else None
-        places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last)
+        places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last and not _is_stock(place.file))
         found = [f"{place}: {name} was carried out once, while the model was traced; calls of the program do not" for place, name in places]
         if self.changes:
             found.append(_told(self.changes))

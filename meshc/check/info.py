@@ -10,7 +10,8 @@ from typing import Any, Final
 
 
 def faults_of_info(info: Mapping[str, Any], axes: Collection[str]) -> Iterator[str]:
-    """A message for every entry that is not what its reader takes; `axes` are the mesh's. Entries that nobody reads may be anything."""
+    """A message for every entry that is not what its reader takes; `axes` are those of the mesh that split anything. Entries that nobody
+    reads may be anything."""
     for row in info["work"] if _are(_is_row)(info.get("work")) else ():
         if not set(axes) <= row[4].keys():
             yield f"info: a row of work is of {row[0][:80]!r} and says nothing of the axes {', '.join(axes)}"

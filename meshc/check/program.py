@@ -44,7 +44,7 @@ def check_program(program: Program, where: str) -> None:
 
 def _all_faults(program: Program, where: str) -> Iterator[str]:
     yield from _axes(program, where)
-    yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes]))
+    yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes if axis.size > 1]))
     for world in _worlds(program):
         found = False
         for fault in _faults(world, where):
