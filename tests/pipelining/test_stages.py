@@ -227,8 +227,11 @@ def gathers(program: Program) -> set[str]:
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:
-    """With 4 microbatches the fastest schedule holds 7,104 bytes, of all numbers of microbatches the fastest is one, which takes 8,512."""
-    for options, holds in (({"count": 4}, 7_104), ({"count": None}, 8_512)):
+    """With 4 microbatches the fastest schedule holds 7,296 bytes, of all numbers of microbatches the fastest is one, which takes 8,704.
+
+    Words and labels are there twice: as they come, and as `check_index` gives them on.
+    """
+    for options, holds in (({"count": 4}, 7_296), ({"count": None}, 8_704)):
         free, (program, inputs) = compiled(**options), step(**options, memory_budget=7_000)
         tight = program.compiled
         assert free.pipeline is not None and tight.pipeline is not None
@@ -240,10 +243,10 @@ def test_what_does_not_fit_is_not_chosen() -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"schedule": "gpipe"}, "gpipe with microbatches=2 holds 7,324 on rank 1"),
-        ({}, "zb_v with microbatches=2 holds 5,132 on rank 0"),  # the least of all schedules
-        ({"count": None}, "zb_v with microbatches=4 holds 4,572 on rank 0"),
-        ({"count": None, "schedule": "gpipe"}, "gpipe with microbatches=4 holds 6,780 on rank 1"),
+        ({"schedule": "gpipe"}, "gpipe with microbatches=2 holds 7,516 on rank 1"),
+        ({}, "zb_v with microbatches=2 holds 5,516 on rank 0"),  # the least of all schedules
+        ({"count": None}, "zb_v with microbatches=4 holds 4,956 on rank 0"),
+        ({"count": None, "schedule": "gpipe"}, "gpipe with microbatches=4 holds 6,972 on rank 1"),
     ],
 )
 def test_what_holds_more_than_the_budget_is_refused(options: dict[str, object], said: str) -> None:
@@ -302,7 +305,7 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
 def test_a_gpus_memory_counts_where_the_schedule_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is kept from trying what he names himself."""
     monkeypatch.setattr(fit, "for_mesh", lambda mesh: replace(device("h100"), memory_bytes=4_000))
-    with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but \w+ with microbatches=2 holds 5,"):
+    with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but \w+ with microbatches=2 holds 6,"):
         compiled(device="cuda")
     with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but gpipe with microbatches=4 holds 6,"):
         compiled(device="cuda", schedule="gpipe", count=None)
