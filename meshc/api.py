@@ -310,11 +310,11 @@ class Program:
         assert device_mesh is not None
         on_cuda = self.mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        if self._groups is None:
-            self._groups = Groups({axis.name: axis.size for axis in self.mesh.axes}, dist.get_rank(), dist.get_world_size(), device_mesh)
         if self._board is not None:
             same = {agreed.COMPILED: text.hash_program(compiled)}
             agree(self._board, "compile", same, agreed.advice, behind=partial(agreed.behind, compiled, self.traced.module))
+        if self._groups is None:  # once all have come as far: making groups waits for them, and nothing wakes who waits there
+            self._groups = Groups({axis.name: axis.size for axis in self.mesh.axes}, dist.get_rank(), dist.get_world_size(), device_mesh)
         first = Store.of(self.traced.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         self._store = Store.adopt(self.traced.module, compiled.inputs, self.mesh, device, self._groups, owners)

@@ -48,7 +48,7 @@ def check(family: str, schedule: str, mesh: Any) -> Report:
         state = program.state_dict(full=True)
         if dist.get_rank() == 0:
             optimizer.zero_grad()
-            wanted = reference.train(number)
+            wanted, _ = reference.train(number)
             wanted_norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), CLIP)
             optimizer.step()
             report.add(f"loss of step {number}", {"loss": loss}, {"loss": wanted})

@@ -80,7 +80,7 @@ def plant(phase: str, deed: str) -> None:
 
 
 def run(phase: str, deed: str, culprit: str) -> None:
-    """Six steps, or six forwards and backwards, then a save; the culprit does the deed in that phase."""
+    """Six steps, or six forwards and backwards, then a save and another; the culprit does the deed in that phase."""
     dist.init_process_group("gloo")
     mesh = device_mesh(f"dp={dist.get_world_size()}")
     dist.barrier()
@@ -106,7 +106,8 @@ def run(phase: str, deed: str, culprit: str) -> None:
         if step is None:
             found.square().mean().backward()
     with tempfile.TemporaryDirectory() as folder:
-        program.save(folder + "/program")
+        program.save(folder + "/program")  # which rank 0 does alone: only what comes next needs the others again
+    program(**kwargs)
     if phase == "exit" and mine:
         atexit.register(do, deed)
     print("finished", flush=True)

@@ -113,4 +113,4 @@ def test_a_rank_that_raises_in_a_pipeline() -> None:
 
 def test_another_schedule_on_one_rank() -> None:
     """Refused before any message is sent."""
-    check("other_schedule_in_a_pipeline", "ranks differ in the compiled program")
+    check("other_schedule_in_a_pipeline", "ranks differ in the option schedule: this rank has 'gpipe', rank 0 has '1f1b'")
