@@ -16,7 +16,7 @@ SEED ?= 0
 # How long `make attack` goes on.
 SECONDS ?= 3600
 
-.PHONY: venv demo test test-gpu lint bench matrix zoo fuzz attack conformance placements pipelines clean
+.PHONY: venv demo test test-gpu lint bench golden golden-accept matrix zoo fuzz attack conformance placements pipelines clean
 
 venv: $(STAMP)
 
@@ -49,6 +49,12 @@ fuzz: $(STAMP)
 
 attack: $(STAMP)
 	$(RUN) -m tests.attack --seconds $(SECONDS) --seed $(SEED)
+
+golden: $(STAMP)
+	$(RUN) -m tests.golden
+
+golden-accept: $(STAMP)
+	$(RUN) -m tests.golden --accept
 
 matrix: $(STAMP)
 	$(RUN) -m tests.matrix
