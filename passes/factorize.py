@@ -351,67 +351,71 @@ def _solve(relations: list[_Solved], dropped: list[str]) -> dict[int, frozenset[
         return found[0] if found else (1 << 30, 0), found, sides
 
     live = [entry for entry in demands if entry[0].active]
-    hard = sorted((e for e in live if not e[0].relation.soft), key=weight, reverse=True)
+    hard = [e[0] for e in sorted((e for e in live if not e[0].relation.soft), key=weight, reverse=True)]
     soft = [e[0] for e in sorted((e for e in live if e[0].relation.soft), key=weight, reverse=True)]
-    while True:
-        cuts: dict[int, frozenset[int]] = {}
-        clash = None
-        chosen: list[_Solved] = []
-        for solved, _ in hard:
-            if solved.active:
-                chosen.append(solved)
-                clash = _close(chosen, cuts, solved)
-                if clash:
-                    break
-        if clash is None:
-            break
-        clash.active = False
-        dropped.append(f"{clash.node.name}: {clash.node.target} asks for factors that do not nest with those of other operators")
+    known = _Cuts()
+    for solved in hard:
+        if not known.add(solved):
+            solved.active = False
+            dropped.append(f"{solved.node.name}: {solved.node.target} asks for factors that do not nest with those of other operators")
     for solved in soft:
         solved.active = False
     changed = True
     while changed:
         changed = False
         for solved in soft:
-            if solved.active:
-                continue
-            wanted = _suffixes(solved.inside, {}) | _suffixes(solved.outside, {})
-            inner = _inner(solved.inside, wanted)
-            if inner is None or not all(found <= cuts.get(item, frozenset()) for item, found in inner.items()):
-                continue
-            trial = dict(cuts)
-            if _close([*chosen, solved], trial, solved) is None:
+            if not solved.active and known.has(solved) and known.add(solved):
                 solved.active = changed = True
-                chosen.append(solved)
-                cuts = trial
-    return cuts
+    return known.cuts
 
 
-def _close(relations: list[_Solved], cuts: dict[int, frozenset[int]], last: _Solved) -> _Solved | None:
-    """Carry cuts through all relations to the fixpoint. Returns the newest relation if the cuts stop nesting; `cuts` is then spoilt."""
-    touching: dict[int, list[_Solved]] = defaultdict(list)
-    for solved in relations:
-        for item, _ in (*solved.inside, *solved.outside):
-            if item is not None:
-                touching[item].append(solved)
-    work = [last]
-    while work:
-        solved = work.pop()
-        wanted = _suffixes(solved.inside, cuts) | _suffixes(solved.outside, cuts)
-        if not _chain(wanted):
-            return last
-        for side in (solved.inside, solved.outside):
-            inner = _inner(side, wanted)
-            if inner is None:
-                return last
-            for item, found in inner.items():
-                merged = cuts.get(item, frozenset()) | found
-                if merged != cuts.get(item, frozenset()):
-                    if not _chain(merged):
-                        return last
-                    cuts[item] = merged
-                    work += touching[item]
-    return None
+class _Cuts:
+    """The cuts of dim classes under the relations added so far, carried through all of them to the fixpoint."""
+
+    def __init__(self) -> None:
+        self.cuts: dict[int, frozenset[int]] = {}
+        self._touching: dict[int, list[_Solved]] = defaultdict(list)
+
+    def has(self, solved: _Solved) -> bool:
+        """Whether what a relation asks of its one side is cut already."""
+        inner = _inner(solved.inside, _suffixes(solved.inside, {}) | _suffixes(solved.outside, {}))
+        return inner is not None and all(found <= self.cuts.get(item, frozenset()) for item, found in inner.items())
+
+    def add(self, solved: _Solved) -> bool:
+        """Whether the relation fits: if cuts stop nesting under it, all is as it was before."""
+        items = {item for item, _ in (*solved.inside, *solved.outside) if item is not None}
+        for item in items:
+            self._touching[item].append(solved)
+        before: dict[int, frozenset[int]] = {}
+        if self._carry(solved, before):
+            return True
+        for item in items:
+            self._touching[item].pop()
+        self.cuts.update(before)
+        return False
+
+    def _carry(self, last: _Solved, before: dict[int, frozenset[int]]) -> bool:
+        """Carry cuts on from a new relation; `before` receives what each changed class had."""
+        work = [last]
+        while work:
+            solved = work.pop()
+            wanted = _suffixes(solved.inside, self.cuts) | _suffixes(solved.outside, self.cuts)
+            if not _chain(wanted):
+                return False
+            for side in (solved.inside, solved.outside):
+                inner = _inner(side, wanted)
+                if inner is None:
+                    return False
+                for item, found in inner.items():
+                    had = self.cuts.get(item, frozenset())
+                    if found <= had:
+                        continue
+                    if not _chain(had | found):
+                        return False
+                    before.setdefault(item, had)
+                    self.cuts[item] = had | found
+                    work += self._touching[item]
+        return True
 
 
 def _extents(size: int, cuts: frozenset[int]) -> list[int]:
