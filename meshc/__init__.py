@@ -17,6 +17,7 @@ from meshc.errors import (
 )
 from meshc.mesh import Mesh
 from meshc.options import Options
+from meshc.package import __version__
 from meshc.plan import Plan
 from meshc.verification import verify
 
@@ -38,7 +39,7 @@ __all__ = [
     "StateError",
     "TrainStep",
     "VerifyError",
+    "__version__",
     "compile",
     "verify",
 ]
-__version__ = "0.1.0"

@@ -32,7 +32,7 @@ from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.options import Options
-from meshc.pipelining import call, trace
+from meshc.pipelining import call, draw, trace
 from meshc.plan import Plan
 from meshc.program import Program
 from meshc.runtime import verify as comparison
@@ -195,7 +195,7 @@ def _show(options: argparse.Namespace) -> None:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
     if options.timeline is not None:
         line = call.predicted(program)
-        call.write(line, options.timeline)
+        draw.write(line, options.timeline)
         print(f"{line.name}: {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
     elif options.summary:
         print(summary.summary(program))
@@ -210,7 +210,7 @@ def _show_trace(options: argparse.Namespace) -> None:
     line = trace.read(bounds.read_text(options.path), options.path)
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
-    call.write(line, options.timeline)
+    draw.write(line, options.timeline)
     print(f"{line.name}: {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
 
 

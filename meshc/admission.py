@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from meshc.errors import CaptureError, InputError, PlanError, StateError
-from meshc.options import Options
+from meshc.errors import CaptureError, InputError, StateError
 
 _SPLITS: Final = "{where} is wrapped in torch's {name}, which splits work between devices itself"
 _UNWRAP: Final = "give meshc the module inside ({where}.module); the mesh's axes and the plan say who splits what"
@@ -91,14 +90,12 @@ def refuse_kind(what: Any) -> None:
         )
 
 
-def refuse_examples(args: Any, kwargs: Any, options: Any) -> None:
-    """Examples and options of the wrong kind, which Python would take apart in a way that nobody means. Raises InputError or PlanError."""
+def refuse_examples(args: Any, kwargs: Any) -> None:
+    """Examples of the wrong kind, which Python would take apart in a way that nobody means. Raises InputError."""
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
         raise InputError(f"args is a sequence of positional arguments, not {_a(type(args).__name__)}\n  what to do: args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError(f'kwargs has arguments by name; it is {_a(type(kwargs).__name__)}\n  what to do: kwargs={{"x": x}}')
-    if not isinstance(options, Options):
-        raise PlanError(f"options is {_a(type(options).__name__)}\n  what to do: options=meshc.Options(...)")
 
 
 def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:

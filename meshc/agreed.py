@@ -31,6 +31,7 @@ from torch import nn
 
 from meshc import calling, environment, text
 from meshc.optimizer import numbers
+from meshc.package import FOLDER, __version__
 from meshc.program import Program as Compiled
 from meshc.train_step import TrainStep
 
@@ -70,10 +71,8 @@ def surroundings() -> dict[str, str]:
 @functools.cache
 def _own_version() -> str:
     """With a digest of meshc's files, since a checkout that has been changed keeps its number."""
-    from meshc import __version__
-
-    digest, here = hashlib.blake2b(digest_size=4), Path(__file__).parent
-    for folder, folders, files in os.walk(here, followlinks=True):
+    digest = hashlib.blake2b(digest_size=4)
+    for folder, folders, files in os.walk(FOLDER, followlinks=True):
         folders.sort()
         for name in sorted(files):
             if name.endswith(".py"):

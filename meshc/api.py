@@ -16,15 +16,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshc import admission, agreed, calling, dynamic, environment, instance, saving, side_effects, summary, text
+from meshc import admission, agreed, calling, dynamic, instance, saving, side_effects, summary, text
 from meshc.errors import InputError, MeshcError, PlanError, StateError
 from meshc.mesh import DATA_ROLES, Mesh, role
 from meshc.optimizer import changes, describe, mark_stepped, numbers, rates
-from meshc.options import Options
-from meshc.passes.draft import Draft, Request
+from meshc.options import Options, refuse_others
+from meshc.passes import hooks
+from meshc.passes.dump import dumper
+from meshc.passes.phases.draft import Draft, Request
 from meshc.passes.pipeline import compile_program, specialised
 from meshc.paths import input_names
-from meshc.pipelining import call
+from meshc.pipelining import call, draw
 from meshc.pipelining.timing import Timeline
 from meshc.program import Port
 from meshc.program import Program as Compiled
@@ -81,7 +83,8 @@ def compile(
         ):
             if value not in known:
                 raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, known))}")
-        admission.refuse_examples(args, kwargs, options)
+        admission.refuse_examples(args, kwargs)
+        refuse_others(options)
         args, kwargs = tuple(args), dict(kwargs or {})
         program = Program(what, Mesh.of(mesh), plan, inputs, outputs, backend, names, options, board)
         if not args and not kwargs and program.step is None:
@@ -276,7 +279,7 @@ class Program:
 
     def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Draft]:
         request = self._request(args, kwargs)
-        hook = environment.hook(self, PassCheck())
+        hook = hooks.hook(self, PassCheck())
         with refusable(self._board), calls_allowed(self.traced.module), torch.set_grad_enabled(request.grad):
             if request.grad and self.step is None:
                 calling.refuse_partial_storage(self.plan)
@@ -455,7 +458,7 @@ class Program:
         """
         line = call.predicted(self.compiled)
         if path is not None:
-            call.write(line, path)
+            draw.write(line, path)
         return line
 
     def factors(self) -> str:
@@ -465,7 +468,7 @@ class Program:
     def dump(self, path: str | Path) -> None:
         """Write the program's text after every pass, numbered, into a folder."""
         with calls_allowed(self.traced.module):
-            compile_program(self.draft.request, environment.dumper(path))
+            compile_program(self.draft.request, dumper(path))
 
     def save(self, path: str | Path, weights: bool = True) -> None:
         """Write the artifact: a folder of texts, JSON and (without a process group, or on rank 0) weights."""

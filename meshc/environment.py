@@ -1,6 +1,6 @@
 """Environment variables, read here and nowhere else.
 
-    MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.dump)
+    MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
@@ -11,14 +11,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from meshc import spmd
-from meshc.dump import Hook, dumper
-from meshc.errors import PlanError, VerifyError
+from meshc.errors import PlanError
 
 DUMP: Final = "MESHC_DUMP"
 VERIFY: Final = "MESHC_VERIFY"
@@ -27,33 +24,19 @@ DEVICES: Final = "MESHC_DEVICES"
 TRACE: Final = "MESHC_TRACE"
 LEVELS: Final = ("", "info", "debug")
 
-_dumped: Final[Counter[Path]] = Counter()
-"""Compilations of this process dumped so far, by folder."""
 _traced: Final[Counter[Path]] = Counter()
 """Calls of this process traced so far, by file."""
 
 
-def hook(program: Any, simulation: Any) -> Hook | None:
-    """What the pass runner calls after each pass of one compilation, as the environment asks; None if it asks for nothing.
+def dump_folder() -> Path | None:
+    """Where the text after each pass is written. None: nowhere."""
+    name = os.environ.get(DUMP, "")
+    return Path(name) if name else None
 
-    program     what is compiled, for messages
-    simulation  offers `check_after_pass(name, draft)`, which raises if the draft does not mean what the model means
-    """
-    wanted: list[Hook] = []
-    if log_level():
-        wanted.append(_logger(program, log_level()))
-    if os.environ.get(DUMP):
-        wanted.append(dumper(_next_folder(Path(os.environ[DUMP]))))
-    if _is_on(VERIFY):
-        wanted.append(_verifier(simulation))  # last, so that what it refuses is on disk
-    if not wanted:
-        return None
 
-    def call(name: str, draft: Any) -> None:
-        for one in wanted:
-            one(name, draft)
-
-    return call
+def verifying() -> bool:
+    """Whether the program is simulated after each pass."""
+    return _is_on(VERIFY)
 
 
 def log_level() -> str:
@@ -112,49 +95,3 @@ def _is_on(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise PlanError(f"{name}={value} is not known: use 1, or leave it out")
     return value == "1"
-
-
-def _next_folder(folder: Path) -> Path:
-    """The folder itself for the first compilation of a process, `2`, `3`, ... inside it for the next ones."""
-    key = folder.resolve()
-    _dumped[key] += 1
-    return folder if _dumped[key] == 1 else folder / str(_dumped[key])
-
-
-def _verifier(simulation: Any) -> Hook:
-    def verify(name: str, draft: Any) -> None:
-        if draft.graph is None:
-            return  # before differentiate there is no graph of operators to run
-        try:
-            simulation.check_after_pass(name, draft)
-        except Exception as error:
-            kind = "" if isinstance(error, VerifyError) else f"{type(error).__name__}: "
-            raise VerifyError(f"after the pass {name} the program no longer means what the model means\n  {kind}{error}") from error
-
-    return verify
-
-
-def _logger(program: Any, level: str) -> Hook:
-    told = 0
-
-    def log(name: str, draft: Any) -> None:
-        nonlocal told
-        left = f", leaves {_size(draft)}" if level == "debug" else ""
-        print(f"meshc: {name} {draft.seconds.get(name, 0.0):.2f} s{left}", file=sys.stderr)
-        for note in draft.notes[told:]:
-            print(f"meshc:   {note}", file=sys.stderr)
-        told = len(draft.notes)
-
-    return log
-
-
-def _size(draft: Any) -> str:
-    if draft.stages:
-        nodes = [node for stage in draft.stages.values() for node in stage.graph.nodes]
-        count = sum(spmd.is_collective(node.target) for node in nodes)
-        return f"{len(nodes)} values a rank in {len(draft.stages)} stages, {count} collectives"
-    graph = draft.graph or draft.traced.module.graph
-    return f"{len(graph.nodes)} values"
-
-
-__all__ = ["Hook", "debugging", "dumper", "hook", "log_level"]

@@ -8,8 +8,9 @@ import traceback
 import torch
 
 from meshc.ir import Source
+from meshc.package import FOLDER
 
-OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OURS = f"{FOLDER}{os.sep}"
 TORCH = os.path.dirname(torch.__file__)
 
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshc.errors import CompileError, MeshcError, StateError
 from meshc.optimizer_set import Optimizers, refuse_shared
 from meshc.optimizer_spec import token, unhooked
+from meshc.package import FOLDER
 
 _OWN: Final = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer in which no other optimizer is looked for; `step` is there once a scheduler has wrapped it."""
@@ -321,7 +322,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 _TORCH: Final = os.path.dirname(inspect.getfile(torch)) + os.sep
-_MINE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MINE: Final = f"{FOLDER}{os.sep}"
 
 
 def _line(error: Exception | None = None) -> str:

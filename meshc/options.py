@@ -55,3 +55,9 @@ class Options:
         dynamic.read(self.dynamic)
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
+
+
+def refuse_others(options: object) -> None:
+    """Anything but Options. Raises PlanError."""
+    if not isinstance(options, Options):
+        raise PlanError(f"options is of the type {type(options).__name__}\n  what to do: options=meshc.Options(...)")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
@@ -34,6 +34,9 @@ from torch.fx import Node
 from meshc.mesh import role
 from meshc.sharding import tile_count, tile_start
 from meshc.window import tile_length
+
+MICROBATCH: Final = "mb"
+"""The axis whose ranks are moments: a microbatch is its tile of the batch."""
 
 
 def coordinate(axis: str) -> int:

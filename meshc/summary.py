@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from meshc import ir, memory, packing, spmd, work
 from meshc.cost.devices import for_mesh
-from meshc.cost.links import MICROBATCH, payload
+from meshc.cost.links import payload
 from meshc.cost.program import program_seconds
 from meshc.flops import flops
 from meshc.ir import PHASES, Source
@@ -24,6 +24,7 @@ from meshc.pipelining.account import link_accounts, stage_accounts
 from meshc.pipelining.call import MODES, predicted
 from meshc.program import Port, Program
 from meshc.sharding import Part, Sharding, local_shape
+from meshc.spmd import MICROBATCH
 from meshc.work import collapsed
 
 

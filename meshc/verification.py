@@ -19,7 +19,7 @@ from meshc.ir import records
 from meshc.mesh import Mesh
 from meshc.optimizer import Optimizers, describe, numbers
 from meshc.optimizer_slots import fresh_copy
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.passes.pipeline import compile_program
 from meshc.program import Port
 from meshc.program import Program as Compiled

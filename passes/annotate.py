@@ -13,7 +13,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from meshc.errors import PlanError
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.passes.pins import apply_pins
 
 

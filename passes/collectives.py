@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from meshc import spmd
 from meshc.bundle import bundle
 from meshc.ir import is_integer
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.preparation import chain, from_placeholder, is_preparation
 
 

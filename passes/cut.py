@@ -14,8 +14,8 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import KEY, record, records, set_record
-from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
+from meshc.passes.phases.draft import Draft
 from meshc.program import Instruction, Stage
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import Record, is_getitem, records, set_record
 from meshc.ops.optim import MANY, WRITTEN
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.program import Stage
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
-from meshc.passes.draft import Draft
 from meshc.passes.known_values import KnownValues
+from meshc.passes.phases.draft import Draft
 
 meshc = torch.ops.meshc
 

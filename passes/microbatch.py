@@ -22,10 +22,10 @@ from meshc import spmd
 from meshc.accumulate import OF_REDUCTION, whole_of
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record
-from meshc.passes.draft import Draft
 from meshc.passes.microbatch_rows import rows_of, whole_rows
-from meshc.passes.propagate import MICROBATCH
+from meshc.passes.phases.draft import Draft
 from meshc.program import Instruction, Stage
+from meshc.spmd import MICROBATCH
 
 
 def split_microbatches(draft: Draft) -> Draft:

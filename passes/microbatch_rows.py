@@ -18,10 +18,10 @@ from torch.fx import Graph, Node
 from meshc import spmd
 from meshc.errors import CompileError
 from meshc.ir import record, set_record
-from meshc.passes.draft import Draft
-from meshc.passes.propagate import MICROBATCH
+from meshc.passes.phases.draft import Draft
 from meshc.program import Stage
 from meshc.sharding import Part, Sharding, local_size
+from meshc.spmd import MICROBATCH
 
 aten = torch.ops.aten
 

@@ -8,9 +8,8 @@ own heads); `names=` given by the user win.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -18,32 +17,14 @@ from torch.fx import Graph, Node
 from meshc.errors import PlanError
 from meshc.flops import COUNTS
 from meshc.ir import op_name, operands, records, value_of
-from meshc.passes.factorize import Factors, Instance
+from meshc.passes.phases.factors import Factors, Instance
+from meshc.passes.phases.names import Names
 from meshc.program import Port
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 NORMS = (aten.native_layer_norm.default,)
-
-
-@dataclass
-class Names:
-    """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`).
-
-    `attention` and `products` are the operators of the regions that have these names. `ones` are names of dims of size 1: no class has
-    them, since there is nothing to split, but a plan may speak of them (a last batch of one row).
-    """
-
-    of: dict[int, str] = field(default_factory=dict)
-    also: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    attention: set[Node] = field(default_factory=set)
-    products: set[Node] = field(default_factory=set)
-    ones: set[str] = field(default_factory=set)
-
-    def set(self, factor: int, name: str, *also: str) -> None:
-        self.of.setdefault(factor, name)
-        self.also[factor] |= {name, *also} if self.of[factor] == name else set(also)
 
 
 def name_factors(

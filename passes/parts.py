@@ -25,7 +25,7 @@ from meshc.ir import record, records, set_record
 from meshc.mesh import DATA_ROLES, role
 from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
 from meshc.parts import Parts, offsets
-from meshc.passes.draft import Draft, Request
+from meshc.passes.phases.draft import Draft, Request
 from meshc.program import Port
 from meshc.sharding import Part
 

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from torch.fx import Node
 
 from meshc.ir import KEY, op_name, record, records, value_of
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.plan import contradictions
 from meshc.plan_entries import Pin
 

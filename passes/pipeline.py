@@ -22,11 +22,12 @@ from meshc.leftovers import given_up
 from meshc.mesh import DATA_ROLES, role
 from meshc.passes import annotate as annotate_pass
 from meshc.passes import autocast, collectives, cut, differentiate, emit, fold_masks, inline, microbatch, parts, raise_ops, update, work
-from meshc.passes.draft import Draft, Request
-from meshc.passes.factorize import Value, factorize
+from meshc.passes.factorize import factorize
 from meshc.passes.names import name_factors
 from meshc.passes.partition.partition import partition
-from meshc.passes.propagate import MICROBATCH, Interest, Propagator
+from meshc.passes.phases.draft import Draft, Request
+from meshc.passes.phases.factors import Value
+from meshc.passes.propagate import Interest, Propagator
 from meshc.passes.specialise import specialise
 from meshc.passes.stages import cut_stages
 from meshc.passes.stages.choose import choose_microbatches
@@ -38,6 +39,7 @@ from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
 from meshc.sharding import Sharding
 from meshc.sizes import Dynamic
+from meshc.spmd import MICROBATCH
 
 Pass = Callable[[Draft], Draft]
 

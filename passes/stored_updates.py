@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import Node
 
-from meshc.passes.factorize import Instance, Token
+from meshc.passes.phases.factors import Instance, Token
 from meshc.sharding import Sharding
 
 

@@ -23,7 +23,7 @@ from meshc.ir import Record, Source, record, set_record
 from meshc.ir import update as set_reason
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer import GroupSpec, OptimizerSpec, update_nodes
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.program import Port
 from meshc.train_step import METRICS
 

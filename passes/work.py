@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from meshc import ir
 from meshc.flops import flops
-from meshc.passes.draft import Draft
-from meshc.passes.factorize import Instance, Token
+from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.factors import Instance, Token
 from meshc.sharding import tile_sizes
 from meshc.work import CANNOT, COULD, SPLIT, Work, collapsed
 

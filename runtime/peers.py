@@ -22,10 +22,12 @@ from typing import Any, Final
 
 import torch
 
+from meshc.package import FOLDER
+
 _PAGE_BYTES: Final = 256
 ENDED: Final = 1
 KNOWS: Final = 2
-_FOREIGN: Final = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]), "<")
+_FOREIGN: Final = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), str(FOLDER), "<")
 """Where the code lies that is not the user's."""
 
 

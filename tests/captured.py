@@ -18,7 +18,7 @@ from meshc import calling, ir
 from meshc.allowed import name_of
 from meshc.mesh import Mesh
 from meshc.optimizer import OptimizerSpec, describe, numbers
-from meshc.passes.draft import Draft, Request
+from meshc.passes.phases.draft import Draft, Request
 from meshc.passes.pipeline import PASSES, finish, run_passes, start
 from meshc.program import Port, Program
 from meshc.runtime import verify as verification

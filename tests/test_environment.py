@@ -12,6 +12,7 @@ import torch
 import meshc
 from meshc import environment, text
 from meshc.errors import PlanError, VerifyError
+from meshc.passes import hooks
 from meshc.passes.pipeline import PASSES
 from tests.models import mlp
 
@@ -104,7 +105,7 @@ def test_the_check_runs_from_the_first_graph_of_operators_and_its_error_names_th
         if name == "partition":
             raise VerifyError("mm_3 differs by 0.5")
 
-    hook = environment.hook(None, SimpleNamespace(check_after_pass=check))
+    hook = hooks.hook(None, SimpleNamespace(check_after_pass=check))
     assert hook is not None
     hook("capture", drafts(False))
     hook("differentiate", drafts(True))
@@ -119,7 +120,7 @@ def test_a_pass_that_leaves_no_runnable_graph_is_named_too(monkeypatch: pytest.M
     def check(name: str, draft: Any) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    hook = environment.hook(None, SimpleNamespace(check_after_pass=check))
+    hook = hooks.hook(None, SimpleNamespace(check_after_pass=check))
     assert hook is not None
     with pytest.raises(VerifyError, match="after the pass cut .*\n  RuntimeError: mat1"):
         hook("cut", drafts(True))
@@ -127,7 +128,7 @@ def test_a_pass_that_leaves_no_runnable_graph_is_named_too(monkeypatch: pytest.M
 
 def test_the_log_says_what_each_pass_took_and_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(environment.LOG, "info")
-    hook = environment.hook(None, None)
+    hook = hooks.hook(None, None)
     assert hook is not None
     hook("partition", drafts(True))
     hook("emit", drafts(True))
@@ -135,11 +136,11 @@ def test_the_log_says_what_each_pass_took_and_noted(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment.hook(None, None) is None
+    assert hooks.hook(None, None) is None
     monkeypatch.setenv(environment.LOG, "loud")
     with pytest.raises(PlanError, match="MESHC_LOG=loud is not known: use info or debug"):
-        environment.hook(None, None)
+        hooks.hook(None, None)
     monkeypatch.setenv(environment.LOG, "")
     monkeypatch.setenv(environment.VERIFY, "yes")
     with pytest.raises(PlanError, match="MESHC_VERIFY=yes"):
-        environment.hook(None, None)
+        hooks.hook(None, None)

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshc import dump, folders
+from meshc import folders
 from meshc.cost import devices
 from meshc.errors import FileError
 from meshc.folders import kept_aside, put, replacing, write_text, writing
-from meshc.pipelining import call
+from meshc.passes import dump
+from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.tensor_file import write
 
@@ -134,7 +135,7 @@ def test_where_names_cannot_be_exchanged_what_was_there_is_kept_aside(tmp_path: 
 
 
 def timeline(path: Path) -> None:
-    call.write(Timeline((), 1, "empty", ()), path / "line.svg")
+    draw.write(Timeline((), 1, "empty", ()), path / "line.svg")
 
 
 def tables(path: Path) -> None:

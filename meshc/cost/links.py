@@ -27,7 +27,6 @@ from meshc.cost.devices import Device, Link
 from meshc.mesh import Mesh
 from meshc.window import received
 
-MICROBATCH = "mb"
 """The axis along which one rank works through its microbatches: nothing is sent."""
 
 
@@ -109,7 +108,7 @@ def payload(node: Node, sizes: Mapping[str, int]) -> int:
 def collective_seconds(node: Node, mesh: Mesh, device: Device) -> float:
     """Predicted seconds of a collective of a per-rank graph, from its start to its end with nothing else on the link."""
     axes = tuple(node.args[1])  # type: ignore[arg-type]
-    if axes == (MICROBATCH,):
+    if axes == (spmd.MICROBATCH,):
         return 0.0
     ranks = math.prod(map(mesh.size, axes))
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""What a call of a program is predicted to look like: a timeline of its stages, and the files that show it.
+"""What a call of a program is predicted to look like: a timeline of its stages.
 
     rank 0  |before|F0.0|F0.1|      |B0.0|  |B0.1|       |after|        after: begins on all ranks when the last of them is there,
     rank 1  |before|     |F1.0|B1.0|F1.1|B1.1|           |after|        if the ranks exchange anything in it
@@ -10,7 +10,6 @@ the rank runs first may not read it. A program without pipeline stages has one r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 from meshc import memory, spmd
@@ -18,9 +17,6 @@ from meshc.accumulate import ACCUMULATES
 from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, Link, for_mesh
 from meshc.cost.links import link_of, send_seconds
-from meshc.errors import PlanError
-from meshc.folders import write_text
-from meshc.pipelining import draw, trace
 from meshc.pipelining.cut import Move, Pipeline
 from meshc.pipelining.events import Handed, Run
 from meshc.pipelining.predict import costs_of
@@ -98,17 +94,3 @@ def _meet(program: Program, pipeline: Pipeline) -> bool:
     late = [stage for name, stage in program.stages.items() if name.startswith("after_")]
     nodes = [node for stage in late for node in stage.graph.nodes if spmd.is_collective(node.target)]
     return any(pipeline.axis in node.args[1] for node in nodes)
-
-
-def write(timeline: Timeline, path: str | Path) -> None:
-    """As a picture where the path ends in .svg, as a trace for Perfetto where it ends in .json; else it is a folder, and gets both.
-
-    PlanError: another ending. FileError: it cannot be written.
-    """
-    path = Path(path)
-    if path.suffix not in ("", ".svg", ".json") and not path.is_dir():
-        raise PlanError(f"{path}: a timeline is written as .svg or .json, or as both into a folder (a path without an ending)")
-    single = path.suffix in (".svg", ".json") and not path.is_dir()
-    files = [path] if single else [path / "timeline.svg", path / "timeline.json"]
-    for file in files:
-        write_text(file, draw.svg(timeline) if file.suffix == ".svg" else trace.write(timeline))

@@ -1,12 +1,16 @@
-"""A timeline as a picture: SVG with a row for each rank, or a few lines of text."""
+"""A timeline as a picture: SVG with a row for each rank, or a few lines of text; and its files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape
 
+from meshc.errors import PlanError
+from meshc.folders import write_text
+from meshc.pipelining import trace
 from meshc.pipelining.events import Run
 from meshc.pipelining.schedule import OPS, Action
 from meshc.pipelining.timing import Event, Timeline
@@ -166,3 +170,17 @@ def text(timeline: Timeline, unit_s: float = 1.0) -> str:
             line = line.ljust(column) + (label.lower() if shades[rank, _action(event).stage] else label)
         lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def write(timeline: Timeline, path: str | Path) -> None:
+    """As a picture where the path ends in .svg, as a trace for Perfetto where it ends in .json; else it is a folder, and gets both.
+
+    PlanError: another ending. FileError: it cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in ("", ".svg", ".json") and not path.is_dir():
+        raise PlanError(f"{path}: a timeline is written as .svg or .json, or as both into a folder (a path without an ending)")
+    single = path.suffix in (".svg", ".json") and not path.is_dir()
+    files = [path] if single else [path / "timeline.svg", path / "timeline.json"]
+    for file in files:
+        write_text(file, svg(timeline) if file.suffix == ".svg" else trace.write(timeline))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,21 +17,21 @@ from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
 from meshc.mesh import Mesh
 from meshc.optimizer import describe, numbers
+from meshc.package import FOLDER
 from meshc.parse import parse_stage
-from meshc.passes.draft import Request
+from meshc.passes.phases.draft import Request
 from meshc.passes.pipeline import PASSES, PLANLESS, finish, run_passes, start
-from meshc.passes.propagate import MICROBATCH
 from meshc.program import Program
 from meshc.recipes import resolve
 from meshc.runtime import verify as verification
 from meshc.sharding import local_shape
+from meshc.spmd import MICROBATCH
 from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.sketch import Sketch, module
 from meshc.text import print_stage, side_table
 from meshc.train_step import Traced, TrainStep, traced_step
 
 LEARNING_RATE = 0.1
-HOME = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _said(trace: str) -> str:
 def _cause(fault: Exception) -> str:
     """`KeyError in _layout`: the innermost function of meshc."""
     error = fault.__cause__ if isinstance(fault, CompilerFault) and fault.__cause__ is not None else fault
-    mine = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(HOME))]
+    mine = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(FOLDER))]
     return f"{type(error).__name__} in {mine[-1].name if mine else 'torch'}"
 
 

@@ -9,7 +9,7 @@ from math import prod
 
 from meshc.ir import records
 from meshc.mesh import Mesh
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.testing.case import How
 from meshc.testing.draw import steady
 from meshc.testing.sketch import Sketch

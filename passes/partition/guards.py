@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 from meshc.ir import records
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take  # noqa: F401 - registers them
-from meshc.passes.factorize import Instance, Value
 from meshc.passes.partition.builder import Builder
-from meshc.passes.propagate import Assignment
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Instance, Value
 from meshc.passes.rules.bounds import BOUNDS, Bound, fits, origin
 from meshc.program import Port
 

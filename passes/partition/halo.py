@@ -21,7 +21,7 @@ from meshc.sizes import Size
 from meshc.window import overlaps, tile_bounds, tile_length, window_starts
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.partition.local import Lowering
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ class Place:
         return here if fits and all(part.owner == part.reader for part in overlaps(self.size, self.counts, self.window)) else None
 
 
-def window(local: Local, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
+def window(local: Lowering, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
     """A tile of the letter that goes with `letter` -> what the rank's tile of `letter` reads of it; `fill` beyond the ends.
 
     x itself if the letter is not split. What lies in x's padding does not matter.
@@ -71,7 +71,7 @@ def window(local: Local, x: Node, dim: int, letter: str, fill: float = 0.0) -> N
     return x if length == place.tile else local.emit(aten.slice.Tensor, x, dim, here, here + length)
 
 
-def sum_of_windows(local: Local, x: Node, dim: int, letter: str) -> Node:
+def sum_of_windows(local: Lowering, x: Node, dim: int, letter: str) -> Node:
     """The transpose: what the rank's tile of `letter` says of its window -> the tile of the other letter, summed over all that speak of it.
 
     x itself if the letter is not split.
@@ -90,14 +90,14 @@ def sum_of_windows(local: Local, x: Node, dim: int, letter: str) -> Node:
     return local.emit(aten.constant_pad_nd.default, x, [0, 0] * (rank - 1 - dim) + [here, after], 0)
 
 
-def window_start(local: Local, letter: str) -> Node | int:
+def window_start(local: Lowering, letter: str) -> Node | int:
     """Where the rank's tile of `letter` begins, times the stride."""
     start = local.start(letter)
     stride = local.rule.windows[letter][1].stride
     return start if stride == 1 or start == 0 else local.emit(spmd.tile_start, stride * 2, [2], [start])
 
 
-def _place(local: Local, letter: str) -> Place | None:
+def _place(local: Lowering, letter: str) -> Place | None:
     axes = local.axes(letter)
     if not axes:
         return None
@@ -108,5 +108,5 @@ def _place(local: Local, letter: str) -> Place | None:
     return Place(axes, counts, local.global_size(other), (over, found.stride, found.offset, length))
 
 
-def _reason(local: Local, x: Node, axes: tuple[str, ...], what: str) -> str:
+def _reason(local: Lowering, x: Node, axes: tuple[str, ...], what: str) -> str:
     return f"{what} {moved(local.node, {})}{lines(axes, local.build.entries)}"

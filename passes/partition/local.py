@@ -1,4 +1,4 @@
-"""What a rule's `lower` sees: the operator with local operands, and its letters as tiles."""
+"""Lowering one operator: what a rule's `lower` writes is emitted here (meshc.passes.rules.local says what each method means)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import torch
 from torch.fx import Node
 
 from meshc import spmd
-from meshc.passes.factorize import Instance, Token
 from meshc.passes.partition import halo
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reasons import lines, moved
-from meshc.passes.propagate import MICROBATCH
+from meshc.passes.phases.factors import Instance, Token
+from meshc.passes.rules.local import Local
 from meshc.passes.rules.rule import Rule
 from meshc.sharding import Part, Sharding, local_shape, local_size
+from meshc.spmd import MICROBATCH
 
 aten = torch.ops.aten
 
 
-class Local:
-    """One operator being lowered.
-
-    `operands` are per-rank nodes in their wanted shardings, in the order of the operator's tensor arguments; `node` is the global one.
-    """
+class Lowering(Local):
+    """One operator being lowered, into `build`, as the factors in `chosen` are split."""
 
     def __init__(
         self,
@@ -54,11 +52,16 @@ class Local:
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return self.build.emit(target, *args, **kwargs)
 
+    def item(self, value: Node, index: int) -> Node:
+        return self.build.item(value, index)
+
     def shape(self, x: Node) -> tuple[int, ...]:
         return self.build.shape(x)
 
+    def dtype(self, x: Node) -> torch.dtype:
+        return self.build.dtype(x)
+
     def out_shape(self, index: int) -> tuple[int, ...]:
-        """Padded local shape of a result."""
         return local_shape(self.results[index], self.build.sizes)
 
     def _parts(self, letter: str) -> list[Part]:
@@ -69,7 +72,6 @@ class Local:
         return {letter for letter, _ in self.instance.size}
 
     def axes(self, letter: str) -> tuple[str, ...]:
-        """Axes that split a letter."""
         return tuple(axis for part in self._parts(letter) for axis in part.axes)
 
     def global_size(self, letter: str) -> int:
@@ -79,7 +81,6 @@ class Local:
         return prod(local_size(part, self.build.sizes) for part in self._parts(letter))
 
     def start(self, letter: str) -> Node | int:
-        """Global index of the tile's first position. Only the major factor of the letter may be split."""
         parts = self._parts(letter)
         if any(part.axes for part in parts[1:]):
             raise ValueError(f"{self.node.name}: only the major factor of {letter} has a start")
@@ -91,7 +92,6 @@ class Local:
         return start if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [start])
 
     def count(self, letter: str) -> Node | int:
-        """How many of the tile's positions are real. Only the major factor of the letter may be split."""
         parts = self._parts(letter)
         unit = prod(part.size for part in parts[1:])
         if not parts or not parts[0].axes:
@@ -100,7 +100,6 @@ class Local:
         return count if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [count])
 
     def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
-        """The global index of every local position of a letter, whichever of its factors are split; of a dim of size 1 the index 0."""
         parts = self._parts(letter)
         if not parts:
             return self.emit(aten.arange.default, 1, dtype=dtype, device=device)
@@ -118,7 +117,6 @@ class Local:
         return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
 
     def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
-        """(global shape, local shape, offsets) of what a random operator draws, every factor a dim."""
         parts = self._drawn(index)
         return (
             [part.size for part in parts],
@@ -144,39 +142,31 @@ class Local:
         return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=reason)
 
     def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
-        """Every tile's x along `dim`, in the order of the tiles."""
         reason = f"{moved(self.node, {})}, over a split dim{lines(axes, self.build.entries)}"
         return self.emit(spmd.all_gather, x, list(axes), dim, reason=reason)
 
     def index(self, axes: Sequence[str]) -> Node:
-        """This rank's place among the tiles of `axes`."""
         return self.build.index(axes)
 
     def call(self, *operands: Any) -> Node:
-        """The operator itself on these operands, its other arguments as they are."""
         args, kwargs = _substitute(self.node, list(operands))
         return self.emit(self.node.target, *args, **kwargs)
 
     def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
-        """Of a dim that `letter` has windows in: what the rank's tile of `letter` reads, `fill` beyond the ends. x if nothing is split."""
         return halo.window(self, x, dim, letter, fill)
 
     def sum_of_windows(self, x: Node, dim: int, letter: str) -> Node:
-        """The transpose: a rank's window, in terms that add up with those of its neighbours -> its tile. x if nothing is split."""
         return halo.sum_of_windows(self, x, dim, letter)
 
     def window_start(self, letter: str) -> Node | int:
-        """Global index at which the rank's window begins, less its offset: where its tile begins, times the stride."""
         return halo.window_start(self, letter)
 
     def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
-        """x on coordinate 0 of the axes, zeros elsewhere."""
         for axis in axes:
             x = self.emit(spmd.keep_first, x, self.build.coordinate(axis))
         return x
 
     def neutralise(self, x: Node, letter: str, value: float, index: int = 0) -> Node:
-        """Padding of an operand (or of what has its shape) along a letter replaced by `value`."""
         operand = self.instance.operands[index]
         shape = Sharding(
             tuple(

@@ -18,17 +18,19 @@ from torch.fx import Graph, Node
 
 from meshc import spmd
 from meshc.ir import Record, is_getitem, record, records, update, value_of
-from meshc.passes.factorize import Instance, Token, Value
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.guards import Guards
-from meshc.passes.partition.local import Local, mask_part
+from meshc.passes.partition.local import Lowering, mask_part
 from meshc.passes.partition.reasons import differing, lines, moved, reader
 from meshc.passes.partition.reshard import cost, reshard
-from meshc.passes.propagate import MICROBATCH, Assignment, backward_map, forward_map, spread
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.propagate import backward_map, forward_map, spread
 from meshc.passes.rules.bounds import Bound
 from meshc.program import Port
 from meshc.sharding import Sharding, is_padded, local_shape
 from meshc.sizes import Dynamic
+from meshc.spmd import MICROBATCH
 
 
 @dataclass(frozen=True)
@@ -327,7 +329,7 @@ class Partitioner:
         masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
         if self.guards is not None:
             masked = self.guards.of_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
-        local = Local(self.build, instance, masked, results, dict(chosen), "")
+        local = Lowering(self.build, instance, masked, results, dict(chosen), "")
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
         else:

@@ -14,7 +14,7 @@ from meshc.ops import attention as _attention_operators  # noqa: F401 - register
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 meshc = torch.ops.meshc
 

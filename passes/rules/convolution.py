@@ -20,7 +20,7 @@ from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integer, integer
 from meshc.window import Window
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 
@@ -135,7 +135,7 @@ def _lower_convolution_backward(local: Local) -> Any:
     made = local.emit(aten.convolution_backward.default, grad, x, weight, sizes, *_settings(local, settings, letters), wanted)
     if not split:
         return made
-    found: list[Node | None] = [local.build.item(made, index) if flag else None for index, flag in enumerate(wanted)]
+    found: list[Node | None] = [local.item(made, index) if flag else None for index, flag in enumerate(wanted)]
     if found[0] is not None and not transposed:
         for i, letter in enumerate(letters):
             found[0] = local.sum_of_windows(found[0], i + 2, letter)

@@ -11,7 +11,7 @@ from torch.fx import Node
 from meshc.passes.rules.rule import Rule, RuleFunction, result_shapes
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from meshc.passes.rules.rule import ONE, Rule, integer, integers, result_shapes,
 from meshc.window import Window
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 

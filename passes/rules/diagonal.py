@@ -11,7 +11,7 @@ from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 

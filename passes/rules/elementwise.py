@@ -16,7 +16,7 @@ from meshc.ops import random as _random_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc

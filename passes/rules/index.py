@@ -11,7 +11,7 @@ from meshc.ops import take as _take_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc

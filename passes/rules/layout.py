@@ -17,7 +17,7 @@ from meshc.passes.rules.crop import beside_windows, crop, pad_windows
 from meshc.passes.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 

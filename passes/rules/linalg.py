@@ -12,7 +12,7 @@ from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 MATRIX, OTHER, THIRD = "... m! n!", "... p! q!", "... r! s!"

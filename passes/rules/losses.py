@@ -16,7 +16,7 @@ from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import ONE, Rule, RuleFunction, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1

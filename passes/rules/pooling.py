@@ -19,7 +19,7 @@ from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, result
 from meshc.window import Window
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ def _lower_max_pool(local: Local) -> Any:
     if not any(local.axes(letter) for letter in pool.y):
         return made
     here = list(local.shape(x)[-pool.count :])
-    return [local.build.item(made, 0), _moved(local, pool, local.build.item(made, 1), here, list(pool.inputs), 1)]
+    return [local.item(made, 0), _moved(local, pool, local.item(made, 1), here, list(pool.inputs), 1)]
 
 
 def _max_pool_backward(node: Node, tensors: list[Node]) -> Rule:

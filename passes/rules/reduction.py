@@ -15,7 +15,7 @@ from meshc.ops import parts as _parts_operators  # noqa: F401 - registers meshc:
 from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 

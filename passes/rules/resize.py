@@ -18,7 +18,7 @@ from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integers, result
 from meshc.window import Window
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 ours = torch.ops.meshc

@@ -22,7 +22,7 @@ from meshc.ir import records, value_of
 from meshc.window import Window
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 Dims = tuple[str, ...]
 ONE = "_"

@@ -16,7 +16,7 @@ from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, integer, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 Fold = Callable[["Local", Node], Node]
@@ -47,7 +47,7 @@ def _scan(neutral: float, fold: Fold, join: object) -> RuleFunction:
         before = local.emit(aten.lt.Scalar, places, local.index(axes))
         before = local.emit(aten.reshape.default, before, [count] + [1] * (len(local.shape(totals)) - 1))
         # a number stays a number: in the place of a tensor it would change the totals' dtype
-        value = neutral if local.build.dtype(totals).is_floating_point or local.build.dtype(totals).is_complex else int(neutral)
+        value = neutral if local.dtype(totals).is_floating_point or local.dtype(totals).is_complex else int(neutral)
         return local.emit(join, mine, fold(local, local.emit(aten.where.ScalarOther, before, totals, value)))
 
     return rule

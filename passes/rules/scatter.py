@@ -15,7 +15,7 @@ from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 ADDS = {aten.scatter_add.default, aten.index_add.default}

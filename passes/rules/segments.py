@@ -13,7 +13,7 @@ from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
@@ -33,7 +33,7 @@ def _embedding_bag(node: Node, tensors: list[Node]) -> Rule | None:
 def _lower_embedding_bag(local: Local) -> list[Node]:
     """Except for a maximum, what stands in the place of the rows of the maxima differs from kernel to kernel; nothing reads it."""
     made = local.call(*local.operands)
-    found = [local.build.item(made, index) for index in range(4)]
+    found = [local.item(made, index) for index in range(4)]
     shape = list(local.out_shape(3))
     if list(local.shape(found[3])) != shape:
         found[3] = found[2]
@@ -84,7 +84,7 @@ def _lower_grouped_mm(local: Local) -> Node:
     a, b, *ends = local.operands
     if not any(local.axes(letter) for letter in "kn"):
         return local.call(a, b, *ends)
-    unit = 16 // local.build.dtype(a).itemsize
+    unit = 16 // local.dtype(a).itemsize
     inner, columns = (-local.local_size(letter) % unit if letter in local.letters() else 0 for letter in "kn")
     a = _filled(local, a, [0, inner])
     b = _filled(local, b, [0, columns, 0, inner])

@@ -16,7 +16,7 @@ from meshc.passes.rules.reduction import argument, reduce
 from meshc.passes.rules.rule import Rule, RuleFunction, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 NOWHERE = 2**62
@@ -38,7 +38,7 @@ def _lower_extreme_place(local: Local, letters: list[str]) -> object:
         return local.call(x)
     target = local.node.target
     largest = target in (aten.argmax.default, aten.max.dim)
-    wanted = local.build.dtype(x)
+    wanted = local.dtype(x)
     for letter in letters:
         x = local.neutralise(x, letter, -inf if largest else inf)
     if wanted == torch.bool:
@@ -53,7 +53,7 @@ def _lower_extreme_place(local: Local, letters: list[str]) -> object:
     place = local.emit(aten.reshape.default, place, list(local.shape(index)))
     peak = local.all_reduce(value, axes, "max" if largest else "min")
     best = local.emit(aten.eq.Tensor, value, peak)
-    if local.build.dtype(value).is_floating_point:  # NaN counts as the largest and as the smallest, and equals nothing
+    if local.dtype(value).is_floating_point:  # NaN counts as the largest and as the smallest, and equals nothing
         best = local.emit(aten.logical_or.default, best, local.emit(aten.isnan.default, value))
     first = local.all_reduce(local.emit(aten.where.ScalarOther, best, place, NOWHERE), axes, "min")
     if wanted == torch.bool:

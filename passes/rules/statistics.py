@@ -17,7 +17,7 @@ from meshc.passes.rules.reduction import argument, reduce
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Local
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
@@ -80,7 +80,7 @@ def _centred_squares(local: Local, x: Node, dims: list[int], axes: Sequence[str]
     total = local.all_reduce(local.emit(aten.sum.dim_IntList, _masked(local, x, dims, 0.0), dims, True), axes, "sum")
     mean = local.emit(aten.div.Tensor, total, _count(local, dims))
     centred = _masked(local, local.emit(aten.sub.Tensor, x, mean), dims, 0.0)
-    if local.build.dtype(x).is_complex:
+    if local.dtype(x).is_complex:
         centred = local.emit(aten.abs.default, centred)
     squares = local.emit(aten.mul.Tensor, centred, centred)
     return local.all_reduce(local.emit(aten.sum.dim_IntList, squares, dims, True), axes, "sum")
@@ -119,7 +119,7 @@ def _result_dtype(local: Local) -> dict[str, Any]:
 
 def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     wanted = dtype_of(local.node)
-    if local.build.dtype(x) != wanted:
+    if local.dtype(x) != wanted:
         x = local.emit(aten._to_copy.default, x, dtype=wanted)
     x = _masked(local, x, dims, -inf)
     peak = local.all_reduce(local.emit(aten.amax.default, x, dims, True), axes, "max")

@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from meshc.accumulate import whole_of
 from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
-from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
+from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flows, key_of, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshc import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
-from meshc.passes.draft import Draft, Request
+from meshc.passes.phases.draft import Draft, Request
 from meshc.pipelining.steps import items_of
 from meshc.program import Program
 

@@ -16,12 +16,12 @@ from torch.fx import Graph, Node
 
 from meshc import spmd
 from meshc.cost.devices import for_mesh
-from meshc.passes.draft import Draft
 from meshc.passes.microbatch import Splitter
-from meshc.passes.propagate import MICROBATCH
+from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.homes import GATHERED, kinds
 from meshc.program import Stage
 from meshc.sharding import local_shape
+from meshc.spmd import MICROBATCH
 
 SHARE = 0.5
 """Of the memory that there is, what parameters, state, whole parameters and whole gradients may take; activations need the rest."""

@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc import memory
 from meshc.ir import is_tensor, local_bytes, record, records
 from meshc.packing import is_view
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.balance import Place, best_cuts, least_cuts
 from meshc.passes.stages.homes import GATHERED, Kinds
 from meshc.passes.stages.places import Work

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, records
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.shape import Shape
 from meshc.passes.stages.updates import ALL
 from meshc.pipelining.cut import Move

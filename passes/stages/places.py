@@ -16,7 +16,7 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_getitem, local_bytes, records
-from meshc.passes.draft import Draft
+from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.balance import Place
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import Home, Kinds

@@ -13,7 +13,7 @@ from torch.fx import Node
 from meshc.errors import CompileError, PlanError, ScheduleError
 from meshc.ir import records
 from meshc.passes import schedules
-from meshc.passes.draft import Draft, Request
+from meshc.passes.phases.draft import Draft, Request
 from meshc.passes.schedules.kind import Kind
 from meshc.passes.stages.balance import best_cuts
 from meshc.passes.stages.homes import Home, Kinds, homes

@@ -18,10 +18,12 @@ from torch.fx import Graph, Node
 
 from meshc.ir import record, records, set_record, value_of
 from meshc.mesh import Mesh
-from meshc.passes.factorize import Instance, Token, factorize
-from meshc.passes.names import Names
+from meshc.passes.factorize import factorize
 from meshc.passes.partition import partition
-from meshc.passes.propagate import Assignment, Propagator
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Instance, Token
+from meshc.passes.phases.names import Names
+from meshc.passes.propagate import Propagator
 from meshc.plan import Plan
 from meshc.program import Port, Stage
 from meshc.runtime.simulate import run_stage

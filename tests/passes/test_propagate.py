@@ -16,7 +16,8 @@ from meshc.mesh import Mesh
 from meshc.passes.factorize import factorize
 from meshc.passes.names import name_factors
 from meshc.passes.partition import partition
-from meshc.passes.propagate import Assignment, Propagator
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.propagate import Propagator
 from meshc.plan import Plan
 from meshc.program import Port, Stage
 from meshc.runtime.simulate import run_stage

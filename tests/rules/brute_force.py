@@ -17,10 +17,12 @@ from torch.fx import Graph, Node
 
 from meshc.ir import Record, record, set_record, value_of
 from meshc.mesh import Mesh
-from meshc.passes.factorize import Factors, Instance, Token, factorize
-from meshc.passes.names import Names
+from meshc.passes.factorize import factorize
 from meshc.passes.partition import partition
-from meshc.passes.propagate import Assignment, spread
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Factors, Instance, Token
+from meshc.passes.phases.names import Names
+from meshc.passes.propagate import spread
 from meshc.passes.rules.riding import Ride, rides
 from meshc.program import Port, Stage
 from meshc.runtime.simulate import run_stage

@@ -16,9 +16,9 @@ from meshc.mesh import Mesh
 from meshc.optimizer import OptimizerSpec
 from meshc.output_tree import OutputTree
 from meshc.parts import Parts
-from meshc.passes.factorize import Factors
-from meshc.passes.names import Names
-from meshc.passes.propagate import Assignment
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Factors
+from meshc.passes.phases.names import Names
 from meshc.pipelining.cut import Pipeline
 from meshc.plan import Plan
 from meshc.program import Instruction, Port, Stage

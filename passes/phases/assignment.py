@@ -1,0 +1,42 @@
+"""Assignment: how every value lies, and why (`propagate` decides it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from meshc.passes.phases.factors import Factors, Token, Value
+from meshc.passes.phases.names import Names
+from meshc.sharding import Part, Sharding
+
+
+@dataclass
+class Assignment:
+    """What propagation decided.
+
+    given    per value: how it lies when made; None where it has no opinion (free values, parameters before storage)
+    wanted   per operator: the sharding of each operand
+    chosen   per operator: the axes of each token
+    free     operators that are recomputed on demand
+    entries  the plan's entry of each axis, as text, for reasons
+    storage  per parameter name and kind (parameter, gradient, state): how it lies between steps
+    """
+
+    factors: Factors
+    names: Names
+    sizes: Mapping[str, int]
+    given: dict[Value, Sharding | None] = field(default_factory=dict)
+    wanted: dict[Node, tuple[Sharding, ...]] = field(default_factory=dict)
+    chosen: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
+    free: set[Node] = field(default_factory=set)
+    storage: dict[tuple[str, str], Sharding] = field(default_factory=dict)
+    reasons: dict[Node, str] = field(default_factory=dict)
+    replicated: list[Node] = field(default_factory=list)
+    entries: dict[str, str] = field(default_factory=dict)
+
+    def whole(self, value: Value) -> Sharding:
+        """A value's dims with the names of their factors, split by nothing."""
+        dims = self.factors.dims[value]
+        return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in dims))

@@ -1,0 +1,92 @@
+"""What a rule's `lower` sees: the operator with local operands, and its letters as tiles. `partition` hands one to each rule that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.fx import Node
+
+if TYPE_CHECKING:
+    from meshc.passes.rules.rule import Rule
+
+
+class Local(Protocol):
+    """One operator being lowered: whatever it calls is written into the per-rank graph, in the place of the operator.
+
+    operands   per-rank nodes in their wanted shardings, in the order of the operator's tensor arguments
+    node       the operator in the global graph: its other arguments, its global shapes
+    rule       the rule that the operator is lowered by
+    """
+
+    operands: list[Node]
+
+    @property
+    def node(self) -> Node: ...
+
+    @property
+    def rule(self) -> Rule: ...
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call of an operator on local values; its result."""
+
+    def call(self, *operands: Any) -> Node:
+        """The operator itself on these operands, its other arguments as they are."""
+
+    def item(self, value: Node, index: int) -> Node:
+        """One result of a call that gives several."""
+
+    def shape(self, x: Node) -> tuple[int, ...]:
+        """Local shape of a value, padding included."""
+
+    def dtype(self, x: Node) -> torch.dtype: ...
+
+    def out_shape(self, index: int) -> tuple[int, ...]:
+        """Local shape of a result of the operator, padding included."""
+
+    def letters(self) -> set[str]:
+        """The letters of the rule that stand for something here."""
+
+    def axes(self, letter: str) -> tuple[str, ...]:
+        """Axes that split a letter."""
+
+    def global_size(self, letter: str) -> int: ...
+
+    def local_size(self, letter: str) -> int:
+        """Positions of a tile of the letter, padding included."""
+
+    def start(self, letter: str) -> Node | int:
+        """Global index of the tile's first position. Only the major factor of the letter may be split."""
+
+    def count(self, letter: str) -> Node | int:
+        """How many of the tile's positions are real. Only the major factor of the letter may be split."""
+
+    def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
+        """The global index of every local position of a letter, whichever of its factors are split; of a dim of size 1 the index 0."""
+
+    def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
+        """(global shape, local shape, offsets) of what a random operator draws, every factor a dim."""
+
+    def index(self, axes: Sequence[str]) -> Node:
+        """This rank's place among the tiles of `axes`."""
+
+    def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node: ...
+
+    def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
+        """Every tile's x along `dim`, in the order of the tiles."""
+
+    def keep_first(self, x: Node, axes: Sequence[str]) -> Node:
+        """x on coordinate 0 of the axes, zeros elsewhere."""
+
+    def neutralise(self, x: Node, letter: str, value: float, index: int = 0) -> Node:
+        """Padding of an operand (or of what has its shape) along a letter replaced by `value`."""
+
+    def window(self, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
+        """Of a dim that `letter` has windows in: what the rank's tile of `letter` reads, `fill` beyond the ends. x if nothing is split."""
+
+    def sum_of_windows(self, x: Node, dim: int, letter: str) -> Node:
+        """The transpose: a rank's window, in terms that add up with those of its neighbours -> its tile. x if nothing is split."""
+
+    def window_start(self, letter: str) -> Node | int:
+        """Global index at which the rank's window begins, less its offset: where its tile begins, times the stride."""
