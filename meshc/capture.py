@@ -31,6 +31,7 @@ from meshc.output_tree import OutputTree
 from meshc.paths import input_names
 from meshc.side_effects import observed
 from meshc.sizes import Dynamic
+from meshc.spared import unguarded
 from meshc.stock_experts import unsorted_experts
 from meshc.symbols import Symbols
 
@@ -177,7 +178,7 @@ def torch_graph(
     with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
         torch._dynamo.reset()
         try:
-            with unsorted_experts(), traced_flex(), observed() as seen:
+            with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_flex(), observed() as seen:
                 graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error

@@ -39,6 +39,7 @@ from meshc.program import Port, Program, Stage
 from meshc.recipes import resolve
 from meshc.sharding import Sharding
 from meshc.sizes import Dynamic
+from meshc.spared import fewer_collections
 from meshc.spmd import MICROBATCH
 
 Pass = Callable[[Draft], Draft]
@@ -310,7 +311,7 @@ Hook = Callable[[str, Draft], None]
 def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
     """Run all passes. `hook(name, draft)` is called after each one (dumps, verification). Raises MeshcError and nothing else, but for what
     a hook raises."""
-    with given_up():
+    with given_up(), fewer_collections():
         return _compiled(request, hook)
 
 

@@ -1,0 +1,47 @@
+"""What a compilation is spared: work of torch's and Python's that nobody asks the result of, a fifth of its time.
+
+    guards        conditions under which Dynamo's trace of a model would hold for another call; export makes and compiles them for
+                  limits that a caller sets to sizes, of which meshc sets none, and throws them away
+    collections   Python looks for garbage each 700 objects, and now and then among all that the process has imported; a compilation makes
+                  some hundred thousand objects, and nearly all of them stay to its end
+
+As before when it is over, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+OBJECTS = 100_000
+"""Made anew before Python looks for garbage: some 20 MB of a graph's."""
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Around one trace without open sizes."""
+    from torch._dynamo import functional_export
+
+    with mock.patch.object(functional_export, "_suggest_or_raise_constraint_violation", _nothing):
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def fewer_collections() -> Iterator[None]:
+    """Around one compilation. Who has set it to look more rarely, or never, keeps that."""
+    young, *older = gc.get_threshold()
+    if not 0 < young < OBJECTS:
+        yield
+        return
+    gc.set_threshold(OBJECTS, *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)

@@ -1,0 +1,47 @@
+"""What a compilation is spared, and that everything is as before when it is over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.guards import CheckFunctionManager
+
+import meshc
+from meshc.spared import OBJECTS, fewer_collections
+
+
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_no_guard_is_made_for_a_trace_that_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were a fifth of a compilation."""
+    made: list[object] = []
+    init = CheckFunctionManager.__init__
+
+    def counted(self: CheckFunctionManager, *args: object, **kwargs: object) -> None:
+        made.append(self)
+        init(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckFunctionManager, "__init__", counted)
+    meshc.compile(nn.Linear(4, 8), meshc.Mesh("dp=2"), args=(torch.ones(2, 4),))
+    assert not made
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+    assert len(made) == 1, "where torch makes guards has moved: see meshc/spared.py"
+
+
+@pytest.mark.usefixtures("thresholds")
+@pytest.mark.parametrize("young, inside", [(700, OBJECTS), (0, 0), (3 * OBJECTS, 3 * OBJECTS)])
+def test_garbage_is_looked_for_more_rarely(young: int, inside: int) -> None:
+    gc.set_threshold(young, 7, 8)
+    with pytest.raises(ZeroDivisionError), fewer_collections():
+        assert gc.get_threshold() == (inside, 7, 8)
+        raise ZeroDivisionError
+    assert gc.get_threshold() == (young, 7, 8)
