@@ -35,10 +35,13 @@ class Symbols:
         return tuple(found.items())
 
     def open(self, value: Any) -> Any:
-        """A number of the trace: plain where it is fixed, a Size or a Ratio where it is open."""
+        """A number of the trace: plain where it is fixed, a Size or a Ratio where it is open.
+
+        Multiplied out, as arithmetic with sizes leaves them: two are equal if their expressions are, and torch keeps n * (m - 1).
+        """
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
-        return sized(self._translated(value.node.expr), value.node.hint)
+        return sized(sympy.expand(self._translated(value.node.expr)), value.node.hint)
 
     def shape(self, shape: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(self.open(extent) for extent in shape)

@@ -127,6 +127,8 @@ def append_update(draft: Draft) -> Draft:
     kept = [(port, node) for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind != "gradient"]
     gradients = {port.name: node for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind == "gradient"}
     modules = dict(draft.request.module.named_parameters())
+    if not gradients:
+        _refuse_frozen(list(modules))
     total = _global_norm(add, gradients, draft)
     for node in add.made:
         set_reason(node, reason="the gradient norm")
@@ -172,6 +174,16 @@ def append_update(draft: Draft) -> Draft:
     draft.outputs = [port for port, _ in kept]
     graph.lint()
     return draft
+
+
+def _refuse_frozen(names: list[str]) -> None:
+    """A step of a model in which nothing takes a gradient: one device would refuse it in backward."""
+    why = f"{_listed(names)}: requires_grad is False" if names else "the model has no parameters"
+    raise CompileError(
+        f"there is nothing to train\n  why: {why}\n"
+        "  what to do: requires_grad_(True) on what is to be trained, before meshc.compile; a model that is only to be evaluated is\n"
+        "  compiled without a TrainStep, under torch.no_grad()"
+    )
 
 
 def _global_norm(add: Appender, gradients: dict[str, Node], draft: Draft) -> Node:

@@ -95,6 +95,31 @@ def test_windows_and_means_of_open_dims(mesh: str, plan: str) -> None:
         assert meshc.verify(program, inputs(*sizes), dtype=torch.float64).ok
 
 
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda ids, table: table(ids[:, :-1].flatten(0, 1)),
+        lambda ids, table: table(torch.cat([ids[:, 2:], ids], 1).flatten(0, 1)),
+    ],
+    ids=["all but the last", "joined"],
+)
+def test_rows_that_are_taken_off_open_dims_are_flattened(seen: Any) -> None:
+    """Their sizes are products of sums: a view's elements are as many as its operand's however that is written."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(65, 8)
+
+        def forward(self, input_ids: Tensor) -> Any:
+            return seen(input_ids, self.table)
+
+    inputs = {"input_ids": tokens(65, 8, 12)["input_ids"]}
+    program = meshc.compile(Table(), meshc.Mesh("dp=2,tp=2"), kwargs=inputs, options=meshc.Options(dynamic=open_dims(inputs)))
+    for sizes in SIZES[:2]:
+        assert meshc.verify(program, {"input_ids": tokens(65, *sizes)["input_ids"]}).ok
+
+
 def test_no_decision_hangs_on_the_integers_that_stand_for_sizes() -> None:
     """Other example inputs, and so other primes, give the same program but for those primes."""
 

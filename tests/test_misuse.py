@@ -288,6 +288,23 @@ def test_steps_of_the_wrong_parts(make: Callable[..., Any], said: str) -> None:
         meshc.compile(make(model, torch.optim.SGD(model.parameters(), lr=0.1)), meshc.Mesh("dp=2"), args=(X,))
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+@pytest.mark.parametrize(
+    "model,why",
+    [
+        (lambda: nn.Sequential(plain(), nn.ReLU()).requires_grad_(False), "0.weight, 0.bias: requires_grad is False"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.Flatten()), "the model has no parameters"),
+    ],
+    ids=["frozen", "no parameters"],
+)
+def test_a_step_with_nothing_to_train(model: Callable[[], nn.Module], why: str, mesh: str) -> None:
+    made = model()
+    optimizer = torch.optim.SGD([*made.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+    step = meshc.TrainStep(made, optimizer=optimizer, loss=lambda output: output.square().mean(), clip_grad_norm=1.0)
+    with pytest.raises(meshc.CompileError, match=f"there is nothing to train\n  why: {why}\n  what to do: requires_grad_\\(True\\)"):
+        meshc.compile(step, meshc.Mesh(mesh), args=(X,))
+
+
 def test_an_exception_of_a_pass_names_the_pass_the_value_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a pass that fails on the node it works on, with an exception that is not meshc's."""
 
