@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import meshc
-from meshc import ir, memory
-from meshc.cost import fit, measure
+from meshc import ir
+from meshc.cost import fit, measure, memory
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.operators import seconds
 from meshc.cost.program import program_seconds

@@ -1,6 +1,8 @@
 """meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
 
-from meshc.api import Program, TrainStep, compile
+from meshc.api.compile import Program, TrainStep, compile
+from meshc.api.options import Options
+from meshc.api.verification import verify
 from meshc.errors import (
     ArtifactError,
     CaptureError,
@@ -15,11 +17,9 @@ from meshc.errors import (
     StateError,
     VerifyError,
 )
-from meshc.mesh import Mesh
-from meshc.options import Options
+from meshc.ir.mesh import Mesh
 from meshc.package import __version__
-from meshc.plan import Plan
-from meshc.verification import verify
+from meshc.plan.plan import Plan
 
 __all__ = [
     "ArtifactError",

@@ -27,18 +27,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc import api, artifact, bounds, environment, instance, summary, text, verification
+from meshc import artifact, environment
+from meshc.api import compile, verification
+from meshc.api.options import Options
+from meshc.cost import call
 from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
-from meshc.mesh import Mesh
-from meshc.options import Options
-from meshc.pipelining import call, draw, trace
-from meshc.plan import Plan
-from meshc.program import Program
-from meshc.runtime import verify as comparison
-from meshc.runtime.launched import Run, run_command, run_saved
-from meshc.runtime.link_times import link_times, process_group
-from meshc.train_step import TrainStep
+from meshc.frontend.train_step import TrainStep
+from meshc.ir import bounds
+from meshc.ir.mesh import Mesh
+from meshc.pipelining import draw, trace
+from meshc.plan.plan import Plan
+from meshc.program import instance
+from meshc.program.program import Program
+from meshc.report import summary
+from meshc.runtime.run.link_times import link_times, process_group
+from meshc.runtime.saved.launched import Run, run_command, run_saved
+from meshc.runtime.simulator import verify as comparison
+from meshc.text import show
 
 Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -177,7 +183,7 @@ def _compile(options: argparse.Namespace) -> None:
     with nullcontext() if differentiate else torch.no_grad():
         asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs, backend=options.backend)
         more = Options(seed=options.seed, schedule=options.schedule, pp_splits=options.pp_splits)
-        program = api.compile(what, mesh, **asked, options=more)
+        program = compile.compile(what, mesh, **asked, options=more)
     out = Path(options.out or f"{options.target.rpartition(':')[2]}.meshc")
     program.save(out, weights=not options.no_weights)
     print(program.summary())
@@ -200,9 +206,9 @@ def _show(options: argparse.Namespace) -> None:
     elif options.summary:
         print(summary.summary(program))
     elif options.stage is not None:
-        print(text.print_stage(program.stages[options.stage], program), end="")
+        print(show.print_stage(program.stages[options.stage], program), end="")
     else:
-        print(text.print_program(program), end="")
+        print(show.print_program(program), end="")
 
 
 def _show_trace(options: argparse.Namespace) -> None:
@@ -225,7 +231,7 @@ def _verify(options: argparse.Namespace) -> None:
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
         asked = Options(schedule=saved.info.get("schedule"), pp_splits=saved.info.get("pp_splits") or None)
         inputs = saved.info.get("inputs", "global")
-        program = api.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=inputs, options=asked)
+        program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=inputs, options=asked)
         if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")
@@ -248,13 +254,13 @@ def same_program(one: Program, other: Program) -> bool:
     """Whether two programs do the same, whatever their sources, notes and devices."""
 
     def hashes(program: Program) -> Any:
-        stages = {name: text.hash_stage(stage) for name, stage in program.stages.items()}
+        stages = {name: show.hash_stage(stage) for name, stage in program.stages.items()}
         return stages, program.schedule, program.pipeline, program.constants.keys()
 
     return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
 
 
-def verify_as_it_stands(saved: Program, program: api.Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> comparison.Report:
+def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> comparison.Report:
     """The saved program itself against the model on one device. Raises VerifyError if they differ."""
     ask = program.draft.request
     mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.general))

@@ -1,13 +1,13 @@
 """A saved program: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
 
     manifest.json            format and version, mesh, torch version; size and SHA-256 of each text, size and header's SHA-256 of each file
-                             of tensors, which carries its tensors' hashes (`meshc.tensor_file`); and a hash of all this
+                             of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this
     program.json             ports, schedule or pipeline, plan, mesh, mode, microbatches, notes, the stages' side tables
     stages/NAME.py           the stages, as `meshc.text` prints them
     constants.safetensors    constant tensors
     weights.safetensors      parameters and buffers, if they were saved along
 
-A folder is complete or not there: `save` writes beside the path and exchanges the two (`meshc.folders`).
+A folder is complete or not there: `save` writes beside the path and exchanges the two (`meshc.files.folders`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from typing import Any, Final
 
 import torch
 
-from meshc import bounds, ir, seal, tensor_file
-from meshc.allowed import name_of
+from meshc import ir
 from meshc.check import check_program
 from meshc.errors import ArtifactError, MeshcError, ScheduleError
-from meshc.folders import kept_aside, may_replace, put, replacing, to_disk, writing
-from meshc.instance import relation
-from meshc.mesh import Mesh
-from meshc.parse import parse_one_type, parse_sizes, parse_stage
+from meshc.files import seal, tensor_file
+from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
+from meshc.files.tensor_file import TensorFile
+from meshc.ir import bounds
+from meshc.ir.mesh import Mesh
+from meshc.ir.sizes import parse as parse_size
 from meshc.pipelining import written
-from meshc.pipelining.complete import refuse_incomplete
-from meshc.plan import Plan
-from meshc.program import KINDS, Instruction, Port, Program
-from meshc.sizes import parse as parse_size
-from meshc.tensor_file import TensorFile
-from meshc.text import port_type, print_sizes, print_stage, side_table
+from meshc.plan.plan import Plan
+from meshc.program.complete import refuse_incomplete
+from meshc.program.instance import relation
+from meshc.program.program import KINDS, Instruction, Port, Program
+from meshc.text.allowed import name_of
+from meshc.text.parse import parse_one_type, parse_sizes, parse_stage
+from meshc.text.show import port_type, print_sizes, print_stage, side_table
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 2

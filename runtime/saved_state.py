@@ -1,243 +1,27 @@
-"""What a saved program has trained, between two runs: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
+"""Saved states, read without a mesh: `meshc.runtime.saved.saved_state`, under the name that users import."""
 
-    state.json                what the folder is, the mesh, seed and step, for each tensor its type, as in a program's text, for each file
-                              its size and its header's hash; and a hash of all this
-    rank_00003.safetensors    the tiles of rank 3, without those that an earlier rank holds as well, and their hashes
+from meshc.runtime.saved.saved_state import (
+    ADVICE,
+    FORMAT,
+    READ,
+    TABLE,
+    VERSION,
+    Meet,
+    SavedState,
+    check_target,
+    load_model,
+    save_state,
+)
 
-No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank takes from
-the files what its own tiles need, and checks that. Nothing is unpickled (docs/decisions/0008). All ranks see one file system.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import itertools
-import json
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
-
-import torch
-from torch import Tensor
-
-from meshc import seal, tensor_file
-from meshc.bounds import integer, parse_json, read_text
-from meshc.errors import ArtifactError, FileError, MeshcError, StateError
-from meshc.folders import kept_aside, may_replace, put, replacing, to_disk, writing
-from meshc.ir import Record
-from meshc.mesh import Mesh
-from meshc.parse import parse_one_type
-from meshc.program import Port
-from meshc.runtime import layouts
-from meshc.runtime.disk import shared_runs, tile_runs
-from meshc.sharding import Sharding, local_shape
-from meshc.tensor_file import TensorFile
-from meshc.text import port_type
-
-FORMAT: Final = "meshc state"
-VERSION: Final = 2
-READ: Final = (1, 2)
-"""Versions that are read. The first has no hashes."""
-TABLE: Final = "state.json"
-Meet = Callable[[str], Sequence[str]]
-ADVICE: Final = "take another copy of the state, or go on from an older one"
-
-
-def check_target(path: str | os.PathLike[str]) -> None:
-    """Raises StateError if something else than a saved state stands at `path`: to be asked before there is anything to lose."""
-    if not may_replace(Path(os.path.realpath(path)), TABLE):
-        raise StateError(f"{path} exists and is no saved state: it is not replaced; remove it or choose another path")
-
-
-def save_state(
-    path: str | os.PathLike[str],
-    mesh: Mesh,
-    rank: int,
-    tiles: Iterable[tuple[Port, Tensor | None]],
-    seed: int,
-    step: int,
-    meet: Meet,
-    owners: Mapping[str, int] | None = None,
-) -> None:
-    """Write every rank's tiles to the folder `path`; a state that is there is replaced. All ranks call it.
-
-    tiles   the ports that keep something and this rank's padded tiles of them, None if it has no part of one
-    meet    returns what each rank has given it, in the order of ranks (0, 1, ...), once all have
-    owners  places on the mesh's pipeline axis, by key, of what lives on one stage's ranks
-
-    Raises FileError on all ranks, naming those that could not write; then what was at `path` is as it was, and nothing else is left.
-    """
-    check_target(path)
-    target, kept, at, root = Path(os.path.realpath(path)), list(tiles), owners or {}, mesh.ranks[0]
-    with contextlib.ExitStack() as stack:
-        made = _together(target, meet, lambda: str(stack.enter_context(replacing(target))) if rank == root else "")[root]
-        mine = {
-            port.key: tile
-            for port, tile in kept
-            if tile is not None and _holder(port.sharding or layouts.whole_sharding(port.shape), mesh, rank, at.get(port.key)) == rank
-        }
-        rows = _together(target, meet, lambda: json.dumps(_written(Path(made), rank, mine, root)))
-        table = {
-            "format": FORMAT, "version": VERSION, "mesh": str(mesh), "seed": seed, "step": step,
-            "tensors": {port.key: port_type(port) for port, _ in kept},
-            **({"owners": {port.key: at[port.key] for port, _ in kept if port.key in at}} if at else {}),
-            "files": {_file(one): json.loads(rows[one]) for one in mesh.ranks},
-        }  # fmt: skip
-        _together(target, meet, lambda: _put(Path(made), target, table) if rank == root else "")
-
-
-def _together(target: Path, meet: Meet, work: Callable[[], str]) -> list[str]:
-    """What `work` gives on each rank. If it fails on any, all raise one error, so that no rank waits for another."""
-    mine: dict[str, str] = {}
-    try:
-        with writing(target):
-            mine["value"] = work()
-    except FileError as error:
-        mine["error"] = str(error)
-    found = [json.loads(text) for text in meet(json.dumps(mine))]
-    failed = [place for place, one in enumerate(found) if "error" in one]
-    if failed:
-        who = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
-        raised = FileError(f"{found[failed[0]]['error']}\n  on {who}")
-        raised.everywhere = True
-        raise raised
-    return [one["value"] for one in found]
-
-
-def _written(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> dict[str, Any]:
-    if not made.is_dir():
-        raise FileError(f"rank {rank} does not see {made}, which rank {root} made\n  what to do: choose a folder that all ranks see")
-    return tensor_file.write(made / _file(rank), tiles)
-
-
-def _put(made: Path, target: Path, table: Mapping[str, Any]) -> str:
-    (made / TABLE).write_text(seal.sealed(table), encoding="utf-8")
-    to_disk(made / TABLE)
-    put(made, target)
-    return ""
-
-
-class SavedState:
-    """A state on disk, to be read a tile at a time, in any layout. Use as a context manager, or `close` it.
-
-    Raises ArtifactError for a folder that is missing, damaged or of another version, and later for a tile that is damaged.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._stack = contextlib.ExitStack()
-        self._open: dict[int, TensorFile] = {}
-        table = _table(self.path)
-        try:
-            self._mesh = Mesh(table["mesh"])
-            self.seed = integer(table["seed"], "the seed", -(1 << 63), (1 << 64) - 1)
-            self.step = integer(table["step"], "the step")
-            self.tensors: dict[str, Record] = {key: parse_one_type(text) for key, text in table["tensors"].items()}
-            self._owners = {key: _place(place, self._mesh) for key, place in table.get("owners", {}).items()}
-            files = {rank: table["files"][_file(rank)] for rank in self._mesh.ranks}
-            hashed = table["version"] > READ[0]
-            sizes = {_file(rank): int(told["bytes"] if hashed else told) for rank, told in files.items()}
-            self._seals = {rank: {"bytes": int(told["bytes"]), "header": str(told["header"])} for rank, told in files.items() if hashed}
-        except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ArtifactError(f"{self.path / TABLE} does not describe a state: {type(error).__name__} {error}") from error
-        for name, size in sizes.items():
-            file = self.path / name
-            if not file.is_file() or file.stat().st_size != size:
-                raise ArtifactError(f"{self.path} is damaged: {name} is missing or not of {size} bytes, as written; {ADVICE}")
-
-    def tile(self, key: str, sharding: Sharding | None, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-        """A rank's padded tile of a tensor, zero in the padding, whatever layout it was saved in."""
-        record = self.tensors[key]
-        assert record.dtype is not None
-        wanted = sharding or layouts.whole_sharding(record.shape)
-        self._refuse_what_is_not_there(key, record)
-        target = tile_runs(wanted, sizes, coordinates)
-        tile = torch.zeros(local_shape(wanted, sizes), dtype=record.dtype)
-        for rank, source in self._sources(record, self._owners.get(key)):
-            pieces = [shared_runs(mine, theirs) for mine, theirs in zip(source, target, strict=True)]
-            for runs in itertools.product(*pieces):
-                piece = self._shard(rank).slice(key, [(at, at + length) for at, _, length in runs])
-                tile[tuple(slice(to, to + length) for _, to, length in runs)] = piece
-        return tile
-
-    def _refuse_what_is_not_there(self, key: str, record: Record) -> None:
-        """The table's word is checked before memory is taken for it: each rank that holds a tile has one of that shape in its file."""
-        sharding, owner = record.sharding or layouts.whole_sharding(record.shape), self._owners.get(key)
-        wanted = local_shape(sharding, layouts.axis_sizes(self._mesh))
-        for rank in self._mesh.ranks:
-            if _holder(sharding, self._mesh, rank, owner) == rank and (found := self._shard(rank).shape(key)) != wanted:
-                what = f"{key} is {list(found)} in {_file(rank)}, and the table says that a rank's tile of it is {list(wanted)}"
-                raise ArtifactError(f"{self.path / TABLE} does not describe what is there: {what}; {ADVICE}")
-
-    def _sources(self, record: Record, owner: int | None) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
-        """The ranks that hold a part of a tensor, and which."""
-        sharding = record.sharding or layouts.whole_sharding(record.shape)
-        for rank in self._mesh.ranks:
-            if _holder(sharding, self._mesh, rank, owner) == rank:
-                yield rank, tile_runs(sharding, layouts.axis_sizes(self._mesh), self._mesh.coordinates(rank))
-
-    def _shard(self, rank: int) -> TensorFile:
-        if rank not in self._open:
-            file = TensorFile(self.path / _file(rank), self._seals.get(rank), ADVICE)
-            self._open[rank] = self._stack.enter_context(file)
-        return self._open[rank]
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> SavedState:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Whole parameters and buffers by name, for `model.load_state_dict(load_model(path), strict=False)`.
-
-    Not strict, since there is one name of a tied parameter, and there are buffers that state dicts leave out.
-    """
-    with SavedState(path) as state:
-        kinds = (key.partition(":") for key in state.tensors)
-        return {name: state.tile(f"{kind}:{name}", None, {}, {}) for kind, _, name in kinds if kind in ("parameter", "buffer")}
-
-
-def _table(folder: Path) -> dict[str, Any]:
-    if not (folder / TABLE).is_file():
-        hint = kept_aside(folder) if not folder.is_dir() else ""
-        raise ArtifactError(f"there is no saved state at {folder}{hint}: `meshc run PATH --save-state DIR` makes such a folder")
-    try:
-        text = read_text(folder / TABLE)
-        table = parse_json(text, str(folder / TABLE))
-    except ArtifactError as error:
-        raise ArtifactError(f"{error}; {ADVICE}") from None
-    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") not in READ:
-        known = " or ".join(map(str, READ))
-        raise ArtifactError(f"{folder / TABLE} is no {FORMAT!r} of version {known}, which is what this meshc reads")
-    if table["version"] == READ[0]:
-        warnings.warn(f"{folder} was saved without hashes: damage to its tensors is not noticed; save the state again", stacklevel=3)
-    elif not seal.unbroken(text):
-        raise ArtifactError(f"{folder / TABLE} is not what was saved, it was damaged or edited; {ADVICE}")
-    return table
-
-
-def _file(rank: int) -> str:
-    return f"rank_{rank:05}.safetensors"
-
-
-def _place(place: Any, mesh: Mesh) -> int:
-    axis = mesh.pipeline_axis
-    if axis is None or type(place) is not int or not 0 <= place < axis.size:
-        raise ValueError(f"{place!r:.60} is no place on a pipeline axis of the mesh {mesh}")
-    return place
-
-
-def _holder(sharding: Sharding, mesh: Mesh, rank: int, owner: int | None) -> int:
-    """The first of the ranks that have the same tile as this one, or would have if they were of the stage at `owner`."""
-    at, split = mesh.coordinates(rank), sharding.split_axes()
-    holder = {axis: index if axis in split else 0 for axis, index in at.items()}
-    if owner is not None and mesh.pipeline_axis is not None:
-        holder[mesh.pipeline_axis.name] = owner
-    return mesh.rank(holder)
+__all__ = [
+    "ADVICE",
+    "FORMAT",
+    "Meet",
+    "READ",
+    "SavedState",
+    "TABLE",
+    "VERSION",
+    "check_target",
+    "load_model",
+    "save_state",
+]

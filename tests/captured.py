@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 import meshc
-from meshc import calling, ir
-from meshc.allowed import name_of
-from meshc.mesh import Mesh
-from meshc.optimizer import OptimizerSpec, describe, numbers
+from meshc import ir
+from meshc.frontend import calling
+from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.ir.mesh import Mesh
+from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
+from meshc.passes.driver.pipeline import PASSES, finish, run_passes, start
 from meshc.passes.phases.draft import Draft, Request
-from meshc.passes.pipeline import PASSES, finish, run_passes, start
-from meshc.program import Port, Program
-from meshc.runtime import verify as verification
-from meshc.train_step import Traced, TrainStep, traced_step
+from meshc.program.program import Port, Program
+from meshc.runtime.simulator import verify as verification
+from meshc.text.allowed import name_of
 from tests.models import Case
 
 MODEL_PASSES = [entry.name for entry in PASSES].index("update")

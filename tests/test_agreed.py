@@ -12,7 +12,8 @@ import torch
 from torch.export import Dim
 
 import meshc
-from meshc import agreed, artifact
+from meshc import artifact
+from meshc.runtime.agreement import agreed
 from tests.models import Case, mlp
 from tests.processes.reference import adamw, sgd
 
@@ -126,7 +127,7 @@ def test_a_description_has_no_addresses_and_no_order() -> None:
 
 
 def test_inputs_are_compared_when_the_option_says() -> None:
-    from meshc.runtime.session import _due
+    from meshc.runtime.run.session import _due
 
     def calls(every: int | None, last: int = 40) -> list[int]:
         return [call for call in range(1, last + 1) if _due(call, every)]

@@ -15,16 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.fx import Graph
 
-from meshc import artifact, folders, ir, spmd
+from meshc import artifact, ir
 from meshc.artifact import load, load_weights, open_weights, save
 from meshc.errors import ArtifactError, FileError
-from meshc.ir import Record, Source
-from meshc.mesh import Mesh
-from meshc.plan import Plan
-from meshc.program import Instruction, Port, Program, Stage
-from meshc.seal import sealed
-from meshc.sharding import Part, Sharding, local_shape
-from meshc.text import print_program
+from meshc.files import folders
+from meshc.files.seal import sealed
+from meshc.ir import Record, Source, spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.plan.plan import Plan
+from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.text.show import print_program
 
 aten = torch.ops.aten
 

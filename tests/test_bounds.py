@@ -15,16 +15,17 @@ import pytest
 import torch
 
 import meshc
-from meshc import artifact, sizes
+from meshc import artifact
 from meshc.__main__ import main
-from meshc.bounds import MOST_RANKS, parse_json
 from meshc.cost.devices import device, read, write
 from meshc.errors import ArtifactError, PlanError, ScheduleError
-from meshc.mesh import Mesh
-from meshc.parse import parse_sizes, parse_type
+from meshc.ir import sizes
+from meshc.ir.bounds import MOST_RANKS, parse_json
+from meshc.ir.mesh import Mesh
 from meshc.pipelining import schedule, trace
-from meshc.program import Port
-from meshc.runtime.saved_state import SavedState, save_state
+from meshc.program.program import Port
+from meshc.runtime.saved.saved_state import SavedState, save_state
+from meshc.text.parse import parse_sizes, parse_type
 from tests.models import mlp
 
 POWERS = "((9 ** 7) ** 7)"

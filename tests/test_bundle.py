@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from meshc import spmd
-from meshc.bundle import ALONE, BUCKET, bundle
-from meshc.ir import Record, set_record
-from meshc.mesh import Mesh
-from meshc.program import Stage
-from meshc.runtime.simulate import run_stage
+from meshc.ir import Record, set_record, spmd
+from meshc.ir.mesh import Mesh
+from meshc.program.bundle import ALONE, BUCKET, bundle
+from meshc.program.program import Stage
+from meshc.runtime.simulator.simulate import run_stage
 
 aten = torch.ops.aten
 MESHES = [Mesh("a=2"), Mesh("a=3"), Mesh("a=2,b=3")]

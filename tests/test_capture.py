@@ -1,4 +1,4 @@
-"""Canary of the two private entry points of torch that `meshc/capture.py` uses: if this fails after an upgrade, look there first."""
+"""Canary of the private entry points of torch that `meshc/frontend/capture.py` uses: if this fails after an upgrade, look there first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshc.calling import call_module
-from meshc.capture import joint_graph, torch_graph
 from meshc.errors import CaptureError
+from meshc.frontend.calling import call_module
+from meshc.frontend.capture import joint_graph, torch_graph
 
 
 class Branch(nn.Module):

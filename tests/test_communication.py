@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from meshc import spmd, summary
 from meshc.errors import VerifyError
-from meshc.ir import local_bytes, record
-from meshc.optimizer import OptimizerSpec, describe
-from meshc.program import Program
-from meshc.runtime import verify as verification
+from meshc.ir import local_bytes, record, spmd
+from meshc.optimizer.optimizer import OptimizerSpec, describe
+from meshc.program.program import Program
+from meshc.report import summary
+from meshc.runtime.simulator import verify as verification
 from tests import models
 from tests.captured import Captured
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import meshc
-from meshc import artifact, instance, text
+from meshc import artifact
 from meshc.errors import CompileError, InputError, PlanError
-from meshc.parse import parse_stage
+from meshc.program import instance
+from meshc.text import show
+from meshc.text.parse import parse_stage
 from tests.models import IGNORED, gpt2, llama
 
 SIZES = ((8, 12), (7, 13), (2, 3))
@@ -65,12 +67,12 @@ def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str, microbatches:
         step(case.model, clip_grad_norm=1.0, microbatches=microbatches), meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan,
         options=meshc.Options(dynamic=open_dims(case.kwargs)),
     )  # fmt: skip
-    before = text.hash_program(program.general)
-    assert "n_batch" in str(program) and "n_batch" not in text.print_program(program.compiled)
+    before = show.hash_program(program.general)
+    assert "n_batch" in str(program) and "n_batch" not in show.print_program(program.compiled)
     for batch, seq in SIZES:
         report = meshc.verify(program, tokens(65, batch, seq), dtype=torch.float64)
         assert report.ok and {kind for kind, *_ in report.rows} >= {"gradient", "parameter after step 2"}
-    assert text.hash_program(program.general) == before
+    assert show.hash_program(program.general) == before
 
 
 def test_a_modules_outputs_and_gradients_serve_all_sizes() -> None:
@@ -128,7 +130,7 @@ def test_no_decision_hangs_on_the_integers_that_stand_for_sizes() -> None:
         options = meshc.Options(dynamic=open_dims(case.kwargs))
         mesh, inputs = meshc.Mesh("dp=2,tp=2"), tokens(65, batch, seq)
         program = meshc.compile(step(case.model), mesh, kwargs=inputs, plan="fsdp+megatron_sp", options=options)
-        lines = text.print_program(program.general, comments=False).splitlines()
+        lines = show.print_program(program.general, comments=False).splitlines()
         return [line for line in lines if not line.startswith(("@sizes", "sizes ="))]
 
     assert printed(6, 12) == printed(16, 22)
@@ -145,13 +147,13 @@ def saved(tmp_path: Path) -> Any:
 def test_a_saved_program_keeps_its_sizes_open(tmp_path: Path) -> None:
     program = saved(tmp_path)
     loaded = artifact.load(tmp_path / "rows.meshc")
-    assert text.print_program(loaded, comments=False) == text.print_program(program.general, comments=False)
+    assert show.print_program(loaded, comments=False) == show.print_program(program.general, comments=False)
     assert loaded.dynamic == program.general.dynamic and loaded.constraints == program.general.constraints
-    stage = text.print_stage(loaded.stage, loaded, comments=False)
-    assert '@sizes("batch 2..64 ' in stage and text.print_stage(parse_stage(stage), loaded, comments=False) == stage
+    stage = show.print_stage(loaded.stage, loaded, comments=False)
+    assert '@sizes("batch 2..64 ' in stage and show.print_stage(parse_stage(stage), loaded, comments=False) == stage
     at_7, again = (instance.fitting(one, {"x": (7, 3, 31)}) for one in (loaded, program.general))
-    assert at_7.port("input:x").shape == (7, 3, 31) and "n_batch" not in text.print_program(at_7)
-    assert text.print_program(at_7, comments=False) == text.print_program(again, comments=False)
+    assert at_7.port("input:x").shape == (7, 3, 31) and "n_batch" not in show.print_program(at_7)
+    assert show.print_program(at_7, comments=False) == show.print_program(again, comments=False)
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import meshc
-from meshc import environment, text
+from meshc import environment
 from meshc.errors import PlanError, VerifyError
-from meshc.passes import hooks
-from meshc.passes.pipeline import PASSES
+from meshc.passes.driver import hooks
+from meshc.passes.driver.pipeline import PASSES
+from meshc.text import show
 from tests.models import mlp
 
 NAMES = [entry.name for entry in PASSES]
@@ -65,12 +66,12 @@ def test_a_dump_shows_what_each_pass_found(tmp_path: Path) -> None:
 
 def test_two_dumps_are_equal_and_dumping_changes_nothing(tmp_path: Path) -> None:
     program = compiled()
-    before = text.hash_program(program.compiled)
+    before = show.hash_program(program.compiled)
     program.dump(tmp_path / "a")
     compiled().dump(tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert text.hash_program(program.compiled) == before
-    assert of(files(tmp_path / "a"), "emit").endswith(text.print_program(program.compiled))
+    assert show.hash_program(program.compiled) == before
+    assert of(files(tmp_path / "a"), "emit").endswith(show.print_program(program.compiled))
 
 
 def test_a_dump_replaces_an_older_one_and_nothing_else(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 import meshc
-from meshc import ir, summary, work
-from meshc.program import Program
-from meshc.stock_experts import REPLACED, unsorted_experts
+from meshc import ir
+from meshc.cost import work
+from meshc.frontend.stock_experts import REPLACED, unsorted_experts
+from meshc.program.program import Program
+from meshc.report import summary
 from tests.captured import Captured
 from tests.models import Case
 from tests.zoo.run import case

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshc import folders
 from meshc.cost import devices
 from meshc.errors import FileError
-from meshc.folders import kept_aside, put, replacing, write_text, writing
-from meshc.passes import dump
+from meshc.files import folders
+from meshc.files.folders import kept_aside, put, replacing, write_text, writing
+from meshc.files.tensor_file import write
+from meshc.passes.driver import dump
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
-from meshc.tensor_file import write
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshc import kernel_cache
+from meshc.files import kernel_cache
 
 EVIL = """
 #include <stdio.h>

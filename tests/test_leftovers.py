@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from meshc.leftovers import given_up
+from meshc.frontend.leftovers import given_up
 
 CHILD = '''
 import gc, json

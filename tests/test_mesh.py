@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshc.errors import PlanError
-from meshc.mesh import DATA_ROLES, ROLES, Axis, Mesh, role
+from meshc.ir.mesh import DATA_ROLES, ROLES, Axis, Mesh, role
 
 
 @pytest.fixture

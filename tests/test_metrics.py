@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.runtime.simulation import simulate
-from meshc.train_step import loss_and_metrics, split_result
+from meshc.frontend.train_step import loss_and_metrics, split_result
+from meshc.runtime.simulator.simulation import simulate
 
 
 class Net(nn.Module):

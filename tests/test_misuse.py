@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 import meshc
-from meshc import faults
 from meshc.errors import CompilerFault
-from meshc.passes import pipeline
+from meshc.frontend import faults
+from meshc.passes.driver import pipeline
 from tests.meaning.checks import one_rank
 
 X = torch.arange(32.0).reshape(4, 8) / 16

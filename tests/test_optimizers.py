@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
-from meshc import optimizer as mo
-from meshc.optimizer_wrapped import find
+from meshc.optimizer import optimizer as mo
+from meshc.optimizer.wrapped import find
 from tests.models import mlp
 from tests.wrappers import WRAPPERS, Chained, adamw, matrices, muon, rest
 

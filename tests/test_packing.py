@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc import memory, packing, spmd
-from meshc.ir import Record, set_record
-from meshc.mesh import Mesh
-from meshc.plan import Plan
-from meshc.program import Instruction, Port, Program, Stage
-from meshc.runtime.codegen import generate
-from meshc.runtime.groups import Groups
-from meshc.runtime.regions import compile_regions
+from meshc.cost import memory
+from meshc.ir import Record, set_record, spmd
+from meshc.ir.mesh import Mesh
+from meshc.plan.plan import Plan
+from meshc.program import packing
+from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.regions import compile_regions
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import meshc
-from meshc.paths import input_names, spec_paths
+from meshc.ir.paths import input_names, spec_paths
 from tests.models import llama
 
 Pair = namedtuple("Pair", ["mean", "spread"])

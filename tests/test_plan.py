@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshc.errors import PlanError
-from meshc.mesh import Mesh
-from meshc.plan import Plan, contradictions
-from meshc.plan_entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term
-from meshc.recipes import RECIPES, explain, resolve
+from meshc.ir.mesh import Mesh
+from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term
+from meshc.plan.plan import Plan, contradictions
+from meshc.plan.recipes import RECIPES, explain, resolve
 
 TEXT = """\
 # Ulysses beside fully sharded data parallelism

@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshc.sharding import Part, Sharding, is_padded, local_shape, padded_parts, part_shape, tile_count, tile_sizes, tile_start
+from meshc.ir.sharding import Part, Sharding, is_padded, local_shape, padded_parts, part_shape, tile_count, tile_sizes, tile_start
 
 FACTORS = st.integers(1, 40)
 COUNTS = st.lists(st.integers(1, 4), max_size=3)

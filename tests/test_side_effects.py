@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import meshc
-from meshc.side_effects import LEFT_OUT
+from meshc.frontend.side_effects import LEFT_OUT
 
 HISTORY: list[Tensor] = []
 TABLE: dict[str, int] = {}

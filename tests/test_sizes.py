@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshc.errors import ArtifactError
-from meshc.sizes import Dynamic, Ratio, Size, at, hint_for, parse, symbol, worlds
+from meshc.ir.sizes import Dynamic, Ratio, Size, at, hint_for, parse, symbol, worlds
 
 BATCH, SEQ = Dynamic("batch", 2, 64, 11), Dynamic("seq", 2, 512, 37)
 HINTS = {"n_batch": 11, "n_seq": 37}

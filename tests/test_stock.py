@@ -6,7 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache, EncoderDecoderCache
 
-from meshc import stock
+from meshc.frontend import stock
 from tests.captured import Captured
 from tests.zoo.run import case
 

@@ -10,15 +10,16 @@ import torch
 from torch.fx import Graph
 
 import meshc
-from meshc import ir, memory, spmd, work
+from meshc import ir
 from meshc.artifact import load, save
-from meshc.flops import flops
-from meshc.ir import Record
-from meshc.mesh import Mesh
-from meshc.plan import Plan
-from meshc.program import Instruction, Port, Program, Stage
-from meshc.sharding import Part, Sharding, local_shape
-from meshc.summary import collapsed, collectives, gradient_shardings, summary
+from meshc.cost import memory, work
+from meshc.cost.flops import flops
+from meshc.ir import Record, spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.plan.plan import Plan
+from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.report.summary import collapsed, collectives, gradient_shardings, summary
 from tests.models import mlp, nanogpt
 
 aten = torch.ops.aten

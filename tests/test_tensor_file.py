@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshc import tensor_file
 from meshc.errors import ArtifactError
-from meshc.tensor_file import TensorFile, write
+from meshc.files import tensor_file
+from meshc.files.tensor_file import TensorFile, write
 
 TENSORS = {
     "down.weight": torch.arange(600.0).view(20, 30),

@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from meshc import allowed, ir, spmd
+from meshc import ir
 from meshc.errors import ArtifactError
-from meshc.ir import Record, Source
-from meshc.mesh import Mesh
-from meshc.parse import parse_stage, parse_type
-from meshc.plan import Plan
-from meshc.program import Instruction, Port, Program, Stage
-from meshc.sharding import Part, Sharding, local_shape
-from meshc.text import DTYPES, hash_program, hash_stage, print_program, print_stage, print_type, side_table
+from meshc.ir import Record, Source, spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.plan.plan import Plan
+from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.text import allowed
+from meshc.text.parse import parse_stage, parse_type
+from meshc.text.show import DTYPES, hash_program, hash_stage, print_program, print_stage, print_type, side_table
 
 aten = torch.ops.aten
 F32 = torch.float32

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import meshc
-from meshc import spmd
-from meshc.program import Program as Compiled
-from meshc.runtime import verify as verification
-from meshc.runtime.sensitivity import RUNS, Perturbed
-from meshc.runtime.simulation import simulate
+from meshc.ir import spmd
+from meshc.program.program import Program as Compiled
+from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
+from meshc.runtime.simulator.simulation import simulate
 
 BF16 = torch.bfloat16
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.summary import collectives
+from meshc.report.summary import collectives
 from tests.models import resnet
 from tests.window_models import CausalMixer, UNet
 

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from meshc.mesh import Mesh
-from meshc.sharding import Part, Sharding
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
 
 BEYOND = 1_000_003
 """An index beyond any dim."""

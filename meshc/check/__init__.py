@@ -4,15 +4,15 @@
     stage.py         a stage, a line at a time: what each is declared to be against what its operator makes of its operands
     types.py         what a declared type may be: extents, dtypes, shardings that fit the axes and the local shape
     operators.py     an operator on operands without values
-    placed.py        the functions of `meshc.spmd`: collectives, tiles, integers
+    placed.py        the functions of `meshc.ir.spmd`: collectives, tiles, integers
     moved.py         the sharding that a collective gives
     info.py          what a program says beside its text: seed, optimizer's numbers, arithmetic
     guards.py        operators whose kernels trust values: what is asked of these before each call
     trusting.py      which these are, with what must hold, in the rules of rules.py
     failed.py        what fails at run time all the same, by file and line
 
-Which operators a text may name at all stands in `meshc/operators.txt` (`meshc/allowed.py`). Whatever is wrong is an ArtifactError that
-names file and line, before anything runs.
+Which operators a text may name at all stands in `meshc/text/operators.txt` (`meshc/text/allowed.py`). Whatever is wrong is an
+ArtifactError that names file and line, before anything runs.
 """
 
 from meshc.check.program import check_program

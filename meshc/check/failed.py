@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshc.check.operators import first_line
 from meshc.errors import ArtifactError
-from meshc.program import Origin
+from meshc.program.program import Origin
 
 
 def failed(origin: Origin, name: str, error: Exception) -> ArtifactError:

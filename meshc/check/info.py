@@ -30,7 +30,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_row(value: Any) -> bool:
-    """As `meshc.work.Work.plain` writes it."""
+    """As `meshc.cost.work.Work.plain` writes it."""
     if not isinstance(value, list) or len(value) != 5:
         return False
     *words, flops, by_axis = value

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from meshc import ir, spmd
+from meshc import ir
 from meshc.check.types import Wrong
-from meshc.sharding import Part, Sharding
+from meshc.ir import spmd
+from meshc.ir.sharding import Part, Sharding
 
 
 def check_moved(node: Node) -> None:

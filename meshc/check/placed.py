@@ -1,4 +1,4 @@
-"""What the functions of `meshc.spmd` make of their operands, with all that must hold of their arguments.
+"""What the functions of `meshc.ir.spmd` make of their operands, with all that must hold of their arguments.
 
     all_gather(x: f32[4, 8], ["dp"], 0)     dp is an axis, x has a dim 0: f32[8, 8] on dp=2
     tile_start(257, [2], [coordinate])      as many counts as coordinates: an int
@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from meshc import spmd
 from meshc.check.types import MOST_EXTENT, Wrong, check_extents
-from meshc.parse import REDUCTIONS
-from meshc.window import tile_length
+from meshc.ir import spmd
+from meshc.ir.window import tile_length
+from meshc.text.parse import REDUCTIONS
 
 INTEGER: Final = 0
 """Stands for an integer that a rank computes of its place: no type depends on which it is."""

@@ -16,17 +16,18 @@ from itertools import islice
 
 from torch.fx import Node
 
-from meshc import instance, ir
-from meshc.accumulate import WAYS, whole_of
+from meshc import ir
 from meshc.check.info import faults_of_info
 from meshc.check.stage import faults as faults_of_stage
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError
 from meshc.ir import Record
+from meshc.ir.sharding import local_shape
 from meshc.pipelining.cut import slot
-from meshc.program import Port, Program, Stage
-from meshc.sharding import local_shape
-from meshc.text import print_type
+from meshc.program import instance
+from meshc.program.accumulate import WAYS, whole_of
+from meshc.program.program import Port, Program, Stage
+from meshc.text.show import print_type
 
 SHOWN = 10
 """How many faults one error lists."""

@@ -16,15 +16,15 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from meshc import ir
-from meshc.allowed import FUNCTIONS, refusal, spelling
 from meshc.check import operators, placed
 from meshc.check.moved import check_moved
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record
+from meshc.ir.spmd import is_collective, joins_stages
 from meshc.ops.optim import MANY
-from meshc.program import Stage
-from meshc.spmd import is_collective, joins_stages
-from meshc.text import print_type
+from meshc.program.program import Stage
+from meshc.text.allowed import FUNCTIONS, refusal, spelling
+from meshc.text.show import print_type
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Final
 
 from meshc.ir import Record
-from meshc.sharding import Sharding, local_shape
+from meshc.ir.sharding import Sharding, local_shape
 
 MOST_BYTES: Final = 1 << 46
 """Of one value on one rank."""

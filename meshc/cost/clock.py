@@ -3,8 +3,8 @@
     computing   |mm|mm|..wait..|mm|          a collective starts where it stands, and is waited for where its result is first read
     link           |all_reduce |
 
-So it is in the generated code (`runtime/codegen.py`). What the clock assumes: computing and communicating do not slow each other down; a
-rank has one link, on which collectives go one after another; all ranks are equally fast.
+So it is in the generated code (`runtime/run/codegen.py`). What the clock assumes: computing and communicating do not slow each other
+down; a rank has one link, on which collectives go one after another; all ranks are equally fast.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from meshc import spmd
 from meshc.cost.devices import Device
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
-from meshc.mesh import Mesh
+from meshc.ir import spmd
+from meshc.ir.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any, Final
 import torch
 
 from meshc import environment
-from meshc.bounds import number, read_text, shown
 from meshc.errors import ArtifactError, PlanError
-from meshc.folders import write_text
-from meshc.mesh import Mesh
+from meshc.files.folders import write_text
+from meshc.ir.bounds import number, read_text, shown
+from meshc.ir.mesh import Mesh
 
 if sys.version_info >= (3, 11):
     import tomllib

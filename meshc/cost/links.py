@@ -22,10 +22,11 @@ from functools import lru_cache
 
 from torch.fx import Node
 
-from meshc import ir, spmd
+from meshc import ir
 from meshc.cost.devices import Device, Link
-from meshc.mesh import Mesh
-from meshc.window import received
+from meshc.ir import spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.window import received
 
 """The axis along which one rank works through its microbatches: nothing is sent."""
 

@@ -14,10 +14,12 @@ from typing import Final
 import torch
 from torch.fx import Node
 
-from meshc import ir, packing, spmd
+from meshc import ir
 from meshc.cost.devices import Device
-from meshc.flops import flops
+from meshc.cost.flops import flops
+from meshc.ir import spmd
 from meshc.ops.attention_spans import spans
+from meshc.program import packing
 
 GATHERS: Final[Mapping[str, int]] = {
     "aten.embedding": 0, "aten.index_select": 0, "aten.gather": 0, "aten.index.Tensor": 0, "meshc.take": 0,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshc import memory
-from meshc.accumulate import ACCUMULATES
+from meshc.cost import memory
+from meshc.cost.call import predicted
 from meshc.cost.clock import Seconds, stage_seconds
 from meshc.cost.devices import Device
 from meshc.errors import CompileError
-from meshc.pipelining.call import predicted
-from meshc.pipelining.steps import steps_of
-from meshc.program import Instruction, Program
+from meshc.program.accumulate import ACCUMULATES
+from meshc.program.program import Instruction, Program
+from meshc.program.steps import steps_of
 
 __all__ = ["Seconds", "program_seconds", "stage_seconds"]
 

@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from meshc import kernel_cache
+from meshc.files import kernel_cache
 from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile
 
@@ -108,7 +108,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _compiled() -> ctypes.CDLL:
-    """philox.cpp compiled, from the cache or anew (`meshc.kernel_cache`).
+    """philox.cpp compiled, from the cache or anew (`meshc.files.kernel_cache`).
 
     The name holds a hash of source, compiler, flags and architecture. The library picks its vector instructions when it is loaded, so that
     machines with other processors may share the cache. Raises OSError without a compiler, CalledProcessError if compiling fails.

@@ -9,7 +9,7 @@ from typing import Final
 from xml.sax.saxutils import escape
 
 from meshc.errors import PlanError
-from meshc.folders import write_text
+from meshc.files.folders import write_text
 from meshc.pipelining import trace
 from meshc.pipelining.events import Run
 from meshc.pipelining.schedule import OPS, Action

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, TypeAlias
 
-from meshc.bounds import MOST_ACTIONS, MOST_STAGES
 from meshc.errors import ScheduleError
+from meshc.ir.bounds import MOST_ACTIONS, MOST_STAGES
 
 OPS: Final = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from meshc.bounds import MOST_DRAWN, MOST_EVENTS, MOST_SECONDS, integer, number, parse_json
 from meshc.errors import ArtifactError, ScheduleError
+from meshc.ir.bounds import MOST_DRAWN, MOST_EVENTS, MOST_SECONDS, integer, number, parse_json
 from meshc.pipelining.events import Handed, Item, Run, parse_item
 from meshc.pipelining.schedule import OPS, Action, Recv, Send
 from meshc.pipelining.timing import Event, Timeline

@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshc import calling
 from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
-from meshc.mesh import Mesh
-from meshc.optimizer import describe, numbers
+from meshc.frontend import calling
+from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import local_shape
+from meshc.ir.spmd import MICROBATCH
+from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
-from meshc.parse import parse_stage
+from meshc.passes.driver.pipeline import PASSES, PLANLESS, finish, run_passes, start
 from meshc.passes.phases.draft import Request
-from meshc.passes.pipeline import PASSES, PLANLESS, finish, run_passes, start
-from meshc.program import Program
-from meshc.recipes import resolve
-from meshc.runtime import verify as verification
-from meshc.sharding import local_shape
-from meshc.spmd import MICROBATCH
+from meshc.plan.recipes import resolve
+from meshc.program.program import Program
+from meshc.runtime.simulator import verify as verification
 from meshc.testing.case import PLAIN, Case, How
 from meshc.testing.sketch import Sketch, module
-from meshc.text import print_stage, side_table
-from meshc.train_step import Traced, TrainStep, traced_step
+from meshc.text.parse import parse_stage
+from meshc.text.show import print_stage, side_table
 
 LEARNING_RATE = 0.1
 

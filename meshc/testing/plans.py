@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from meshc.ir import records
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 from meshc.passes.phases.draft import Draft
 from meshc.testing.case import How
 from meshc.testing.draw import steady

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc import spmd
-from meshc.ir import Record, Source, is_getitem, operands, set_record
+from meshc.ir import Record, Source, is_getitem, operands, set_record, spmd
+from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
-from meshc.sharding import Part, Sharding
-from meshc.sizes import Dynamic
 
 aten = torch.ops.aten
 

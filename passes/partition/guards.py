@@ -23,7 +23,7 @@ from meshc.passes.partition.builder import Builder
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Value
 from meshc.passes.rules.bounds import BOUNDS, Bound, fits, origin
-from meshc.program import Port
+from meshc.program.program import Port
 
 Key = tuple[Any, Bound]
 MASKING = (torch.ops.meshc.take.default, torch.ops.meshc.one_hot.default)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc import spmd
+from meshc.ir import spmd
+from meshc.ir.sizes import Size
+from meshc.ir.window import overlaps, tile_bounds, tile_length, window_starts
 from meshc.passes.partition.reasons import lines, moved
-from meshc.sizes import Size
-from meshc.window import overlaps, tile_bounds, tile_length, window_starts
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Lowering

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from meshc import spmd
+from meshc.ir import spmd
+from meshc.ir.sharding import Part, Sharding, local_shape, local_size
+from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reasons import lines, moved
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.rules.local import Local
 from meshc.passes.rules.rule import Rule
-from meshc.sharding import Part, Sharding, local_shape, local_size
-from meshc.spmd import MICROBATCH
 
 aten = torch.ops.aten
 

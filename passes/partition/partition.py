@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
-from meshc import spmd
-from meshc.ir import Record, is_getitem, record, records, update, value_of
+from meshc.ir import Record, is_getitem, record, records, spmd, update, value_of
+from meshc.ir.sharding import Sharding, is_padded, local_shape
+from meshc.ir.sizes import Dynamic
+from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.guards import Guards
 from meshc.passes.partition.local import Lowering, mask_part
@@ -25,12 +27,9 @@ from meshc.passes.partition.reasons import differing, lines, moved, reader
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.propagate import backward_map, forward_map, spread
+from meshc.passes.place.propagate import backward_map, forward_map, spread
 from meshc.passes.rules.bounds import Bound
-from meshc.program import Port
-from meshc.sharding import Sharding, is_padded, local_shape
-from meshc.sizes import Dynamic
-from meshc.spmd import MICROBATCH
+from meshc.program.program import Port
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch.fx import Node
 
 from meshc.ir import op_name, records
-from meshc.program import Port
-from meshc.sharding import Sharding
+from meshc.ir.sharding import Sharding
+from meshc.program.program import Port
 
 
 def reader(node: Node) -> str:

@@ -16,10 +16,9 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from meshc import spmd
-from meshc.ir import update
+from meshc.ir import spmd, update
+from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.passes.partition.builder import Builder
-from meshc.sharding import Sharding, local_shape, local_size, tile_sizes
 
 aten = torch.ops.aten
 

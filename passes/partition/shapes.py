@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from meshc.errors import CompileError
 from meshc.ir import op_name
-from meshc.sizes import Dynamic, Size, at, worlds
+from meshc.ir.sizes import Dynamic, Size, at, worlds
 
 
 class OpenShapes:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Factors, Token, Value
 from meshc.passes.phases.names import Names
-from meshc.sharding import Part, Sharding
 
 
 @dataclass

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from meshc.capture import TorchGraph
-from meshc.dynamic import DynamicDims
-from meshc.mesh import Mesh
-from meshc.optimizer import OptimizerSpec
-from meshc.output_tree import OutputTree
-from meshc.parts import Parts
+from meshc.frontend.capture import TorchGraph
+from meshc.frontend.dynamic import DynamicDims
+from meshc.frontend.output_tree import OutputTree
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding
+from meshc.ir.sizes import Dynamic
+from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors
 from meshc.passes.phases.names import Names
 from meshc.pipelining.cut import Pipeline
-from meshc.plan import Plan
-from meshc.program import Instruction, Port, Stage
-from meshc.sharding import Sharding
-from meshc.sizes import Dynamic
+from meshc.plan.plan import Plan
+from meshc.program.parts import Parts
+from meshc.program.program import Instruction, Port, Stage
 
 
 @dataclass(frozen=True)

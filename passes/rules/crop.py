@@ -16,8 +16,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import operands, value_of
+from meshc.ir.window import Window
 from meshc.passes.rules.rule import ONE, Rule, integer, integers, result_shapes, shape_of
-from meshc.window import Window
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from meshc.ir.window import Window
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
-from meshc.window import Window
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from meshc.ir.window import Window
 from meshc.ops import upsample as _upsample_operators  # noqa: F401 - registers them
 from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integers, result_shapes, shape_of
-from meshc.window import Window
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local

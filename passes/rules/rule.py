@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import records, value_of
-from meshc.window import Window
+from meshc.ir.window import Window
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from meshc.cost.predict import costs_of
 from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
+from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold
-from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
-from meshc.spmd import MICROBATCH
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 

@@ -17,9 +17,9 @@ from functools import cache
 
 from torch.fx import Node
 
-from meshc.accumulate import whole_of
+from meshc.cost.predict import costs_of
 from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
-from meshc.passes.microbatch import Splitter
+from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flows, key_of, messages_of
@@ -36,8 +36,8 @@ from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
-from meshc.pipelining.predict import costs_of
-from meshc.program import Stage
+from meshc.program.accumulate import whole_of
+from meshc.program.program import Stage
 
 Names = tuple[tuple[str, str], ...]
 """Halves of a stage, each with what its graphs are called."""

@@ -3,19 +3,19 @@
     budget 8 MB:  zb_v 1.2 ms, 9.1 MB    zb_h1 1.3 ms, 7.9 MB    1f1b 1.5 ms, 5.2 MB       zb_h1 is taken: the fastest of those that fit
     budget 5 MB:                                                                           refused: 1f1b needs least
 
-What a rank holds is what `meshc/memory.py` predicts: what is there for the whole call, and the peak of what a call makes.
+What a rank holds is what `meshc/cost/memory.py` predicts: what is there for the whole call, and the peak of what a call makes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshc import memory
+from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.passes.phases.draft import Draft, Request
-from meshc.pipelining.steps import items_of
-from meshc.program import Program
+from meshc.program.program import Program
+from meshc.program.steps import items_of
 
 
 @dataclass(frozen=True)

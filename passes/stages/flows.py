@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from meshc import spmd
-from meshc.ir import is_getitem, is_tensor
+from meshc.ir import is_getitem, is_tensor, spmd
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds
 from meshc.pipelining.schedule import Action, Link
 

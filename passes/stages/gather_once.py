@@ -14,14 +14,14 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from meshc import spmd
 from meshc.cost.devices import for_mesh
-from meshc.passes.microbatch import Splitter
+from meshc.ir import spmd
+from meshc.ir.sharding import local_shape
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.homes import GATHERED, kinds
-from meshc.program import Stage
-from meshc.sharding import local_shape
-from meshc.spmd import MICROBATCH
+from meshc.program.program import Stage
 
 SHARE = 0.5
 """Of the memory that there is, what parameters, state, whole parameters and whole gradients may take; activations need the rest."""

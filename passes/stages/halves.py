@@ -28,7 +28,7 @@ from torch.fx.node import Argument
 
 from meshc.ir import is_getitem, records, set_record
 from meshc.passes.stages.homes import BACKWARD, Home, Kinds
-from meshc.program import Stage
+from meshc.program.program import Stage
 
 aten = torch.ops.aten
 

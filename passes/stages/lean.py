@@ -15,15 +15,15 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc import memory
+from meshc.cost import memory
 from meshc.ir import is_tensor, local_bytes, record, records
-from meshc.packing import is_view
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.balance import Place, best_cuts, least_cuts
 from meshc.passes.stages.homes import GATHERED, Kinds
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.shape import Shape
 from meshc.pipelining.activations import held
+from meshc.program.packing import is_view
 
 MARGIN: Final = 0.98
 """How much of what a rank may hold the estimate may take."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from torch.fx import Node
 
 from meshc.ir import records
-from meshc.passes.microbatch import Splitter
+from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.stages.homes import kinds
-from meshc.program import Stage
+from meshc.program.program import Stage
 
 
 def without_update(stage: Stage) -> dict[str, Stage]:

@@ -17,7 +17,7 @@ from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.shape import Shape
 from meshc.passes.stages.updates import ALL
 from meshc.pipelining.cut import Move
-from meshc.program import Stage
+from meshc.program.program import Stage
 
 
 class Owners:

@@ -16,13 +16,13 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_getitem, local_bytes, records
+from meshc.ir.spmd import is_collective
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.balance import Place
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import Home, Kinds
 from meshc.pipelining.schedule import chain
 from meshc.pipelining.timing import Costs
-from meshc.spmd import is_collective
 
 MOST_PLACES: Final = 256
 """Cuts are looked for at so many places at most: where least would be sent."""

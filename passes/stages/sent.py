@@ -18,10 +18,10 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_tensor, local_bytes, record
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
+from meshc.ir.spmd import is_collective
 from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.homes import FORWARD, Home, Kinds
-from meshc.spmd import is_collective
 
 MOST_TRIED: Final = 64
 """Of the values that could be sent, those are tried that would save most."""

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import record, set_record
 from meshc.passes.stages.homes import Home
-from meshc.program import Stage
+from meshc.program.program import Stage
 
 aten = torch.ops.aten
 

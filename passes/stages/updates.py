@@ -17,11 +17,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from meshc import spmd
 from meshc.errors import CompileError
-from meshc.ir import Record, record, records, set_record, update
-from meshc.passes.microbatch import Splitter
-from meshc.program import Stage
+from meshc.ir import Record, record, records, set_record, spmd, update
+from meshc.passes.microbatches.microbatch import Splitter
+from meshc.program.program import Stage
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-from meshc.allowed import OPERATORS
+from meshc.text.allowed import OPERATORS
 from tests.attack import artifacts, children
 from tests.attack.calls import run
 from tests.attack.corpus import Call, by_schema, missing, recorded

@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 import meshc
-from meshc import artifact, text
-from meshc.allowed import OPERATORS
+from meshc import artifact
 from meshc.errors import ArtifactError, MeshcError
-from meshc.mesh import Mesh
-from meshc.program import Port, Program
-from meshc.runtime.saved_state import SavedState, save_state
-from meshc.runtime.simulation import simulate
-from meshc.summary import summary
+from meshc.ir.mesh import Mesh
+from meshc.program.program import Port, Program
+from meshc.report.summary import summary
+from meshc.runtime.saved.saved_state import SavedState, save_state
+from meshc.runtime.simulator.simulation import simulate
+from meshc.text import show
+from meshc.text.allowed import OPERATORS
 from tests.attack.mutate import REALS, WILD
 
 LISTED = sorted(OPERATORS)
@@ -105,7 +106,7 @@ def _used(folder: Path) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            text.print_program(program)
+            show.print_program(program)
             summary(program)
             _run(program, folder)
     except MeshcError:

@@ -12,10 +12,10 @@ import torch
 from meshc.check import check_program
 from meshc.errors import ArtifactError
 from meshc.ir import Record, record
-from meshc.mesh import Mesh
-from meshc.parse import parse_one_type, parse_stage
-from meshc.plan import Plan
-from meshc.program import Instruction, Port, Program
+from meshc.ir.mesh import Mesh
+from meshc.plan.plan import Plan
+from meshc.program.program import Instruction, Port, Program
+from meshc.text.parse import parse_one_type, parse_stage
 
 INPUTS = {
     "x": ("input:x", "f32[batch 4/dp, width 8]"),

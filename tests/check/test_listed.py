@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshc.allowed import FUNCTIONS, OPERATORS, resolve, spelling
 from meshc.check.guards import EMPTY
 from meshc.check.operators import PIECES
 from meshc.ops.optim import IN_PLACE, MANY
 from meshc.passes.rules import FAMILIES
+from meshc.text.allowed import FUNCTIONS, OPERATORS, resolve, spelling
 from tests.zoo.operators import used
 
 LISTED: dict[str, Any] = {name: resolve(name) for name in sorted(OPERATORS)}

@@ -18,8 +18,8 @@ from meshc.__main__ import main
 from meshc.check import check_program
 from meshc.check.stage import faults
 from meshc.errors import ArtifactError
-from meshc.parse import parse_stage
-from meshc.program import Program
+from meshc.program.program import Program
+from meshc.text.parse import parse_stage
 from tests.models import Case, llama, mlp, nanogpt, resnet
 
 

@@ -1,6 +1,6 @@
 """From a call to the ATen nodes that a program would hold, with the values that each of them works on.
 
-The graph is AOTAutograd's, forward and backward together, under the decompositions of `meshc.passes.decompositions`.
+The graph is AOTAutograd's, forward and backward together, under the decompositions of `meshc.passes.trace.decompositions`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.fx import Interpreter, Node
 from torch.fx.node import Argument, Target
 
-from meshc.passes.decompositions import decompositions
+from meshc.passes.trace.decompositions import decompositions
 from tests.conformance.torch_samples import Call
 from tests.rules.brute_force import Sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from meshc.allowed import refusal, spelling
+from meshc.text.allowed import refusal, spelling
 from tests.conformance.capture import NotCapturable, nodes, said
 from tests.conformance.torch_samples import calls
 from tests.rules.brute_force import Sample, build, prove

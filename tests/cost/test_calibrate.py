@@ -18,7 +18,7 @@ from meshc.cost.devices import DTYPES, Link, device, for_mesh, read, write
 from meshc.cost.fit import Sample
 from meshc.cost.links import fastest
 from meshc.errors import StateError
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)

@@ -13,7 +13,7 @@ from meshc import environment
 from meshc.cost import devices
 from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, read, write
 from meshc.errors import ArtifactError, PlanError
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 
 NAMES = ("cpu", "a100", "h100", "h200")
 

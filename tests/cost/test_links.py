@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshc import spmd
 from meshc.cost.devices import Link
 from meshc.cost.links import collective_seconds, fastest, link_of, payload, send_seconds, ways
-from meshc.mesh import Mesh
+from meshc.ir import spmd
+from meshc.ir.mesh import Mesh
 from tests.cost.building import ROUND, Building
 
 LINK = Link(1e-5, 1e9)

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshc
-from meshc import memory
-from meshc.program import Port, Program
-from meshc.runtime.executor import Executor
-from meshc.runtime.groups import Groups
+from meshc.cost import memory
+from meshc.program.program import Port, Program
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.run.executor import Executor
 from tests.models import Case, llama, mlp, nanogpt
 
 

@@ -9,8 +9,9 @@ import torch
 
 import meshc.ops.attention
 import meshc.ops.optim  # noqa: F401 - registers the updates
-from meshc import ir, spmd
+from meshc import ir
 from meshc.cost.operators import moved_bytes, seconds
+from meshc.ir import spmd
 from tests.cost.building import F32, ROUND, Building
 
 aten = torch.ops.aten

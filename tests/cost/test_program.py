@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import meshc
-from meshc import memory, spmd
+from meshc.cost import memory
 from meshc.cost.devices import device
 from meshc.cost.program import Seconds, program_seconds, stage_seconds
 from meshc.errors import CompileError
-from meshc.mesh import Mesh
-from meshc.plan import Plan
-from meshc.program import Instruction, Program, Stage
+from meshc.ir import spmd
+from meshc.ir.mesh import Mesh
+from meshc.plan.plan import Plan
+from meshc.program.program import Instruction, Program, Stage
 from tests.cost.building import ROUND, Building
 from tests.models import mlp
 

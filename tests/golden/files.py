@@ -10,8 +10,8 @@ from typing import Final
 
 import torch
 
-from meshc.program import Program
-from meshc.text import print_program
+from meshc.program.program import Program
+from meshc.text.show import print_program
 from tests.golden.fingerprint import fingerprint
 
 FOLDER: Final = Path(__file__).parent / "programs"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from meshc import allowed, memory, summary
-from meshc.pipelining.account import link_accounts
-from meshc.program import Program
-from meshc.text import port_type
+from meshc.cost import memory
+from meshc.program.program import Program
+from meshc.report import summary
+from meshc.report.account import link_accounts
+from meshc.text import allowed
+from meshc.text.show import port_type
 
 
 def fingerprint(program: Program) -> str:

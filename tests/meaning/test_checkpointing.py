@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshc
 from meshc.errors import MeshcError
-from meshc.reference import ReferenceRandom
+from meshc.frontend.reference import ReferenceRandom
 from tests.meaning.checks import MESHES, calls_alike, module_means_itself, step_means_itself
 from tests.models import gpt2, llama
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
-from meshc import summary
 from meshc.errors import CaptureError, CompileError
-from meshc.passes import known_values
+from meshc.passes.trace import known_values
+from meshc.report import summary
 from tests.captured import Captured
 from tests.meaning.checks import calls_alike, module_means_itself, one_rank, step_means_itself
 from tests.meaning.test_masks import attentions

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM
 
 import meshc
-from meshc import summary
-from meshc.passes import known_values
-from meshc.passes.fold_masks import Pattern, pattern_of
+from meshc.passes.trace import known_values
+from meshc.passes.trace.fold_masks import Pattern, pattern_of
+from meshc.report import summary
 from tests.captured import Captured
 from tests.models import Case, bert, gpt2, llama
 

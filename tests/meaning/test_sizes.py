@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 import meshc
-from meshc.mesh import Mesh
-from meshc.padding import padding
-from meshc.runtime import layouts
-from meshc.runtime import verify as verification
-from meshc.runtime.simulation import simulate
-from meshc.sharding import Part, Sharding
+from meshc.cost.padding import padding
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
+from meshc.runtime.comm import layouts
+from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.simulation import simulate
 from tests.captured import Captured
 from tests.models import Case, mlp, nanogpt
 
@@ -129,13 +129,13 @@ def test_the_summary_prices_padding() -> None:
     head = 3 * 2 * tokens * hidden * 33  # forward, and two products backward
     others = 3 * 2 * tokens * (4 + 8) * hidden * hidden + (4 + 10) * tokens * 8 * hidden  # projections, and attention
     assert row.compute_share == pytest.approx(head / (head + others) * 7 / 264)
-    assert "vocab 257/tp" in meshc.summary.summary(program)
+    assert "vocab 257/tp" in meshc.report.summary.summary(program)
 
 
 def test_without_padding_there_is_no_table() -> None:
     source = Captured(nanogpt(layers=1, batch=8, seq=8, vocab=64), train=True, double=False)
     program = source.program("tp=8", "tp: vocab")
-    assert padding(program) == [] and "padding wastes" not in meshc.summary.summary(program)
+    assert padding(program) == [] and "padding wastes" not in meshc.report.summary.summary(program)
 
 
 # ----------------------------------------------------------------------------------------------------------- DTensors at the boundary

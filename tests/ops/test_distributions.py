@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.errors import CompileError
+from meshc.frontend.reference import ReferenceRandom
 from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import seed_step
 from meshc.ops.random_calls import RAISED, draws
-from meshc.reference import ReferenceRandom
 
 COUNT = 200_000
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from meshc import optimizer as mo
 from meshc.errors import CompileError, InputError, StateError
 from meshc.ops import optim as ops
+from meshc.optimizer import optimizer as mo
 
 SHAPES = ((4, 3), (6,), (), (2, 3, 2))
 

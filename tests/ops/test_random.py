@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from meshc.errors import MeshcError
+from meshc.frontend.reference import ReferenceRandom
 from meshc.ops import philox, random
 from meshc.ops.random_calls import RAISED, draws, is_random
-from meshc.reference import ReferenceRandom
 
 ops = torch.ops.meshc
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

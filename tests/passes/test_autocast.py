@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshc.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy
-from meshc.capture import TorchGraph, joint_graph, torch_graph
 from meshc.errors import CompileError
-from meshc.passes.autocast import ENTER, EXIT, lower_autocast
+from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy
+from meshc.frontend.capture import TorchGraph, joint_graph, torch_graph
+from meshc.passes.trace.autocast import ENTER, EXIT, lower_autocast
 from tests.models import FACTORIES
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

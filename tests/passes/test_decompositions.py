@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import meshc
-from meshc import work
-from meshc.passes.decompositions import native_group_norm, var_mean, weight_norm, weight_norm_backward
+from meshc.cost import work
+from meshc.passes.trace.decompositions import native_group_norm, var_mean, weight_norm, weight_norm_backward
 
 ROWS = [((5, 7), [1], 1.0), ((5, 1), [1], 0.0), ((5, 1), [1], 1.0), ((4, 3), [0, 1], 0.0), ((2,), [0], 2.0)]
 

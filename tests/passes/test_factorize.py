@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, value_of
-from meshc.passes.factorize import factorize
 from meshc.passes.phases.factors import Factors
+from meshc.passes.place.factorize import factorize
 from tests.graphs import shuffled, trace
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc import work
+from meshc.cost import work
 
 
 class Net(nn.Module):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc import parse, text
-from meshc.runtime.simulation import simulate
+from meshc.runtime.simulator.simulation import simulate
+from meshc.text import parse, show
 
 VOCABULARY, WIDTH, BATCH, SEQ = 32, 8, 4, 6
 
@@ -74,8 +74,8 @@ def test_the_check_can_be_left_out() -> None:
 
 def test_checks_are_part_of_the_text() -> None:
     for stage in step("dp=2", microbatches=2).compiled.stages.values():
-        printed = text.print_stage(stage, comments=False)
-        assert text.print_stage(parse.parse_stage(printed), comments=False) == printed
+        printed = show.print_stage(stage, comments=False)
+        assert show.print_stage(parse.parse_stage(printed), comments=False) == printed
 
 
 

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from meshc.ir import record, records, set_record, value_of
-from meshc.mesh import Mesh
-from meshc.passes.factorize import factorize
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.names import Names
-from meshc.passes.propagate import Propagator
-from meshc.plan import Plan
-from meshc.program import Port, Stage
-from meshc.runtime.simulate import run_stage
-from meshc.sharding import Sharding, tile_sizes
+from meshc.passes.place.factorize import factorize
+from meshc.passes.place.propagate import Propagator
+from meshc.plan.plan import Plan
+from meshc.program.program import Port, Stage
+from meshc.runtime.simulator.simulate import run_stage
 from tests.graphs import trace
 from tests.passes.test_factorize import LSTM, MIXTURE, fused_by_split, fused_by_view, lstm, mixture
 from tests.rules.brute_force import check_record

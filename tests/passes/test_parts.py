@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import meshc
 from meshc import artifact
 from meshc.ops import random
-from meshc.program import Program
-from meshc.runtime.simulation import simulate
+from meshc.program.program import Program
+from meshc.runtime.simulator.simulation import simulate
 from tests.models import mlp, resnet
 
 SEED = 5
@@ -153,7 +153,7 @@ def test_verify_notices_a_microbatch_that_is_left_out(monkeypatch: pytest.Monkey
     case = mlp()
     program = compiled(case.model, case.loss, case.call_kwargs, "dp=2", "ddp", 2)  # type: ignore[arg-type]
     assert meshc.verify(program).worst < 1e-5
-    monkeypatch.setattr("meshc.runtime.verify.Reference.train", lambda self, step: _one_part(self))
+    monkeypatch.setattr("meshc.runtime.simulator.verify.Reference.train", lambda self, step: _one_part(self))
     with pytest.raises(meshc.VerifyError, match="does not mean what the model means"):
         meshc.verify(program)
 

@@ -10,18 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc import spmd
-from meshc.ir import record, value_of
-from meshc.mesh import Mesh
-from meshc.passes.factorize import factorize
-from meshc.passes.names import name_factors
+from meshc.ir import record, spmd, value_of
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.propagate import Propagator
-from meshc.plan import Plan
-from meshc.program import Port, Stage
-from meshc.runtime.simulate import run_stage
-from meshc.sharding import Sharding
+from meshc.passes.place.factorize import factorize
+from meshc.passes.place.names import name_factors
+from meshc.passes.place.propagate import Propagator
+from meshc.plan.plan import Plan
+from meshc.program.program import Port, Stage
+from meshc.runtime.simulator.simulate import run_stage
 from tests.graphs import trace
 from tests.tiles import assemble, tiles
 

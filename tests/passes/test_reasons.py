@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.summary import collectives
+from meshc.report.summary import collectives
 
 
 class Block(nn.Module):

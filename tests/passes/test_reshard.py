@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshc.ir import Record
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, is_padded, local_shape
+from meshc.ir.spmd import is_collective
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reshard import apply, cost, merge, reshard, steps
-from meshc.program import Stage
-from meshc.runtime.simulate import run_stage
-from meshc.sharding import Part, Sharding, is_padded, local_shape
-from meshc.spmd import is_collective
+from meshc.program.program import Stage
+from meshc.runtime.simulator.simulate import run_stage
 from tests.rules.brute_force import check_record
 from tests.tiles import assemble, tiles
 

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import meshc
-from meshc import spmd
-from meshc.ir import record
-from meshc.parse import parse_stage
-from meshc.passes.pipeline import specialised
-from meshc.passes.specialise import specialise
-from meshc.program import Program
-from meshc.runtime import verify
-from meshc.runtime.simulation import simulate
-from meshc.text import hash_program, print_stage
+from meshc.ir import record, spmd
+from meshc.passes.driver.pipeline import specialised
+from meshc.passes.lower.specialise import specialise
+from meshc.program.program import Program
+from meshc.runtime.simulator import verify
+from meshc.runtime.simulator.simulation import simulate
+from meshc.text.parse import parse_stage
+from meshc.text.show import hash_program, print_stage
 from tests.models import FLOAT32_INSIDE, Case, llama, nanogpt
 from tests.two_outputs import two_outputs
 

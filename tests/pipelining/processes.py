@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 from tests.coverage_page import PAGE, put
 from tests.pipelining.cells import MICROBATCHES, STEPS
 from tests.results import Results

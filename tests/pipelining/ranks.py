@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshc
-from meshc import calling
-from meshc.runtime import verify as verification
-from meshc.runtime.verify import Reference, Report
-from meshc.train_step import traced_step
+from meshc.frontend import calling
+from meshc.frontend.train_step import traced_step
+from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.verify import Reference, Report
 from tests.pipelining.cells import MICROBATCHES, STEPS, adamw
 from tests.processes.session import device_mesh
 from tests.zoo.run import case

@@ -10,18 +10,20 @@ import torch
 from torch.fx import Node
 
 import meshc
-from meshc import artifact, memory, spmd
+from meshc import artifact
+from meshc.cost import call, memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
-from meshc.mesh import Mesh
+from meshc.ir import spmd
+from meshc.ir.mesh import Mesh
 from meshc.passes.schedules import build
-from meshc.pipelining import call, draw, trace
-from meshc.pipelining.account import link_accounts, stage_accounts
+from meshc.pipelining import draw, trace
 from meshc.pipelining.cut import Move, Pipeline
 from meshc.pipelining.schedule import Link
-from meshc.plan import Plan
-from meshc.program import Port, Program, Stage
+from meshc.plan.plan import Plan
+from meshc.program.program import Port, Program, Stage
+from meshc.report.account import link_accounts, stage_accounts
 from tests.cost.building import ROUND, Building
 from tests.models import Case, nanogpt
 from tests.test_summary import cell

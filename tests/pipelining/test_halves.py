@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from meshc.passes.stages.halves import weights_apart
-from meshc.program import Program, Stage
+from meshc.program.program import Program, Stage
 from tests.cost.building import Building
 from tests.pipelining.cells import captured, verify
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES
 from tests.pipelining.processes import CELLS, on_ranks
 

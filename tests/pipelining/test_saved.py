@@ -15,11 +15,11 @@ import meshc
 from meshc import artifact, environment
 from meshc.__main__ import main, same_program
 from meshc.errors import ArtifactError, PlanError
-from meshc.pipelining.complete import refuse_incomplete
 from meshc.pipelining.cut import Move
 from meshc.pipelining.schedule import parse
-from meshc.runtime.cuda_graph import refusal
-from meshc.text import hash_program, print_program
+from meshc.program.complete import refuse_incomplete
+from meshc.runtime.run.cuda_graph import refusal
+from meshc.text.show import hash_program, print_program
 from tests.models import resnet
 from tests.pipelining.test_stages import Blocks, compiled, step
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.passes import schedules
-from meshc.program import Program
+from meshc.program.program import Program
 
 ROWS, WIDE = 32, 4096
 """A product of (ROWS, WIDE) with itself takes some 250 us on the table's CPU in float32, a message of the result 200 us in all."""

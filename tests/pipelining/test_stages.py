@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc import memory, spmd
+from meshc.cost import memory
 from meshc.cost.devices import device
+from meshc.cost.predict import costs_of
+from meshc.ir import spmd
 from meshc.passes.stages import fit
 from meshc.passes.stages.balance import SLACK, Place, best_cuts, least_cuts, stage_seconds
-from meshc.pipelining.predict import costs_of
 from meshc.pipelining.schedule import Link
 from meshc.pipelining.timing import simulate
-from meshc.program import Program
+from meshc.program.program import Program
 from tests.models import nanogpt
 from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, captured, verify
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import meshc
-from meshc.runtime import watch
+from meshc.runtime.failure import watch
 from tests.models import Case, mlp
 from tests.processes.reference import sgd
 from tests.processes.session import device_mesh

@@ -24,8 +24,9 @@ from typing import Any, Final
 import torch.distributed as dist
 
 import meshc
-from meshc.passes import pipeline
-from meshc.runtime import adoption, backwards, checkpoint, session
+from meshc.passes.driver import pipeline
+from meshc.runtime.run import backwards, session
+from meshc.runtime.state import adoption, checkpoint
 from tests.models import mlp
 from tests.processes.reference import sgd
 from tests.processes.session import device_mesh

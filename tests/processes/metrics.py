@@ -16,9 +16,9 @@ from torch import Tensor
 
 import meshc
 from meshc import artifact
-from meshc.runtime.failure import world_board
-from meshc.runtime.launched import _Writer
-from meshc.runtime.loaded import Loaded
+from meshc.runtime.failure.board import world_board
+from meshc.runtime.saved.launched import _Writer
+from meshc.runtime.saved.loaded import Loaded
 from tests.models import mlp
 from tests.processes.local_inputs import part
 from tests.processes.session import device_mesh, run_checks

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
-from meshc.runtime.failure import world_board
-from meshc.runtime.loaded import Loaded
+from meshc.runtime.failure.board import world_board
+from meshc.runtime.saved.loaded import Loaded
 from tests.models import mlp
 from tests.processes.reference import close, furthest
 from tests.processes.session import device_mesh, run_checks

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
-from meshc.reference import ReferenceRandom
+from meshc.frontend.reference import ReferenceRandom
 from tests.models import Case, NanoGPT, gpt2, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks

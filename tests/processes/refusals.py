@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshc
-from meshc.runtime import agreement
-from meshc.runtime.failure import world_board
+from meshc.runtime.agreement import compare
+from meshc.runtime.failure.board import world_board
 from tests.models import Case, mlp
 from tests.processes.failure import Branching
 from tests.processes.local_inputs import parts
@@ -151,7 +151,7 @@ def empty(mesh: Any) -> None:
 def alone(mesh: Any) -> None:
     """Rank 1 refuses a call that rank 0 never comes to, as it is busy elsewhere: rank 1 stops soon after it has waited for rank 0
     (3 s here, not 15), rank 0 where it next looks."""
-    agreement.REFUSAL_S = 3.0
+    compare.REFUSAL_S = 3.0
     case = mlp(torch.float64)
     program, _ = trained(case, mesh, "local")
     mine = parts(case.call_kwargs, mesh)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 from tests.runtime.launch import launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 import meshc
-from meshc import memory
-from meshc.optimizer import numbers
+from meshc.cost import memory
+from meshc.optimizer.optimizer import numbers
 from meshc.pipelining import draw, trace
-from meshc.pipelining.account import link_accounts
 from meshc.pipelining.events import Item, Run
 from meshc.pipelining.schedule import Action, Recv, Send
-from meshc.pipelining.steps import items_of
 from meshc.pipelining.timing import Event, Timeline
+from meshc.program.steps import items_of
+from meshc.report.account import link_accounts
 from tests.cost.test_memory import Live
 from tests.models import nanogpt
 from tests.processes.session import device_mesh, run_checks

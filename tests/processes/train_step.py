@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
-from meshc.runtime.executor import told
+from meshc.runtime.run.executor import told
 from tests.models import mlp, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshc
-from meshc.runtime import verify
-from meshc.runtime.simulation import simulate
+from meshc.runtime.simulator import verify
+from meshc.runtime.simulator.simulation import simulate
 from tests.models import gpt2, mlp
 from tests.processes.reference import SEED, adamw
 from tests.processes.session import run_checks

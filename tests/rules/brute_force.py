@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, record, set_record, value_of
-from meshc.mesh import Mesh
-from meshc.passes.factorize import factorize
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.phases.names import Names
-from meshc.passes.propagate import spread
+from meshc.passes.place.factorize import factorize
+from meshc.passes.place.propagate import spread
 from meshc.passes.rules.riding import Ride, rides
-from meshc.program import Port, Stage
-from meshc.runtime.simulate import run_stage
-from meshc.sharding import Part, Sharding, is_padded, tile_sizes
+from meshc.program.program import Port, Stage
+from meshc.runtime.simulator.simulate import run_stage
 from tests.tiles import assemble, owned, tiles
 
 aten = torch.ops.aten

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from meshc.allowed import refusal
-from meshc.passes.decompositions import decompositions
 from meshc.passes.rules import FAMILIES, elementwise
+from meshc.passes.trace.decompositions import decompositions
+from meshc.text.allowed import refusal
 
 aten = torch.ops.aten
 

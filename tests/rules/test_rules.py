@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from meshc.mesh import Mesh
+from meshc.ir.mesh import Mesh
 from meshc.passes.rules import FAMILIES, convolution, elementwise, layout, pooling, reduction, riding
 from meshc.passes.rules.rule import Rule, einsum, pointwise
 from tests.rules.brute_force import BOTH, MESHES, Sample, build, check, prove, run

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshc.errors import PeerError
-from meshc.runtime import collectives, watch
-from meshc.runtime.failure import FailureBoard, world_board
-from meshc.runtime.groups import Groups
-from meshc.runtime.halo import Exchange
+from meshc.runtime.comm import collectives
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.comm.halo import Exchange
+from meshc.runtime.failure import watch
+from meshc.runtime.failure.board import FailureBoard, world_board
 
 MOVED = [
     torch.float32,

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
-from meshc.mesh import Mesh
-from meshc.optimizer import describe
-from meshc.program import Port
-from meshc.runtime import layouts
-from meshc.runtime.store import Store
-from meshc.sharding import Part, Sharding
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
+from meshc.optimizer.optimizer import describe
+from meshc.program.program import Port
+from meshc.runtime.comm import layouts
+from meshc.runtime.state.store import Store
 
 
 class Net(nn.Module):

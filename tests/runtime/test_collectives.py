@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshc.errors import StateError
-from meshc.runtime.groups import Groups
+from meshc.runtime.comm.groups import Groups
 from tests.runtime.launch import launch
 
 pytestmark = pytest.mark.processes

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshc.mesh import Mesh
-from meshc.runtime import layouts
-from meshc.runtime.disk import read_tile, tile_runs
-from meshc.sharding import Part, Sharding
-from meshc.tensor_file import TensorFile
+from meshc.files.tensor_file import TensorFile
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
+from meshc.runtime.comm import layouts
+from meshc.runtime.saved.disk import read_tile, tile_runs
 
 SHARDINGS = {
     "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc import spmd
-from meshc.ir import Record, set_record
-from meshc.program import Instruction, Stage
-from meshc.runtime.codegen import generate
-from meshc.runtime.collectives import Pending
-from meshc.runtime.early import EARLY, Early, made_whole, without_early
-from meshc.runtime.groups import Groups
+from meshc.ir import Record, set_record, spmd
+from meshc.program.program import Instruction, Stage
+from meshc.runtime.comm.collectives import Pending
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.early import EARLY, Early, made_whole, without_early
 
 aten = torch.ops.aten
 KEYS = ("sum:a", "sum:b", "sum:c", "sum:tied", "parameter:w")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshc.runtime.numbers import KEPT, RECENT, Difference, Numbers
+from meshc.runtime.failure.numbers import KEPT, RECENT, Difference, Numbers
 
 
 class Rank:

@@ -14,9 +14,9 @@ from meshc import environment
 from meshc.pipelining import trace
 from meshc.pipelining.events import Handed, Run, parse_item
 from meshc.pipelining.schedule import Action, Message, Recv, Send
-from meshc.runtime.executor import Executor
-from meshc.runtime.groups import Groups
-from meshc.runtime.recorder import _offset
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.run.executor import Executor
+from meshc.runtime.run.recorder import _offset
 from tests.cost.test_memory import value
 from tests.models import mlp
 

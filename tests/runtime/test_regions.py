@@ -7,12 +7,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
-from meshc import spmd
-from meshc.ir import Record, set_record
-from meshc.program import Stage
-from meshc.runtime.codegen import generate
-from meshc.runtime.groups import Groups
-from meshc.runtime.regions import _bundled, compile_regions, levels
+from meshc.ir import Record, set_record, spmd
+from meshc.program.program import Stage
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.regions import _bundled, compile_regions, levels
 
 aten = torch.ops.aten
 BYTES = 4 * 4 * 4
@@ -90,8 +89,8 @@ def reductions(equal: bool) -> Stage:
 @pytest.mark.parametrize("equal", [False, True])
 def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group of one an all-reduce does nothing, so a stand-in that adds one in place shows what it writes to."""
-    from meshc.runtime import codegen
-    from meshc.runtime.collectives import Pending
+    from meshc.runtime.comm.collectives import Pending
+    from meshc.runtime.run import codegen
 
     def starter(node: Node, groups: Groups, overwrites: bool):  # type: ignore[no-untyped-def]
         return lambda x: Pending(x.add_(1) if overwrites else x + 1)

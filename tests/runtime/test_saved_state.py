@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshc import tensor_file
 from meshc.errors import ArtifactError, FileError, StateError
-from meshc.mesh import Mesh
-from meshc.program import Port
-from meshc.runtime import layouts
-from meshc.runtime.saved_state import TABLE, SavedState, check_target, load_model, save_state
-from meshc.seal import sealed
-from meshc.sharding import Part, Sharding
+from meshc.files import tensor_file
+from meshc.files.seal import sealed
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
+from meshc.program.program import Port
+from meshc.runtime.comm import layouts
+from meshc.runtime.saved.saved_state import TABLE, SavedState, check_target, load_model, save_state
 
 WEIGHTS = {
     "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from meshc import spmd
 from meshc.errors import DeadlockError
-from meshc.ir import Record, set_record
-from meshc.mesh import Mesh
-from meshc.program import Stage
-from meshc.runtime.simulate import Meeting, RankProgram, fill_padding, lock_step, run_stage
-from meshc.sharding import Part, Sharding
+from meshc.ir import Record, set_record, spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
+from meshc.program.program import Stage
+from meshc.runtime.simulator.simulate import Meeting, RankProgram, fill_padding, lock_step, run_stage
 
 
 def run(mesh: Mesh, build: Any, inputs: list[list[Tensor]], **options: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
-from meshc.runtime.simulation import simulate
+from meshc.runtime.simulator.simulation import simulate
 
 
 def product_of_a_pending_mean_with_itself(x: Tensor, y: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def test_a_kernel_that_is_wrong_about_a_layout_is_no_reference() -> None:
 
 
 def test_one_capture_serves_many_plans() -> None:
-    from meshc.mesh import Mesh
+    from meshc.ir.mesh import Mesh
 
     ready = Captured(MEAN, False)
     for mesh, plan in (("a=2", "a: batch"), ("a=3", "a: p0.1"), ("a=2,b=2", "a: batch\nb: p0.1")):

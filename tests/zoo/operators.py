@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from meshc.allowed import spelling
+from meshc.text.allowed import spelling
 from tests.captured import Captured
 from tests.zoo.run import NAMES, case, first_line
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from meshc import work
-from meshc.program import Program
+from meshc.cost import work
+from meshc.program.program import Program
 from tests.captured import Captured
 from tests.models import Case
 from tests.zoo.plain import PLAIN

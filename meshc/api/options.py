@@ -1,0 +1,63 @@
+"""Options of `meshc.compile`: what a careful engineer rarely changes. Later features add fields here, never parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshc.errors import PlanError
+from meshc.frontend import dynamic
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    seed           of meshc's random numbers; default: rank 0's `torch.initial_seed()` at compile
+    cuda_graph     "auto", True or False: capture a step in one CUDA graph
+    dynamic        sizes that calls choose, in the form of torch.export's dynamic_shapes:
+                   {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
+    pp_splits      names of modules at which the second and further stages of a pipeline begin: ["model.layers.8", ...];
+                   default: stages of equal predicted time
+    schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text; default: the one predicted to
+                   be fastest among those that fit
+    microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best that fits.
+                   A TrainStep has its own
+    memory_budget  bytes that a rank of a pipeline may hold: what holds more is not chosen, and refused if it is named; default: a GPU's
+                   memory, which bounds only what is left open; on CPU ranks no bound
+    check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
+                   1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
+                   inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
+    local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
+    check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
+    """
+
+    seed: int | None = None
+    cuda_graph: str | bool = "auto"
+    dynamic: Any = None
+    pp_splits: Sequence[str] | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory_budget: int | None = None
+    check_inputs: int | None = None
+    local_loss: str | None = None
+    check_indices: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "memory_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"Options({name}={value}): at least 1")
+        if self.check_inputs is not None and self.check_inputs < 0:
+            raise PlanError(f"Options(check_inputs={self.check_inputs}): 0 (never), 1 (every call) or more")
+        if isinstance(self.pp_splits, str):
+            raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
+        dynamic.read(self.dynamic)
+        if self.local_loss not in (None, "mean", "sum"):
+            raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
+
+
+def refuse_others(options: object) -> None:
+    """Anything but Options. Raises PlanError."""
+    if not isinstance(options, Options):
+        raise PlanError(f"options is of the type {type(options).__name__}\n  what to do: options=meshc.Options(...)")

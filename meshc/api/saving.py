@@ -1,0 +1,68 @@
+"""`program.save`: the artifact of a compiled program, with its weights and what it needs to begin without the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshc import artifact
+from meshc.optimizer.optimizer import numbers
+
+
+def save(program: Any, path: str | os.PathLike[str], weights: bool, on_rank_0: Callable[[Callable[[], None]], Any]) -> None:
+    """Write the folder of a `meshc.Program`; with a process group every rank calls it, weights are gathered and rank 0 writes.
+
+    on_rank_0   does something there, while the others wait; what it refuses, all raise
+    """
+    store = program._store if dist.is_initialized() else None
+    tensors: dict[str, torch.Tensor] | None = None
+    if weights:
+        tensors = _local_tensors(program) if store is None else dict(store.state_dict(full=True).get("model", {}))
+
+    def write() -> None:
+        found = {**_buffers(program), **tensors} if store is not None and tensors is not None else tensors
+        program.general.info.update(beginnings(program))
+        artifact.save(program.general, path, found)
+
+    if store is None:
+        write()
+    else:
+        on_rank_0(write)
+
+
+def _local_tensors(program: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model that lies in this process, as far as they have values."""
+    found = {name: value for name, value in program.traced.module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: value.detach() for name, value in {**_buffers(program), **found}.items() if not value.is_meta}
+
+
+def _buffers(program: Any) -> dict[str, torch.Tensor]:
+    """All buffers, those that state dicts leave out (rotary tables) too."""
+    return {name: buffer for name, buffer in program.traced.module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+
+
+def beginnings(program: Any) -> dict[str, Any]:
+    """What a saved program begins with: backend, seed, the optimizer's numbers, and what each fresh state is filled with.
+
+    A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
+    """
+    seed = torch.initial_seed() if program.options.seed is None else program.options.seed
+    store = program._store
+    found: dict[str, Any] = {"backend": program.backend, "seed": seed if store is None else store.seed}
+    if program.step is None or program.spec is None:
+        return found
+    rows = enumerate(numbers(program.step.optimizers))
+    found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+    found["fresh"] = fresh = {}
+    names = {id(parameter): name for name, parameter in program.traced.module.named_parameters()}
+    for group in program.spec.groups:
+        for parameter, slots in zip(group.params, group.slots, strict=True):
+            name = names.get(id(parameter))
+            if name is None and store is not None:  # described before its replacement
+                name = (store.parameter_key(parameter) or "").removeprefix("parameter:")
+            fresh.update({f"{name}/{slot.name}": slot.fill for slot in slots})
+    return found

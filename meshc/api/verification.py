@@ -1,0 +1,224 @@
+"""`meshc.verify`: a program against the model itself, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph
+from torch.utils import _pytree as pytree
+
+from meshc.errors import InputError, VerifyError
+from meshc.frontend import calling
+from meshc.ir import records
+from meshc.ir.mesh import Mesh
+from meshc.optimizer.optimizer import Optimizers, describe, numbers
+from meshc.optimizer.slots import fresh_copy
+from meshc.passes.driver.pipeline import compile_program
+from meshc.passes.phases.draft import Draft
+from meshc.program import instance
+from meshc.program.program import Port
+from meshc.program.program import Program as Compiled
+from meshc.runtime.agreement.compare import agree, from_rank_0, refusable
+from meshc.runtime.failure.board import announce
+from meshc.runtime.simulator import verify as verification
+from meshc.runtime.state.ownership import calls_allowed
+
+if TYPE_CHECKING:
+    from meshc.api.compile import Program
+
+
+def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = None) -> verification.Report:
+    """Simulate all ranks in this process and compare with the model itself on one device.
+
+    inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
+    dtype    torch.float64 captures a float64 copy under the same plan and checks updated parameters too
+
+    Under a process group every rank calls it: weights are gathered, rank 0 computes while the others wait, and all return the same report
+    or raise the same error. Raises VerifyError that names the first value that is wrong.
+    """
+    announce()
+    if dtype not in (None, torch.float32, torch.float64):
+        raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
+    ask = program.draft.request
+    if program._store is None:
+        return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
+    with program._guarded("verify"):
+        if program._board is not None:
+            agree(program._board, "verify", {"what they verify": f"inputs {_described(inputs)}; dtype {dtype}"})
+        with refusable(program._board):
+            program._store.refuse_unfilled()
+        args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
+        values = program._store.state_dict(full=True).get("model")
+
+        def work() -> dict[str, Any]:
+            report = _verify(program, values, args, kwargs, dtype == torch.float64)
+            moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
+            return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows, "moved": moved}
+
+        found = from_rank_0(program._board, work)
+    rows = [(kind, name, error) for kind, name, error in found["rows"]]
+    return verification.Report(found["tolerance"], found["amplified"], rows, {(kind, name): moved for kind, name, moved in found["moved"]})
+
+
+def _described(inputs: Any) -> str:
+    if inputs is None:
+        return "none"
+    return calling.describe_inputs((), inputs) if isinstance(inputs, Mapping) else calling.describe_inputs(inputs, {})
+
+
+def _plain(tree: Any) -> Any:
+    """DTensors whole, and everything on the host; all ranks call it."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+            return leaf
+        whole = leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf.detach()
+        return whole.cpu().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(plain, tree)
+
+
+def _verify(
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+) -> verification.Report:
+    """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
+    with _as_compiled(program.draft.request.autocast):
+        return _verify_there(program, values, args, kwargs, double)
+
+
+@contextmanager
+def _as_compiled(autocast: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """The autocast regions that were around the compilation, whatever is around the caller."""
+    regions = dict(autocast)
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, dtype=regions.get(device), enabled=device in regions))
+        yield
+
+
+def _verify_there(
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+) -> verification.Report:
+    module = program.traced.module
+    ask = program.draft.request
+    with calls_allowed(module):
+        twin = verification.plain_copy(module, values, double)
+    args, kwargs = verification.widen_inputs((args, kwargs), double)
+    seed = program._store.seed if program._store else 0
+    reference = verification.Reference(twin, program.traced.function, args, kwargs, seed, double, program.draft.parts)
+    computed = {p.dtype for p in twin.parameters()} | _computed(program.draft)
+    low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
+    usual = torch.float64 if double else torch.float32
+    report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
+    mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
+    shapes = dict(program._shapes(args, kwargs))
+    examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)
+    base: dict[str, Any] = dict(
+        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_chosen(program),
+    )  # fmt: skip
+    with torch.set_grad_enabled(ask.grad):
+        if program.step is not None:
+            general, draft = compile_program(program._request(**{**base, "optimizer": None}))
+            plain = instance.fitting(general, shapes)
+            verification.compared(report, reference, partial(verification.compare_gradients, plain))
+            _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
+            compiled: list[Compiled | None] = [None]
+
+            def update(reference: verification.Reference, report: verification.Report) -> None:
+                compiled[0] = verify_update(program, base, shapes, twin, reference, report, double, compiled[0])
+
+            verification.compared(report, reference, update)
+        else:
+            general, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
+            plain = instance.fitting(general, shapes)
+            verification.compared(report, reference, partial(verification.compare_module, plain))
+            _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
+    if not report.ok:
+        raise VerifyError(f"the program does not mean what the model means:\n{report}")
+    return report
+
+
+def _chosen(program: Program) -> dict[str, Any]:
+    """What the compiler has chosen of a pipeline; it might choose otherwise for float64, and for a CPU."""
+    pipeline = program.general.pipeline
+    if pipeline is None:
+        return {}
+    schedule = program.options.schedule or pipeline.schedule.name
+    return dict(schedule=schedule, microbatches=program.general.microbatches, gather_once=program.draft.request.gather_once)
+
+
+def _computed(draft: Draft) -> set[torch.dtype]:
+    """The dtypes that arithmetic is done in; what is only cast or laid out in another does not count."""
+    assert draft.factors is not None
+    instances = draft.factors.instances.values()
+    return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
+
+
+def _raise_if_wrong(
+    report: verification.Report, compiled: Compiled, graph: Graph, draft: Draft, reference: verification.Reference
+) -> None:
+    if report.ok:
+        return
+    values = verification.input_values(compiled, reference, 0)
+    values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
+    first = verification.first_wrong(compiled, graph, values, report.tolerance * 10, draft.parts)
+    raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
+
+
+def verify_update(
+    program: Program,
+    base: dict[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    twin: nn.Module,
+    reference: verification.Reference,
+    report: verification.Report,
+    double: bool,
+    compiled: Compiled | None = None,
+) -> Compiled:
+    """Some steps with a copy of the user's optimizer, of `compiled` or else of what the request compiles to, for inputs of these shapes."""
+    assert program.step is not None
+    names = {id(p): name for name, p in program.traced.module.named_parameters()}
+    mine = dict(twin.named_parameters())
+    original = program.step.optimizers
+    held = [p for group in original.param_groups for p in group["params"]]
+    theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in held}
+    optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
+    spec = describe(optimizer)
+    if compiled is None:
+        general, _ = compile_program(program._request(**{**base, "optimizer": spec}))
+        compiled = instance.fitting(general, shapes)
+    updated = {id(p) for group in spec.groups for p in group.params}
+    slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
+
+    def state(port: Port) -> torch.Tensor:
+        return slots[port.name].initial(mine[port.of].detach())
+
+    # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
+    steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
+    clip = program.step.clip_grad_norm
+    verification.compare_steps(
+        compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=double
+    )
+    return compiled
+
+
+def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs is not None:
+        given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+        return calling.canonical(program.traced.signature, *given)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
+        return torch.randint(0, 2, tuple(leaf.shape), generator=generator, dtype=torch.int64).to(leaf.dtype)
+
+    return pytree.tree_map(random, (args, kwargs))

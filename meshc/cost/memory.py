@@ -1,0 +1,242 @@
+"""What a rank keeps in memory, by a liveness walk over the program that it runs.
+
+A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
+share the storage of what they look at, and updates write into their operands, also where `emit` has not said so yet. Parameters, buffers
+and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted. A message between pipeline
+stages counts on its sender until the last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir.sharding import local_shape
+from meshc.ops.optim import WRITTEN
+from meshc.pipelining.cut import slot
+from meshc.program import packing
+from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
+from meshc.program.program import Port, Program, Stage
+from meshc.program.steps import last_reads, steps_of
+
+KEPT = ("parameter", "state", "buffer", "constant", "input")
+"""Kinds of ports that are there for the whole call."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of bytes that values made by the program hold at once on a rank, gradients of parameters among them, and where.
+
+    step  position of the instruction among those of its rank
+    """
+
+    total: int = 0
+    gradients: int = 0
+    at: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank's memory in a call.
+
+    rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
+    kept  bytes of what is there for the whole call, by kind
+    """
+
+    rank: int
+    kept: Mapping[str, int]
+    peak: Peak
+
+    @property
+    def total(self) -> int:
+        return sum(self.kept.values()) + self.peak.total
+
+
+def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
+    """Bytes on each rank, padding included."""
+    shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
+    return prod(shape) * port.dtype.itemsize
+
+
+def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
+    """Bytes on a rank that are no padding, on average."""
+    tiles = 1 if port.sharding is None else prod(sizes[axis] for axis in port.sharding.split_axes())
+    return prod(port.shape) * port.dtype.itemsize / tiles
+
+
+def runs(program: Program) -> Counter[str]:
+    """How often a call of the program runs each stage: on every rank, or, of a pipeline, on the rank that has it."""
+    pipeline = program.pipeline
+    lists = [program.schedule] if pipeline is None else [steps_of(program, {pipeline.axis: r}) for r in range(pipeline.schedule.ranks)]
+    return Counter(step.stage for steps in lists for step in steps if step.op == "run")
+
+
+def updates(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(parameter, gradient) of each parameter that an optimizer's operator updates."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "meshc":
+        return
+    arguments = [argument.name for argument in node.target._schema.arguments[:2]]
+    if arguments == ["params", "grads"]:
+        yield from zip(node.args[0], node.args[1], strict=True)  # type: ignore[arg-type]
+    elif arguments == ["param", "grad"]:
+        yield node.args[0], node.args[1]  # type: ignore[misc]
+
+
+def output_bytes(stage: Stage) -> dict[str, int]:
+    """Bytes of each tensor that a stage gives, by key, whatever storage it shares."""
+    (output,) = stage.graph.find_nodes(op="output")
+    given = zip(stage.outputs, output.args[0], strict=True)
+    return {key: ir.local_bytes(ir.record(value)) for key, value in given if isinstance(value, Node) and ir.is_tensor(value)}
+
+
+def value_bytes(program: Program) -> dict[str, int]:
+    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key."""
+    found = {port.key: port_bytes(port, program.axis_sizes) for port in program.inputs}
+    for stage in program.stages.values():
+        for key, size in output_bytes(stage).items():
+            op, whole = whole_of(key) or ("", key)
+            found.setdefault(whole, size * (program.microbatches if op == "join" else 1))
+    return found
+
+
+def by_rank(program: Program) -> list[RankBytes]:
+    """Each rank of the pipeline axis; one, like which all are, where there is none."""
+    found = []
+    for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
+        coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
+        kept: Counter[str] = Counter()
+        for port in program.inputs:
+            if port.kind in KEPT and program.owns(port.key, coordinates):
+                kept[port.kind] += port_bytes(port, program.axis_sizes)
+        found.append(RankBytes(rank, kept, _peak(program, coordinates)))
+    return found
+
+
+def worst(program: Program) -> RankBytes:
+    """The rank that needs most."""
+    return max(by_rank(program), key=lambda one: one.total)
+
+
+def peak(program: Program) -> Peak:
+    """The peak over one call; of a pipeline, on the rank that needs most in all."""
+    return worst(program).peak
+
+
+def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
+    """The peak of one rank's list of instructions. What it has received is there from the posting of the receive."""
+    steps = steps_of(program, coordinates)
+    best = Peak()
+    carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
+    sizes = value_bytes(program)
+    made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
+    walked: dict[tuple[str, bool, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
+    for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
+        if step.op == "run":
+            stage = program.stages[step.stage]
+            freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
+            summed = any(is_added(key) and (whole := whole_of(key)) is not None and whole[1] in carried for key in stage.outputs)
+            case = stage.name, summed, frozenset(freed.items())
+            if case not in walked:
+                walked[case] = _walk(stage, freed, summed)
+            inside, leaves = walked[case]
+            waiting = sum(carried.values())
+            if waiting + inside.total > best.total:
+                grown = sum(size for key, size in carried.items() if key.startswith(("gradient:", "sum:")))
+                best = Peak(waiting + inside.total, inside.gradients + grown, inside.at, position)
+            carried.update((slot(key, step.microbatch), size) for key, size in leaves.items())
+        elif step.op in ACCUMULATES:
+            carried.pop(step.value, None)
+            carried[step.into] = made[step.value]  # a sum of its own, also of a part that shared a larger storage
+        elif step.op == "join":
+            carried.pop(step.value, None)
+            rows = carried[step.into] = carried.get(step.into, 0) + made[step.value]
+            if rows >= sizes[step.into] and sum(carried.values()) + rows > best.total:  # all are there, and are copied into one
+                best = Peak(sum(carried.values()) + rows, 0, f"rows of {step.into.partition(':')[2]} joined", position)
+        elif step.op == "recv":
+            carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
+        for key in last if step.op == "send" else ():
+            carried.pop(key, None)
+    return best
+
+
+def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple[Peak, dict[str, int]]:
+    """The peak inside a stage, and the bytes of each value that it makes and another may read.
+
+    freed   bytes of inputs that nobody reads later, by key: each is gone after its last use here
+    summed  whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
+    """
+    nodes = list(stage.graph.nodes)
+    home: dict[Node, Node] = {}  # the node that made a value's storage
+    size: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    gradients = {gradient for node in nodes for _, gradient in updates(node)}
+    results: dict[Node, list[str]] = {}
+    inside = packing.pieces(stage.graph)
+    joined = {piece.whole for piece in inside.values()}
+    first: dict[Node, Node] = {}  # the first value made in the memory of each
+    entering = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    gradients |= {node for node, key in entering.items() if key.startswith("sum:")}
+    for position, node in enumerate(nodes):
+        last[node] = position
+        if node.op == "output":
+            for key, value in zip(stage.outputs, node.args[0], strict=True):
+                if isinstance(value, Node) and not (summed and is_added(key)):
+                    results.setdefault(home[value], []).append(key)
+                    last[home[value]] = position
+                    if key.startswith("gradient:"):
+                        gradients.add(value)
+            continue
+        whole = inside[node].whole if node in inside else node
+        if whole in joined:
+            home[node] = first.setdefault(whole, node)
+        else:
+            home[node] = home.get(_lies_in(node), node)
+        if home[node] is node:
+            made = node.op == "call_function" and ir.has_record(node)
+            size[node] = sum(map(ir.local_bytes, ir.records(whole))) if made else freed.get(entering.get(node, ""), 0)
+        for operand in node.all_input_nodes:
+            last[home[operand]] = position
+    grown = {home[node] for node in gradients if node in home}
+    alive = sum(freed.values())
+    growing = 0
+    kept = [node for whole, node in first.items() if not packing.escapes(whole)]
+    for node in [*kept, *(node for node in nodes if packing.stays(node))]:
+        if node in size:  # the runtime has it for good
+            growing += size[node] if node in grown else 0
+            alive += size.pop(node)
+    dying: dict[int, list[Node]] = {}
+    for node in size:
+        dying.setdefault(last[node], []).append(node)
+    best = Peak()
+    for position, node in enumerate(nodes):
+        if node in size and node.op != "placeholder":
+            alive += size[node]
+            growing += size[node] if node in grown else 0
+        if alive > best.total:
+            best = Peak(alive, growing, _place(stage, node))
+        for dead in dying.get(position, ()):
+            alive -= size[dead]
+            growing -= size[dead] if dead in grown else 0
+    return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+
+
+def _lies_in(node: Node) -> Node:
+    """The value in whose memory a node's result lies: the node, if that is its own."""
+    if node.target in WRITTEN:
+        return node.args[0]  # type: ignore[return-value]
+    if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
+        return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
+    return node.all_input_nodes[0] if packing.is_view(node) or packing.in_place(node) else node
+
+
+def _place(stage: Stage, node: Node) -> str:
+    found = ir.records(node)[0].source if ir.has_record(node) and ir.records(node) else None
+    where = f" at {found}" if found is not None and str(found) else ""
+    return f"{node.name}{where}" + (f", stage {stage.name}" if stage.name != "main" else "")

@@ -1,0 +1,237 @@
+"""Safetensors files whose tensors carry their hashes, which are checked as far as a tensor is read.
+
+    header   {"__metadata__": {"meshc": {"block_bytes": 1048576, "sha256": {"up.weight": ["9f86d081884c7d65...", ...]}}},
+              "up.weight": {"dtype": "F32", "shape": [512, 1024], "data_offsets": [0, 2097152]}}
+    data     what a rank reads of `up.weight` touches some of its blocks: those are hashed, each once, and compared
+
+A hash is of a block's bytes and of the tensor's name and shape and the block's number, so that no tensor can stand in for another. It is
+made from memory, before anything is written. `seal` is what a table beside the file says of it: its size, and a hash of its header, which
+holds the other hashes. A file without hashes (somebody's inputs) is read as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from meshc.errors import ArtifactError
+from meshc.files.folders import to_disk
+from meshc.ir.bounds import parse_json
+
+BLOCK_BYTES: Final = 1 << 20
+_KEY: Final = "meshc"
+_LONGEST_HEADER: Final = 100_000_000
+"""What safetensors itself reads at most."""
+_AGAIN: Final = "save or copy it again"
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write tensors with their hashes, and return the file's seal. The file is on the disk when this returns."""
+    plain = _plain(tensors)
+    hashes = {name: list(_hashes(name, tensor)) for name, tensor in plain.items()}
+    save_file(plain, path, metadata={_KEY: json.dumps({"block_bytes": BLOCK_BYTES, "sha256": hashes}, sort_keys=True)})
+    to_disk(path)
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "header": _sha256(_header(file.fileno()))}
+
+
+class TensorFile:
+    """Tensors on disk, read a slice at a time. Use as a context manager, or `close` it.
+
+    seal    what `write` returned; without it a file may carry hashes or not
+    advice  what to do if the file is damaged
+
+    Raises ArtifactError for a file that is damaged, here for its size and header, later for the tensors that are read.
+    """
+
+    def __init__(self, path: Path, seal: Mapping[str, Any] | None = None, advice: str = _AGAIN) -> None:
+        self.path, self._advice = path, advice
+        self._stack = contextlib.ExitStack()
+        with self._readable():
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, self._descriptor)
+        try:
+            self._open(seal)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, seal: Mapping[str, Any] | None) -> None:
+        with self._readable():
+            header = _header(self._descriptor)
+            size = os.fstat(self._descriptor).st_size
+        if seal is not None and size != seal["bytes"]:
+            raise self._damaged(f"has {size} bytes, and {seal['bytes']} were written")
+        if seal is not None and _sha256(header) != seal["header"]:
+            raise self._damaged(f"has a header with the hash {_sha256(header)[:12]}, and one with {seal['header'][:12]} was written")
+        with self._readable():
+            self._file = self._stack.enter_context(safe_open(self.path, framework="pt", device="cpu"))
+            rows: dict[str, Any] = parse_json(header[8:].decode(), f"the header of {self.path}")
+        self._data = len(header)
+        told = rows.pop("__metadata__", {}).get(_KEY)
+        if told is None and seal is not None:
+            raise self._damaged("carries no hashes")
+        self._rows = rows
+        self.names: tuple[str, ...] = tuple(self._file.keys())
+        self._hashes = None if told is None else self._told(told)
+        self._checked: dict[str, set[int]] = {name: set() for name in self.names}
+
+    def _told(self, text: str) -> tuple[int, dict[str, list[str]]]:
+        """The size of a block and the hashes of each tensor's blocks, as many as it has."""
+        try:
+            told = parse_json(text, "its metadata")
+            block, hashes = int(told["block_bytes"]), dict(told["sha256"])
+            wanted = {name: -(-self._bytes(name) // block) for name in self.names}
+            if block < 1 or {name: len(rows) for name, rows in hashes.items()} != wanted:
+                raise ValueError("they are not those of its tensors")
+        except (ValueError, KeyError, TypeError, ArtifactError, ArithmeticError) as error:
+            raise self._damaged(f"has hashes that cannot be read ({error})") from None
+        return block, hashes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Whole shape."""
+        return tuple(self._file.get_slice(self._known(name)).get_shape())
+
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The part of a tensor between (start, stop) of each dim, a range for each dim; only the blocks it lies in are read.
+
+        Ranges end where the tensor does: a tile that lies in the padding comes back shorter, or empty.
+        """
+        shape = self.shape(name)
+        if len(ranges) != len(shape) or any(start < 0 or stop < start for start, stop in ranges):
+            raise ArtifactError(f"{self.path}: {name} has shape {list(shape)}, which {list(ranges)} is no slice of")
+        inside = [(min(start, size), min(stop, size)) for (start, stop), size in zip(ranges, shape, strict=True)]
+        self._check(name, inside)
+        with self._readable():
+            found: torch.Tensor = self._file.get_slice(name)[tuple(slice(*one) for one in inside)]
+        return found
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        self._check(name, [(0, size) for size in self.shape(name)])
+        with self._readable():
+            found: torch.Tensor = self._file.get_tensor(name)
+        return found
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _known(self, name: str) -> str:
+        if name not in self.names:
+            raise ArtifactError(f"{self.path} has no tensor {name!r}; it has {len(self.names)}: {', '.join(self.names[:8])}, ...")
+        return name
+
+    def _bytes(self, name: str) -> int:
+        first, last = self._rows[name]["data_offsets"]
+        return int(last) - int(first)
+
+    def _check(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Hash the blocks that a slice lies in, as far as they have not been."""
+        if self._hashes is None:
+            return
+        block, hashes = self._hashes
+        shape, done = self.shape(name), self._checked[name]
+        length = self._bytes(name)
+        elements = max(1, torch.Size(shape).numel())
+        for start, stop in _runs(shape, ranges, length // elements, block):
+            for index in range(start // block, -(-stop // block)):
+                if index in done:
+                    continue
+                at = index * block
+                found = _hash(name, shape, index, self._read(name, at, min(block, length - at)))
+                if found != hashes[name][index]:
+                    where = f"its bytes {at} to {min(at + block, length)} have the hash {found[:12]}, saved were {hashes[name][index][:12]}"
+                    raise self._damaged(f"holds {name} otherwise than it was saved: {where}")
+                done.add(index)
+
+    def _read(self, name: str, at: int, length: int) -> bytes:
+        with self._readable():
+            found = os.pread(self._descriptor, length, self._data + int(self._rows[name]["data_offsets"][0]) + at)
+        if len(found) != length:
+            raise self._damaged(f"ends within {name}")
+        return found
+
+    def _damaged(self, how: str) -> ArtifactError:
+        return ArtifactError(
+            f"{self.path} is not what was saved: it {how}\n"
+            f"  why: the file was damaged on its way or on the disk, truncated, or replaced; nothing of it was loaded\n"
+            f"  what to do: {self._advice}"
+        )
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            raise ArtifactError(f"{self.path} cannot be read: {error}\n  what to do: {self._advice}") from None
+
+
+def _runs(shape: Sequence[int], ranges: Sequence[tuple[int, int]], element_bytes: int, block: int) -> Iterator[tuple[int, int]]:
+    """The bytes of a slice of a contiguous tensor, as ranges (start, stop); gaps that cannot hold a block are taken along."""
+    if any(start == stop for start, stop in ranges):
+        return
+    if not shape:
+        yield 0, element_bytes
+        return
+    (first, last), inner = ranges[0], element_bytes * torch.Size(shape[1:]).numel()
+    starts = sum(start * element_bytes * torch.Size(shape[dim + 1 :]).numel() for dim, (start, _) in enumerate(ranges) if dim)
+    ends = sum((stop - 1) * element_bytes * torch.Size(shape[dim + 1 :]).numel() for dim, (_, stop) in enumerate(ranges) if dim)
+    if inner - (ends + element_bytes - starts) < block:
+        yield first * inner + starts, (last - 1) * inner + ends + element_bytes
+        return
+    for index in range(first, last):
+        for start, stop in _runs(shape[1:], ranges[1:], element_bytes, block):
+            yield index * inner + start, index * inner + stop
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors as safetensors takes them: on the host, contiguous, no two sharing storage."""
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
+            value = value.clone()
+        seen.add(storage.data_ptr())
+        plain[name] = value
+    return plain
+
+
+def _hashes(name: str, tensor: torch.Tensor) -> Iterator[str]:
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    for index, start in enumerate(range(0, len(data), BLOCK_BYTES)):
+        yield _hash(name, tensor.shape, index, data[start : start + BLOCK_BYTES])
+
+
+def _hash(name: str, shape: Sequence[int], index: int, data: Any) -> str:
+    digest = hashlib.sha256(json.dumps([name, list(shape), index]).encode())
+    digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+def _header(descriptor: int) -> bytes:
+    """A file's first bytes, up to where the tensors begin."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if length > min(_LONGEST_HEADER, os.fstat(descriptor).st_size):
+        raise ValueError("it does not begin with a header")
+    return os.pread(descriptor, 8 + length, 0)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

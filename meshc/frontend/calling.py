@@ -1,0 +1,157 @@
+"""How a program is called: its arguments by name, and under which key a compilation is kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshc.errors import InputError, PlanError, StateError
+from meshc.frontend import admission, flex
+from meshc.frontend.train_step import StepSignature, TrainStep
+from meshc.ir.mesh import Mesh
+from meshc.ir.paths import input_names
+from meshc.plan.plan import Plan
+
+
+def name_of(what: Any) -> str:
+    """What is compiled, as messages name it: TrainStep(GPT), GPT, or the name of a function."""
+    if isinstance(what, TrainStep):
+        return f"TrainStep({type(what.model).__name__})"
+    return type(what).__name__ if isinstance(what, nn.Module) else getattr(what, "__name__", type(what).__name__)
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation.
+
+    What goes to `*args` of the signature has no name, and then neither has what stands before it.
+    """
+    flex.masks_as_inputs()
+    admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
+    try:
+        parameters = list(inspect.signature(signature).parameters.values())
+    except (TypeError, ValueError):
+        return tuple(args), dict(kwargs)
+    named = dict(kwargs)
+    rest: list[Any] = []
+    star = next((index for index, one in enumerate(parameters) if one.kind is inspect.Parameter.VAR_POSITIONAL), len(args))
+    for position, argument in enumerate(args):
+        kind = parameters[position].kind if position < len(parameters) else None
+        if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and not rest and len(args) <= star:
+            if parameters[position].name in named:
+                raise InputError(f"{parameters[position].name} is given twice, by position and by name")
+            named[parameters[position].name] = argument
+        else:
+            rest.append(argument)
+    if isinstance(signature, StepSignature):
+        signature.check(rest, named)
+    order = {parameter.name: index for index, parameter in enumerate(parameters)}
+    return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+
+
+def input_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Structure, shapes, dtypes and plain values of a call's inputs."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return (spec, tuple(_described(leaf) for leaf in leaves))
+
+
+def _described(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, torch.Tensor):
+        return ("tensor", tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return ("value", type(leaf), _hashable(leaf))
+
+
+def describe_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Inputs for people, and to compare between ranks: `input_ids int64 [4, 16], labels int64 [4, 16]`."""
+    lines = []
+    for path, leaf in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        name = "".join(str(entry) for entry in path[1:]).replace("['", ".").replace("']", "").lstrip(".")
+        if isinstance(leaf, torch.Tensor):
+            lines.append(f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}")
+        else:
+            lines.append(f"{name}={leaf!r}")
+    return ", ".join(lines) or "nothing"
+
+
+def unequal_parts(text: str) -> str:
+    return (
+        f"all parts of a local batch have one shape: {text}\n"
+        "  what to do: drop_last=True in the data loader, or pad the last batch and ignore its labels"
+    )
+
+
+def refuse_unknown_inputs(module: nn.Module) -> None:
+    """A module that takes part in autograd cannot wait for its first call to know its inputs."""
+    if any(p.requires_grad for p in module.parameters()) and torch.is_grad_enabled():
+        raise StateError(
+            "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
+            "  what to do: meshc.compile(model, mesh, kwargs={...example inputs...}); meta tensors will do.\n"
+            "  for inference: compile under torch.no_grad()"
+        )
+
+
+def refuse_other_world(mesh: Mesh, world: int) -> None:
+    """The mesh is the world: every rank that was started takes part."""
+    if mesh.world_size != world:
+        raise StateError(
+            f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"
+            f"  what to do: start {mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
+        )
+
+
+def refuse_stages(mesh: Mesh) -> None:
+    """A module that takes part in autograd is not cut into pipeline stages: its backward runs when torch asks for it, on every rank."""
+    axis = mesh.pipeline_axis
+    if axis is not None:
+        raise PlanError(
+            f"axis {axis}: pipeline stages need the whole step, forward and backward, and this module is called by itself\n"
+            "  what to do: meshc.compile(meshc.TrainStep(model, optimizer=...), mesh), or call it under torch.no_grad()"
+        )
+
+
+def refuse_partial_storage(plan: Plan) -> None:
+    """In module mode gradients and optimizer state are torch.optim's, and follow the parameters' placement."""
+    faults = [entry for entry in plan.axes if entry.store and "params" not in entry.store]
+    if faults:
+        raise PlanError(
+            "\n".join(f"{entry.where}: it stores {', '.join(entry.store)} split, and parameters whole" for entry in faults)
+            + "\n  why: outside a TrainStep the optimizer is torch's own, and its state lies as the parameters do\n"
+            "  what to do: compile meshc.TrainStep(model, optimizer=...) for zero1 and zero2, or use the recipe fsdp (or ddp)"
+        )
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def module_key(module: nn.Module) -> tuple[Any, ...]:
+    """What else of a module decides its program: training flags, hooks, which parameters take gradients, grad mode, autocast."""
+    return (
+        tuple((child.training, _hooks(child)) for child in module.modules()),
+        tuple(parameter.requires_grad for parameter in module.parameters()),
+        torch.is_grad_enabled(),
+        autocast_state(),
+    )
+
+
+def _hooks(module: nn.Module) -> int:
+    """How many functions run with a module's forward, but for meshc's own: they are part of what is traced."""
+    found = (module._forward_pre_hooks, module._forward_hooks)
+    return sum(getattr(hook, "of_meshc", False) is False for hooks in found if hooks for hook in hooks.values())
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocast regions around the call."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))

@@ -1,0 +1,448 @@
+"""The only file that knows how torch traces: a model to one torch-level graph, and that graph to one ATen graph with its backward.
+
+Tracing happens on fake CPU tensors of global shape, whatever device the model lives on (meta parameters silently give no gradients, fake
+cuda tensors abort on a CPU build). Two private entry points of torch are used, and `tests/test_capture.py` is their canary:
+`torch._dynamo.functional_export._dynamo_graph_capture_for_export` and `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`.
+They are imported where they are used: they take a quarter of the time of `import meshc`, and what runs a saved program needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput, PlainAOTInput, PlainAOTOutput
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from meshc.errors import CaptureError
+from meshc.frontend import stock, untraceable
+from meshc.frontend.flex import traced_flex
+from meshc.frontend.frames import OURS, is_torch
+from meshc.frontend.linalg_checks import settle_checks
+from meshc.frontend.output_tree import OutputTree
+from meshc.frontend.side_effects import observed
+from meshc.frontend.stock_experts import unsorted_experts
+from meshc.frontend.symbols import Symbols
+from meshc.ir import Source
+from meshc.ir.paths import input_names
+from meshc.ir.sizes import Dynamic
+from meshc.spared import unguarded
+
+ROOT = "module."
+SEED_STEP = "meshc_seed_step"
+
+
+class Root(nn.Module):
+    """What is traced: `function(module, *args, **kwargs)`, under the autocast state of the caller."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], autocast: Sequence[tuple[str, torch.dtype]] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+        self.autocast = tuple(autocast)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._within(self.autocast, args, kwargs)
+
+    def _within(self, regions: tuple[tuple[str, torch.dtype], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not regions:
+            return self.function(self.module, *args, **kwargs)
+        with torch.autocast("cpu", regions[0][1]):  # whatever the device: capture runs on the CPU, and `autocast` knows the mesh's
+            return self._within(regions[1:], args, kwargs)
+
+
+@dataclass
+class TorchGraph:
+    """A torch-level graph of the whole model.
+
+    inputs    (path, fake tensor) of each tensor input, in order
+    leaves    the flat inputs, python values included
+    tensors   fake parameters and buffers by qualified name
+    """
+
+    module: torch.fx.GraphModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[tuple[str, torch.Tensor]]
+    tensors: dict[str, torch.Tensor]
+    trainable: set[str]
+    aliases: dict[str, str]
+    output_tree: OutputTree
+    random_calls: int = 0
+    notes: list[str] = field(default_factory=list)
+    symbols: Symbols | None = None
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        return self.module.meta["fake_mode"]
+
+
+@dataclass
+class JointGraph:
+    """An ATen graph with its backward.
+
+    placeholders  per placeholder: ("parameter" | "buffer" | "constant" | "input" | "tangent", name or output path)
+    outputs       per output of the graph: ("output" | "gradient" | "buffer", name or path)
+    """
+
+    module: torch.fx.GraphModule
+    placeholders: list[tuple[str, str]]
+    outputs: list[tuple[str, str]]
+
+
+@contextlib.contextmanager
+def fake_tensors(
+    module: nn.Module, mode: FakeTensorMode, grad: bool, double: bool = False
+) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
+    """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens.
+
+    Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
+    """
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    try:
+        for prefix, owner in module.named_modules(remove_duplicate=False):
+            for store in (owner._parameters, owner._buffers):
+                for key, value in list(store.items()):
+                    if value is None or any(value is fake for fake in fakes.values()):
+                        continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    if id(value) in fakes:
+                        aliases[name] = first[id(value)]
+                    else:
+                        with mode:
+                            fake = torch.empty(tuple(value.shape), dtype=_wide(value.dtype, double), device="cpu")
+                            if isinstance(value, nn.Parameter):
+                                fake = nn.Parameter(fake, requires_grad=grad and value.requires_grad)
+                        fakes[id(value)] = fake
+                        first[id(value)] = name
+                        tensors[name] = fake
+                    swapped.append((store, key, value))
+                    store[key] = fakes[id(value)]
+        yield tensors, aliases
+    finally:
+        for store, key, value in reversed(swapped):
+            store[key] = value
+
+
+def torch_graph(
+    module: nn.Module,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    signature: Callable[..., Any],
+    grad: bool,
+    autocast: Sequence[tuple[str, torch.dtype]] = (),
+    double: bool = False,
+    dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
+) -> TorchGraph:
+    """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
+
+    `dynamic` has the dims of inputs, by path, whose size is left open.
+    """
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+
+    mode = FakeTensorMode()
+    opened = dynamic or {}
+
+    def fake(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
+        with mode:
+            made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=_wide(leaf.dtype, double), device="cpu")
+        for dim in opened.get(name, {}):
+            torch._dynamo.maybe_mark_dynamic(made, dim)
+        return made.requires_grad_(grad and leaf.requires_grad)
+
+    names = input_names(signature, args, kwargs)
+    given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    fake_args, fake_kwargs = pytree.tree_unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
+    leaves = pytree.tree_leaves((fake_args, fake_kwargs))
+    inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    stock.prepare(module)
+    root = Root(module, function, autocast)
+    root.training = module.training  # its own flag alone: a model in training may hold layers in evaluation (frozen norms)
+    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
+        torch._dynamo.reset()
+        try:
+            with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_flex(), observed() as seen:
+                graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
+        except Exception as error:
+            raise untraceable.explained(error, signature, args, kwargs) from error
+    untraceable.refuse_values(graph, source_of)
+    graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
+    tree = _output_tree(graph, leaves)
+    _detach_outputs(graph, tree.paths(), tree.caches())
+    _own_outputs(graph)
+    if double:
+        _widen(graph)
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=seen.notes())
+    return _opened(traced, opened) if opened else traced
+
+
+def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
+    """The trace with torch's symbolic tensors for its inputs, and which symbol stands for which of the user's sizes."""
+    values = [node.meta["val"] for node in traced.module.graph.find_nodes(op="placeholder")]
+    symbolic = [value for value in values if isinstance(value, torch.Tensor)]
+    for (_, given), tensor in zip(traced.inputs, symbolic, strict=True):
+        tensor.requires_grad_(given.requires_grad)
+    extents: list[tuple[Any, Dynamic]] = []
+    for (name, _), tensor in zip(traced.inputs, symbolic, strict=True):
+        for dim, size in dynamic.get(name, {}).items():
+            extent: Any = tensor.shape[dim]
+            if not isinstance(extent, torch.SymInt) or not extent.node.expr.is_Symbol:
+                raise CaptureError(
+                    f"the model fixes dim {dim} of {name} at {extent}, which Options(dynamic=...) leaves open as {size.name}\n"
+                    "  what to do: leave it out there, or take the number out of the model"
+                )
+            extents.append((extent, size))
+    leaves, spec = pytree.tree_flatten((traced.args, traced.kwargs))
+    rest = iter(symbolic)
+    args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    inputs = [(name, tensor) for (name, _), tensor in zip(traced.inputs, symbolic, strict=True)]
+    return replace(traced, args=args, kwargs=kwargs, inputs=inputs, symbols=Symbols(extents))
+
+
+def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> OutputTree:
+    codegen: Any = module.graph._codegen  # a captured graph's, which flattens and unflattens
+    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    (output,) = module.graph.find_nodes(op="output")
+    leaves = [given.get(leaf, leaf) for leaf in output.args[0]]
+    plain = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
+    return OutputTree(codegen.pytree_info.out_spec, plain)
+
+
+def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[str]) -> None:
+    """Caches take no gradient."""
+    if not paths:
+        return
+    (output,) = module.graph.find_nodes(op="output")
+    with module.graph.inserting_before(output):
+        leaves = [
+            module.graph.call_method("detach", (node,)) if path in paths and isinstance(node, torch.fx.Node) else node
+            for path, node in zip(names, output.args[0], strict=True)
+        ]
+    for before, after in zip(output.args[0], leaves, strict=True):
+        if after is not before:
+            after.meta.update(before.meta)
+    output.args = (tuple(leaves),)
+    module.recompile()
+
+
+def _own_outputs(module: torch.fx.GraphModule) -> None:
+    """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives the others no tangent,
+    since it would make them anew from what they are views of."""
+    (output,) = module.graph.find_nodes(op="output")
+    taken = {_storage(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
+    leaves = list(output.args[0])
+    for index, node in enumerate(leaves):
+        if not isinstance(node, torch.fx.Node) or not getattr(node.meta.get("example_value"), "requires_grad", False):
+            continue
+        if _storage(node) in taken:
+            with module.graph.inserting_before(output):
+                leaves[index] = module.graph.call_method("clone", (node,))
+            leaves[index].meta.update(node.meta)
+        taken.add(_storage(node))
+    output.args = (tuple(leaves),)
+    module.recompile()
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _wide(dtype: torch.dtype, double: bool) -> torch.dtype:
+    return torch.float64 if double and dtype == torch.float32 else dtype
+
+
+def _widen(module: torch.fx.GraphModule) -> None:
+    """Casts to float32 inside the model become casts to float64: what `verify(dtype=torch.float64)` compares is float64 throughout."""
+
+    def wide(argument: Any) -> Any:
+        return torch.float64 if argument is torch.float32 else argument
+
+    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
+        for node in body.graph.nodes:
+            node.args = torch.fx.node.map_aggregate(node.args, wide)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wide)
+            if node.op == "call_method" and node.target == "float":
+                node.target = "double"
+        body.recompile()
+
+
+@contextlib.contextmanager
+def _dynamo_settings() -> Iterator[None]:
+    """Recurrent layers are traced; oneDNN's own variants of operators and whole layers in one (no rule knows them) are off meanwhile."""
+    enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch._C._set_mkldnn_enabled(False)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+            torch.backends.mha.set_fastpath_enabled(whole_layers)
+
+
+def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., Any]]) -> JointGraph:
+    """AOTAutograd's ATen graph: outputs, and one gradient per trainable parameter and differentiable input when tracing with grad."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    names = traced.module.meta.get("dynamo_flat_name_to_original_fqn", {})
+    by_tensor = {id(tensor): name for name, tensor in traced.tensors.items()}
+    flat = {name.replace(".", "_"): name for name in traced.tensors}
+
+    def qualified(target: str) -> str:
+        found = by_tensor.get(id(getattr(traced.module, target, None)))
+        name = found or names.get(target) or flat.get(target.split("_module_", 1)[-1], target)
+        name = name.removeprefix("_export_root.").removeprefix(ROOT)
+        return traced.aliases.get(name, name)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(traced.fake_mode)))
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(_dynamo_settings())
+        joint = aot_export_joint_with_descriptors(
+            stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
+        )
+    module = joint.graph_module
+    settle_checks(module.graph)
+    _drop_plain_inputs(module.graph)
+    placeholders: list[tuple[str, str]] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        if _is_python_value(node, traced):
+            module.graph.erase_node(node)  # a flag: tracing has read it, and nothing of the graph does
+        else:
+            placeholders.append(_input_name(node.meta["desc"], qualified, traced))
+    (output,) = module.graph.find_nodes(op="output")
+    outputs = [_output_name(description, qualified, traced) for description in output.meta["desc"]]
+    return JointGraph(module, placeholders, outputs)
+
+
+def _drop_plain_inputs(graph: torch.fx.Graph) -> None:
+    """Numbers, truths and strings among the inputs are constants of the trace."""
+    for node in graph.find_nodes(op="placeholder"):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            node.replace_all_uses_with(node.meta.get("val"))
+            graph.erase_node(node)
+
+
+def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
+    if isinstance(description, ParamAOTInput):
+        name = qualified(description.target)
+        if name not in traced.tensors:
+            raise CaptureError(_stranger(description.target, traced))
+        return "parameter", name
+    if isinstance(description, BufferAOTInput):
+        name = qualified(description.target)
+        if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
+            return ("random", name) if name == SEED_STEP else ("constant", description.target)
+        return "buffer", name
+    if isinstance(description, PlainAOTInput):
+        return "input", traced.inputs[_tensor_index(traced, description.idx)][0]
+    if type(description).__name__ == "TangentAOTInput":
+        inner = description.output
+        if isinstance(inner, PlainAOTOutput):
+            return "tangent", traced.output_tree.paths()[inner.idx]
+        return "tangent", str(inner)
+    raise CaptureError(f"torch's tracer gave an input of a kind that meshc does not know: {description}")
+
+
+def _stranger(target: str, traced: TorchGraph) -> str:
+    """What to say of a parameter of another module than the one that is compiled, which a function reaches by itself."""
+    readers = [user for node in traced.module.graph.find_nodes(op="get_attr", target=target) for user in node.users]
+    where = f"\n  in your model: {source_of(readers[0])}" if readers else ""
+    shape = list(getattr(traced.module, target).shape)
+    return (
+        f"a parameter of shape {shape} is read that is none of the model's: a loss, or the model itself, calls another module{where}\n"
+        "  why: a program keeps, splits and updates the parameters of one module\n"
+        "  what to do: put both modules into one nn.Module and compile that; a teacher's parameters have requires_grad_(False) there"
+    )
+
+
+def _is_python_value(node: torch.fx.Node, traced: TorchGraph) -> bool:
+    description = node.meta["desc"]
+    leaves = pytree.tree_leaves((traced.args, traced.kwargs))
+    return isinstance(description, PlainAOTInput) and not isinstance(leaves[description.idx], torch.Tensor)
+
+
+def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
+    leaves = pytree.tree_leaves((traced.args, traced.kwargs))
+    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:flat_index])
+
+
+def _output_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
+    if isinstance(description, PlainAOTOutput):
+        return "output", traced.output_tree.paths()[description.idx]
+    if isinstance(description, GradAOTOutput):
+        kind, name = _input_name(description.grad_of, qualified, traced)
+        if kind == "constant":
+            raise CaptureError(
+                f"a tensor of the model ({name}) takes a gradient and is not its parameter\n  what to do: make it an nn.Parameter"
+            )
+        return "gradient", name if kind == "parameter" else f"{kind}:{name}"
+    if description is None:
+        return "none", ""
+    mutated = getattr(description, "mutated_input", None)
+    if mutated is not None:
+        kind, name = _input_name(mutated, qualified, traced)
+        _refuse_change(kind, name, traced)
+        return kind, name
+    raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
+
+
+def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
+    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
+    if kind == "constant":
+        raise CaptureError(
+            f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
+            "  what to do: make it a buffer (register_buffer)"
+        )
+    if kind == "input":
+        raise CaptureError(
+            f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"
+            f"  what to do: work on a copy in the model ({name} = {name}.clone()), or return the new value"
+        )
+    if kind == "parameter" and name in traced.trainable and torch.is_grad_enabled():
+        raise CaptureError(
+            f"the model changes its parameter {name} in place while it is differentiated\n"
+            "  what to do: change it outside the model between calls, or keep it as a buffer"
+        )
+
+
+def source_of(node: torch.fx.Node) -> Source:
+    """The innermost frame of the user's own code (not torch's) that made a node, and its module path."""
+    calls = module_calls(node)
+    module = calls[-1][1] if calls else ""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
+    for file, line, code in reversed(frames):
+        if not is_torch(file) and not file.startswith(OURS):
+            return Source(file, int(line), code.strip(), module)
+    return Source(module=module)
+
+
+def module_calls(node: torch.fx.Node) -> list[tuple[str, str]]:
+    """The calls of modules during which a node was made, outermost first: (what tells two calls of a module apart, module path)."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(str(call), _module_path(str(path))) for call, (path, *_) in stack.items()]
+
+
+def _module_path(path: str) -> str:
+    path = re.sub(r"^L\['self'\]\.?(_export_root\.?)?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return re.sub(r"\._modules\.|\.slice\(.*?\)\.", ".", path).strip(".").removeprefix("module").strip(".")

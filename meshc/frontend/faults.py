@@ -1,0 +1,86 @@
+"""Exceptions that meshc did not raise on purpose, at the edge of a phase of compiling: one error with the user's line, and what to do.
+
+The line is found in the frames of the traceback: what they hold of graph nodes says which value was being worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final
+
+from torch.fx import Node
+
+from meshc.errors import CompilerFault, MeshcError
+from meshc.frontend.capture import source_of
+from meshc.frontend.untraceable import user_frame
+from meshc.ir import Record, Source
+
+_LONGEST: Final = 300
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Errors of meshc pass; any other becomes a CompilerFault that says in which phase it came up, with the original as its cause."""
+    try:
+        yield
+    except MeshcError:
+        raise
+    except Exception as error:
+        raise CompilerFault(_message(name, error)) from error
+
+
+def _message(name: str, error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    short = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    short = short if len(short) <= _LONGEST else short[:_LONGEST] + " ..."
+    value, source = _worked_on(error)
+    of = f" at {value}" if value else ""
+    where = f"\n  in your model: {source}" if source else ""
+    return (
+        f"compiling failed in {name}{of}: {short}{where}\n"
+        "  why: this is a fault in meshc, or a limit that it does not say clearly enough\n"
+        "  what to do: write that line in another way, or try a mesh or a plan with fewer axes; and please report it, with this message, "
+        "its trace and a few lines that show it"
+    )
+
+
+def _worked_on(error: BaseException) -> tuple[str, str]:
+    """The value that was being worked on and its line in the user's model, each "" if it is not known."""
+    node, record = _in_frames(error.__traceback__)
+    if record is not None and record.source.file:
+        return node.name if node is not None else "", str(record.source)
+    if node is not None:
+        return node.name, _line(source_of(node))
+    frame = user_frame(str(error))
+    return "", f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
+
+
+def _line(source: Source) -> str:
+    return str(source) if source.file else ""
+
+
+def _in_frames(trace: TracebackType | None) -> tuple[Node | None, Record | None]:
+    """The graph node that the innermost frame with one holds; its record too, if it has one."""
+    found: Node | None = None
+    while trace is not None:
+        values = trace.tb_frame.f_locals
+        for value in (values.get("node"), values.get("self"), *values.values()):
+            node = _node_of(value)
+            if node is not None:
+                found = node
+                break
+        trace = trace.tb_next
+    if found is None:
+        return None, None
+    kept = found.meta.get("meshc")
+    kept = kept[0] if isinstance(kept, list | tuple) and kept else kept
+    return found, kept if isinstance(kept, Record) else None
+
+
+def _node_of(value: Any) -> Node | None:
+    if isinstance(value, Node):
+        return value
+    inner = getattr(value, "node", None) if type(value).__module__.startswith("meshc.") else None
+    return inner if isinstance(inner, Node) else None

@@ -1,0 +1,265 @@
+"""What a model's Python does beside computing, seen while it is traced: what it keeps is reported, what it says is said once.
+
+    self.counter += 1      activations.append(h.detach())      CACHE[key] = mask      left out: a warning names the line
+    print(h.shape)         logger.info("%s", h)                warnings.warn("...")   carried out when tracing is over, once
+
+Dynamo keeps an account of each object from before the trace that the trace changes, with the lines that do so. In code that it compiles it
+then makes these changes after each call; a program has no such code, so it makes none. Some methods of Dynamo are replaced meanwhile: the
+one that turns the account into code, the two that pass over calls that print or log, and the one that calls builtin functions, for texts
+made of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from meshc.frontend.frames import innermost
+from meshc.ir import Source
+
+CALLS: Final = (print, warnings.warn, logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log)
+METHODS: Final = {
+    "debug": logging.DEBUG, "info": logging.INFO, "info_once": logging.INFO, "warning": logging.WARNING, "warning_once": logging.WARNING,
+    "warn": logging.WARNING, "error": logging.ERROR, "exception": logging.ERROR, "critical": logging.CRITICAL,
+}  # fmt: skip
+"""Methods of loggers that say something, and at which level; those that end in `once` are transformers'."""
+TEXTS: Final = (str, repr, operator.mod, operator.add)
+PLACE: Final = re.compile(r"%[^%a-zA-Z]*[a-zA-Z]")
+"""Where a value goes in `"%5.2f of %s"`."""
+SHOWN: Final = 5
+
+LEFT_OUT: Final = "changes Python values, and a program leaves that out"
+"""By these words a note is known to be a warning."""
+
+
+@dataclass
+class Seen:
+    """What one trace has shown.
+
+    changes  lines that change what a program does not hold
+    said     calls that say something, as the attempt at a trace (Dynamo begins anew at times) and what is to be done
+    """
+
+    changes: list[Source] = field(default_factory=list)
+    said: list[tuple[Any, Source, str, Callable[[], None]]] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        last = self.said[-1][0] if self.said else None
+        places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last and not _is_stock(place.file))
+        found = [f"{place}: {name} was carried out once, while the model was traced; calls of the program do not" for place, name in places]
+        if self.changes:
+            found.append(_told(self.changes))
+        return found
+
+    def say(self) -> None:
+        """Carries out what the last attempt found said."""
+        for attempt, _, _, call in self.said:
+            if attempt is self.said[-1][0]:
+                call()
+
+
+def _told(changes: list[Source]) -> str:
+    lines = [f"  {place}: {place.code}" for place in changes]
+    more = [f"  and {len(lines) - SHOWN} lines more"] if len(lines) > SHOWN else []
+    return "\n".join(
+        [
+            f"the model's code {LEFT_OUT}: no call does it",
+            *lines[:SHOWN],
+            *more,
+            "  what to do: return such a value as an output, or keep it in a buffer (register_buffer) and change that in place, "
+            "as in self.counter.add_(1)",
+        ]
+    )
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[Seen]:
+    """A context for tracing. At its end what the model says has been said."""
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
+
+    seen = Seen()
+    write, method, builtin = SideEffects.codegen_update_mutated, LoggingLoggerVariable.call_method, BuiltinVariable.call_function
+
+    def account(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.changes = _changes(self)  # of the last attempt
+        return write(self, *args, **kwargs)
+
+    def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        _note(seen, tx, getattr(self.value, "__name__", "print"), self.value, args, kwargs)
+        return _nothing()
+
+    def logged(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if name not in METHODS and name != "log":
+            return method(self, tx, name, list(args), kwargs)
+        if name == "log" or self.value.isEnabledFor(METHODS[name]):
+            _note(seen, tx, f"{self.value.name}.{name}", getattr(self.value, name), args, kwargs)
+        return _nothing()
+
+    def calculated(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        found = _text_of_tensors(self.fn, args) if self.fn in TEXTS and not kwargs else None
+        return builtin(self, tx, list(args), kwargs) if found is None else found
+
+    with (
+        torch._dynamo.config.patch(
+            reorderable_logging_functions=torch._dynamo.config.reorderable_logging_functions | {*CALLS},
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # those of a checkpointed region are told like any other
+        ),
+        mock.patch.object(SideEffects, "codegen_update_mutated", account),
+        mock.patch.object(DebuggingVariable, "call_function", called),
+        mock.patch.object(LoggingLoggerVariable, "call_method", logged),
+        mock.patch.object(BuiltinVariable, "call_function", calculated),
+    ):
+        try:
+            yield seen
+        finally:
+            seen.say()
+
+
+def _nothing() -> Any:
+    from torch._dynamo.variables import ConstantVariable
+
+    return ConstantVariable.create(None)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- changes
+
+
+def _changes(account: Any) -> list[Source]:
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    found: dict[Source, None] = {}
+    for variable in account._get_modified_vars():
+        if not isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting) or variable.source is None:
+            continue
+        stored = account.store_attr_mutations.get(variable, {})
+        same = [name for name, value in stored.items() if _is_so(variable, name, value)]
+        changed = [name for name in stored if name not in same]
+        if same and not changed:
+            continue
+        for stack in account.mutation_user_stacks.get(variable, ()):
+            place = innermost(stack)
+            if place is None or _is_stock(place.file):
+                continue
+            if any(name in place.code for name in changed) or not any(name in place.code for name in same):
+                found[place] = None
+    return list(found)
+
+
+def _is_stock(file: str) -> bool:
+    """Whether a file is transformers' own: what its models keep (a window's size, say) follows from the call, and no user can change it."""
+    package = getattr(sys.modules.get("transformers"), "__file__", None)
+    return package is not None and file.startswith(os.path.dirname(package) + os.sep)
+
+
+def _is_so(variable: Any, name: str, value: Any) -> bool:
+    """Whether an attribute had the value already that it is given."""
+    before = getattr(getattr(variable, "value", None), "__dict__", {}).get(name, _is_so)
+    if not value.is_python_constant():
+        return False
+    after = value.as_python_constant()
+    return type(after) is type(before) and isinstance(after, bool | int | float | str | None) and after == before
+
+
+# ------------------------------------------------------------------------------------------------------------------- what is said
+
+
+class _Shown:
+    """A value that is not there yet, in a text: its type, whatever format is asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __format__(self, _: str) -> str:
+        return self.text
+
+
+def _note(seen: Seen, tx: Any, name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    place = innermost(torch._guards.TracingContext.extract_stack()) or Source()
+    given, named = [_value(one) for one in args], {key: _value(one) for key, one in kwargs.items()}
+    seen.said.append((tx.output, place, name, lambda: _say(call, given, named, place)))
+
+
+def _say(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], place: Source) -> None:
+    if call is print:
+        print(*args, **kwargs)
+    elif call is warnings.warn:
+        text, category = (*args, kwargs.get("category"), None)[:2] if args else (kwargs.get("message"), kwargs.get("category"))
+        warnings.warn_explicit(str(text), category if isinstance(category, type) else UserWarning, place.file, place.line)
+    else:
+        first = 1 if getattr(call, "__name__", "") == "log" else 0  # the level comes before the text
+        call(*args[:first], "%s", _formatted(args[first:]), **{key: value for key, value in kwargs.items() if key != "stacklevel"})
+
+
+def _formatted(args: Sequence[Any]) -> str:
+    """`"%d of %s" % (...)`, where a value that is not there yet may stand for a number."""
+    if len(args) < 2:
+        return str(args[0]) if args else ""
+    text, values = str(args[0]), tuple(args[1:])
+    try:
+        return text % values
+    except TypeError:
+        return PLACE.sub("%s", text) % values
+
+
+def _text_of_tensors(function: Any, args: Sequence[Any]) -> Any:
+    """`str(x)`, `"%s" % x`, `"..." + str(x)` as Dynamo keeps `"{}".format(x)`: a text with places for tensors. None for anything else."""
+    from torch._dynamo.variables import BaseListVariable, TensorVariable
+    from torch._dynamo.variables.misc import StringFormatVariable
+
+    if function is operator.add:
+        texts = any(isinstance(one, StringFormatVariable) for one in args)
+        return StringFormatVariable.create("{}{}", list(args), {}) if texts else None
+    args = [one.realize() for one in args]
+    if function in (str, repr):
+        return StringFormatVariable.create("{}", args, {}) if len(args) == 1 and isinstance(args[0], TensorVariable) else None
+    text, given = args
+    values = given.items if isinstance(given, BaseListVariable) else [given]
+    if not text.is_python_constant() or not isinstance(text.as_python_constant(), str) or given.is_python_constant():
+        return None
+    pattern = text.as_python_constant().replace("{", "{{").replace("}", "}}")
+    return StringFormatVariable.create(PLACE.sub("{}", pattern).replace("%%", "%"), list(values), {})
+
+
+def _value(variable: Any) -> Any:
+    """What a value of the trace is outside it; a tensor is its type, in words."""
+    from torch._dynamo import variables
+
+    variable = variable.realize()
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    if isinstance(variable, variables.TensorVariable):
+        return _Shown(_tensor(variable.proxy.node.meta.get("example_value")))
+    if isinstance(variable, variables.SymNodeVariable):
+        return _Shown("a number")
+    if isinstance(variable, variables.misc.StringFormatVariable):
+        values = {key: _value(one) for key, one in variable.sym_kwargs.items()}
+        return variable.format_string.format(*[_value(one) for one in variable.sym_args], **values)
+    if isinstance(variable, variables.BaseListVariable):
+        items = [_value(one) for one in variable.items]
+        return tuple(items) if variable.python_type() is tuple else items
+    if isinstance(variable, variables.ConstDictVariable):
+        return {_value(key.vt): _value(one) for key, one in variable.items.items()}
+    value = getattr(variable, "value", None)
+    return value if value is not None else _Shown(f"a {variable.python_type_name()}")
+
+
+def _tensor(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "a tensor"
+    return f"a tensor ({str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}])"

@@ -1,0 +1,228 @@
+"""`TrainStep`, and the function that is traced for one: the model's output, its loss, and what else the loss function tells.
+
+program(x, y)      x goes to model.forward, y, which forward has no place for, to loss(output, target)
+loss, metrics      a loss function may return both: `program.metrics` then has the metrics beside loss, grad_norm and lr
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import InputError, PlanError
+from meshc.frontend import admission
+from meshc.optimizer import wrapped
+from meshc.optimizer.sets import Optimizers
+
+BATCH_MIX: Final = ("refuse", "mean_of_parts")
+RESERVED: Final = ("loss", "grad_norm", "lr")
+"""What `program.metrics` has of every step."""
+LOSS: Final = "loss"
+METRICS: Final = "metrics"
+"""Where a step's function puts the two, if there are metrics; without, it returns the loss alone."""
+
+
+class TrainStep:
+    """A training step as a value: forward, loss, backward, clipping, accumulation over microbatches, update.
+
+    Called like the model; its scalar output, or `output.loss`, is the loss. With `loss`, what `model.forward` takes goes to the model, by
+    position and by name, and the rest to `loss(output, ...)`: further positional arguments in order, others by name. A loss function
+    may return `(loss, metrics)`, or a dict with "loss": tensors that are detached and come to `program.metrics` by name.
+
+    optimizer       a torch.optim optimizer, several in a list, or a wrapper whose `step` calls theirs
+    clip_grad_norm  the largest global norm of all gradients
+    microbatches    how many parts the batch is worked through in, one after the other; the result is the whole batch's
+    batch_mix       "refuse": an operator that mixes the whole batch (batch norm) is refused with several microbatches.
+                    "mean_of_parts": loss and gradients are the mean of what each microbatch, a range of the batch's rows, gives
+                    alone; running statistics are updated by each in turn. The batch must divide by their number
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | Sequence[Any] | Any,
+        loss: Callable[..., Any] | None = None,
+        clip_grad_norm: float | None = None,
+        microbatches: int | None = None,
+        batch_mix: str = "refuse",
+    ) -> None:
+        if batch_mix not in BATCH_MIX:
+            raise PlanError(f"batch_mix={batch_mix!r} is not known: use one of {', '.join(map(repr, BATCH_MIX))}")
+        if microbatches is not None and microbatches < 1:
+            raise PlanError(f"microbatches={microbatches}: a step has at least one")
+        self.model = model
+        self.optimizer = list(optimizer) if isinstance(optimizer, list | tuple) else optimizer
+        self.loss = loss
+        self.clip_grad_norm = clip_grad_norm
+        self.microbatches = microbatches
+        self.batch_mix = batch_mix
+        self._found: tuple[tuple[int, ...], Optimizers] | None = None
+        admission.refuse_kind(self)
+        self.optimizers  # noqa: B018  what is no optimizer is refused here, at the user's line
+
+    @property
+    def optimizers(self) -> Optimizers:
+        """Those that step. Looked for again when a wrapper has got other ones."""
+        ones = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
+        there = tuple(id(one) for given in ones if hasattr(given, "__dict__") for one in wrapped.inner(given).values())
+        if self._found is None or self._found[0] != there:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+
+            def name_of(parameter: Tensor) -> str:
+                return names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}, which is not the model's")
+
+            self._found = there, wrapped.find(self.optimizer, name_of)
+        return self._found[1]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function to trace: called as function(module, **kwargs). `signature` says what its inputs are called."""
+
+    module: nn.Module
+    function: Callable[..., Any]
+    signature: Callable[..., Any]
+
+
+def traced_step(step: TrainStep) -> Traced:
+    """The function whose output is the loss, or {"loss": loss, "metrics": {name: tensor}}."""
+    if step.loss is None:
+        return Traced(step.model, lambda module, *args, **kwargs: loss_of(module(*args, **kwargs)), step.model.forward)
+    loss = step.loss
+    signature = StepSignature(step.model.forward, loss)
+    forward, positional, star = signature.forward, signature.positional, signature.star
+
+    def function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mine = {key: value for key, value in kwargs.items() if key not in forward}
+        places = len(args) if star else len([name for name in positional if name not in kwargs])
+        output = module(*args[:places], **{key: value for key, value in kwargs.items() if key in forward})
+        return loss_and_metrics(loss(output, *args[places:], **mine))
+
+    function.refused = signature.shared  # type: ignore[attr-defined]
+    return Traced(step.model, function, signature)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in a model's output: a scalar, or `output.loss`."""
+    if isinstance(output, Tensor):
+        if output.numel() != 1:
+            raise InputError(f"a TrainStep without `loss` needs a scalar output, the model returned shape {list(output.shape)}")
+        return output.reshape(())
+    loss = output.get(LOSS) if isinstance(output, Mapping) else getattr(output, LOSS, None)
+    if loss is None:
+        raise InputError("the model's output has no loss: pass labels, or give TrainStep(..., loss=function)")
+    return loss.reshape(())
+
+
+# What a loss function returns.
+
+
+def loss_and_metrics(result: Any) -> Any:
+    """A loss function's result as a step's function returns it."""
+    if isinstance(result, Tensor):
+        return _scalar(result)
+    if isinstance(result, Mapping) and isinstance(result.get(LOSS), Tensor):
+        metrics: Mapping[Any, Any] = {key: value for key, value in result.items() if key != LOSS}
+        loss = result[LOSS]
+    elif isinstance(result, list | tuple) and result and isinstance(result[0], Tensor):
+        loss, *rest = result
+        metrics = rest[0] if len(rest) == 1 and isinstance(rest[0], Mapping) else {str(i): value for i, value in enumerate(rest, 1)}
+    else:
+        raise InputError(f'the loss function returned a {type(result).__name__}: return the loss, (loss, metrics), or a dict with "loss"')
+    found: dict[str, Tensor] = {}
+    _collect(metrics, "", found)
+    return {LOSS: _scalar(loss), METRICS: found} if found else _scalar(loss)
+
+
+def split_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, metrics by name) of what a step's function returned."""
+    return (result, {}) if isinstance(result, Tensor) else (result[LOSS], result[METRICS])
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise InputError(f"the loss function returned a loss of shape {list(loss.shape)}; it must be one number: reduce it, loss.mean()")
+    return loss.reshape(())
+
+
+def _collect(value: Any, path: str, found: dict[str, Tensor]) -> None:
+    """Tensors and numbers by their path: {"top": {"1": t}} is `top.1`."""
+    if isinstance(value, Mapping):
+        for key in value:
+            _collect(value[key], f"{path}.{key}" if path else str(key), found)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _collect(item, f"{path}.{index}" if path else str(index), found)
+    elif value is not None:
+        if path in RESERVED:
+            raise InputError(f"the loss function returns a metric {path!r}, which program.metrics has of every step: give it another name")
+        if not isinstance(value, Tensor | bool | int | float):
+            raise InputError(f"the metric {path!r} is a {type(value).__name__}: metrics are tensors and numbers")
+        found[path] = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)  # the loss itself, for one
+
+
+# What a call's arguments go to.
+
+
+class StepSignature:
+    """What `program(...)` takes: `forward`'s parameters, and behind them those of the loss beyond its first, the model's output.
+
+    forward     names of forward's parameters
+    positional  those of them that may be given by position
+    star        forward takes any number of positional arguments, so none are left for the loss
+    shared      names that both take
+    """
+
+    def __init__(self, forward: Callable[..., Any], loss: Callable[..., Any]) -> None:
+        mine, theirs = _parameters(forward), _parameters(loss)[1:]
+        self.forward = tuple(p.name for p in mine)
+        self.positional = tuple(p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        self.star = any(p.kind is p.VAR_POSITIONAL for p in mine)
+        self.shared = sorted({*self.forward} & {p.name for p in theirs} - {"args", "kwargs"})
+        self.loss_name = getattr(loss, "__qualname__", type(loss).__qualname__)
+        self.theirs = [p for p in theirs if p.name not in self.forward]
+        places = [p for p in mine if p.name in self.positional or p.kind is p.VAR_POSITIONAL]
+        named = [p for p in mine if p not in places]
+        behind = [] if self.star else [p for p in self.theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+        self.__signature__ = inspect.Signature([*places, *behind, *named], __validate_parameters__=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """It only has a signature."""
+        raise TypeError("a signature is not called")
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises InputError if the loss lacks an argument that it needs, or is given one that it does not know; `args` have no names."""
+        places = len(args) if self.star else len([name for name in self.positional if name not in kwargs])
+        surplus = len(args[places:])
+        known = {p.name for p in self.theirs}
+        open_ended = not self.theirs or any(p.kind is p.VAR_KEYWORD for p in self.theirs)
+        strangers = [name for name in kwargs if name not in self.forward and name not in known]
+        if strangers and self.theirs and not open_ended:
+            raise InputError(
+                f"{', '.join(strangers)}: neither model.forward({', '.join(self.forward)}) nor the loss {self.loss_name}(output, "
+                f"{', '.join(p.name for p in self.theirs)}) takes this"
+            )
+        filled = [p.name for p in self.theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:surplus]
+        needed = [p.name for p in self.theirs if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        missing = [name for name in needed if name not in kwargs and name not in filled]
+        if not missing:
+            return
+        first = self.positional[0] if self.positional else "inputs"
+        why = f"  why: model.forward takes {', '.join(self.forward)}, and what it takes goes to the model first"
+        raise InputError(
+            f"the loss {self.loss_name} was not given {', '.join(missing)}\n{why}\n"
+            f"  what to do: give it by name, program({first}, {', '.join(f'{name}=...' for name in missing)})"
+        )
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,170 @@
+"""What tracing cannot make a graph of, in the user's terms: what torch's tracer said becomes an error with the user's line and advice.
+
+Advice is data, first match first. What torch traces and no program can hold, a value or a size that depends on what tensors contain, is
+looked for in the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from meshc.errors import CaptureError, InputError, MeshcError
+from meshc.frontend.admission import does_not_bind
+from meshc.frontend.frames import OURS, is_torch
+from meshc.ir import Source
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+
+_KEEP: Final = (
+    "keep it a tensor: one of no dims adds, multiplies and compares as a number does; or compute the number outside the model and pass it "
+    "as an argument"
+)
+_FIXED: Final = (
+    "keep the size fixed: torch.where(mask, x, 0), or x * mask with sums divided by mask.sum(); sizes that data decides are made outside "
+    "the model"
+)
+_BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
+_BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
+_SPLITTING: Final = "take it out: meshc calls backward and the optimizer itself (meshc.TrainStep)"
+
+ADVICE: Final[tuple[tuple[str, str], ...]] = (
+    (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
+    (r"Tensor\.backward\(\)", _SPLITTING),
+    (r"[Dd]ata-dependent branching|Data.dependent jump", _BRANCH),
+    (r"tolist\(\)|\.item\(\)|unbacked symbols", _KEEP),
+    (r"[Dd]ata.dependent|GuardOnDataDependent|Dynamic shape operator", _FIXED),
+    (r"data_ptr", "take the address out of the model: a traced tensor has none"),
+    (r"requires_grad_\(\)", "set requires_grad on the input before the call, or on parameters"),
+    (r"not linked with support for cuda|device mismatch|Torch not compiled with CUDA", (
+        "make tensors on the device of an input or a parameter (device=x.device), and leave out .cuda() and .to(\"cuda\"): a program "
+        "places them itself"
+    )),
+    (r"Generator reconstruction", "return a list or a tuple, not a generator"),
+    (r"breakpoint|pdb", "take the breakpoint out; MESHC_DUMP shows what each pass leaves"),
+    (r"Failed to trace builtin operator|marked as skipped|Unsupported", (
+        "take that call out of forward (files, threads, clocks, other libraries are no part of a program), or do it outside the model"
+    )),
+)  # fmt: skip
+"""What the tracer says (a pattern) and what to do."""
+
+CONTENT: Final[tuple[tuple[str, str, str], ...]] = (
+    (r"^(wrapped_)?(item|__int__|__float__|__bool__|__index__|_local_scalar_dense|tolist|sym_\w+|int|float|bool)$",
+     "reads a number out of a tensor", _KEEP),
+    (_BRANCHES, "runs code by what a tensor holds", (
+        "compute both ways and take torch.where, or write a loop of fixed length in Python"
+    )),
+    (r"repeat_interleave", "repeats rows as often as a tensor says", (
+        "give output_size=... and the counts as integers, or repeat outside the model"
+    )),
+    (r"unique", "makes a tensor whose size depends on which values are equal", "find unique values outside the model"),
+    (r"", "makes a tensor whose size depends on the values of another", _FIXED),
+)  # fmt: skip
+"""Calls whose value or size depends on what tensors contain: (name of the call, what it does, what to do)."""
+
+
+def explained(error: Exception, signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> MeshcError:
+    """The error to raise for what torch's tracer raised."""
+    if isinstance(error, MeshcError):
+        return error
+    text = str(error)
+    unfit = does_not_bind(signature, args, kwargs) if "failed to bind arguments" in text else ""
+    foreign = re.search(r"inputs with type `<class '([^']+)'>` is not supported", text)
+    if foreign:
+        name = foreign[1].rsplit(".", 1)[-1]
+        unfit = (
+            f"an input is a {name}, a class that torch cannot take apart\n  what to do: pass its tensors as arguments; or register it: "
+            f"torch.utils._pytree.register_dataclass({name}) or register_pytree_node"
+        )
+    if unfit:
+        return InputError(unfit)
+    frame = user_frame(text, [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()])
+    where = f"\n  in your model: {frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
+    returned = _returned(text)
+    if returned:
+        return CaptureError(returned)
+    raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
+    if "when making fake tensor call" in reason:
+        reason = f"{reason}: {_innermost(error)}"
+    seen = _code(error) if raised else f"{reason}\n{text}\n{_code(error)}"
+    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), "")
+    return CaptureError(f"the model cannot be traced as one graph: {reason}{where}" + (f"\n  what to do: {advice}" if advice else ""))
+
+
+def _returned(text: str) -> str:
+    """What to say of an output that torch cannot take apart; "" if that is not the matter."""
+    found = re.search(r"unrecognized type (\w+)\((\w*)\) at output", text)
+    if found is None:
+        return ""
+    name = found[2] or found[1].removesuffix("Variable").lower()
+    advice = f"torch.utils._pytree.register_dataclass({name}) if it is a dataclass; or return a tuple, a dict or a ModelOutput"
+    return f"the model returns a {name}, a class whose fields torch does not know\n  what to do: {advice}"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    inner = error.__cause__ or error.__context__
+    return error if inner is None else _innermost(inner)
+
+
+def _code(error: Exception) -> str:
+    """The text of the user's line, which often says more than the tracer does."""
+    frames = [frame for frame in getattr(error, "real_stack", None) or () if not is_torch(frame.filename)]
+    return str(frames[-1].line or "") if frames else ""
+
+
+def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
+    """The innermost frame of the user's own code that a message shows; `further` frames come after those of the text."""
+    shown = [(file, int(line), name) for file, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)]
+    users = [frame for frame in (*shown, *further) if not is_torch(frame[0]) and not frame[0].startswith(OURS)]
+    return users[-1] if users else None
+
+
+def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
+    """Raises CaptureError if a value of the graph, or a size, depends on what tensors contain; it names each call that begins that."""
+    faults = [_content(node, source_of(node)) for node in (*_unbacked(graph), *_branching(graph))]
+    if faults:
+        raise CaptureError(
+            "the model cannot be compiled, since tensors decide what it computes:\n  "
+            + "\n  ".join(dict.fromkeys(faults))
+            + "\n  why: each rank runs the same list of operators with sizes known beforehand, and no rank sees all values"
+        )
+
+
+def _unbacked(graph: GraphModule) -> Iterator[Node]:
+    """Calls that make such a value of operands that are none themselves."""
+    for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
+        for node in body.graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module") and _is_unbacked(node):
+                if not any(_is_unbacked(operand) for operand in node.all_input_nodes):
+                    yield node
+
+
+def _branching(graph: GraphModule) -> Iterator[Node]:
+    for node in graph.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and re.search(_BRANCHES, node.target.name()):
+            yield node
+
+
+def _is_unbacked(node: Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(isinstance(leaf, kinds) and bool(free_unbacked_symbols(leaf)) for leaf in pytree.tree_leaves(value))
+
+
+def _content(node: Node, source: Source) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
+    call = "indexing with a mask" if name == "getitem" else f"{name}()"
+    place = f"{source.file}:{source.line}" if source.file else str(source)
+    code = f" `{source.code}`" if source.code else ""
+    return f"{place}{code}: {call} {does}; what to do: {advice}"

@@ -1,0 +1,29 @@
+"""The language that passes, programs and the runtime share: nodes' records, shardings, meshes, sizes.
+
+`ir.record(node)` and its like are those of `meshc/ir/nodes.py`.
+"""
+
+from meshc.ir.nodes import (
+    KEY,
+    PHASES,
+    Record,
+    Source,
+    calls,
+    has_record,
+    is_getitem,
+    is_integer,
+    is_tensor,
+    local_bytes,
+    op_name,
+    operands,
+    record,
+    records,
+    set_record,
+    update,
+    value_of,
+)
+
+__all__ = [
+    "KEY", "PHASES", "Record", "Source", "calls", "has_record", "is_getitem", "is_integer", "is_tensor", "local_bytes", "op_name",
+    "operands", "record", "records", "set_record", "update", "value_of",
+]  # fmt: skip

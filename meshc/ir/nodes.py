@@ -1,0 +1,145 @@
+"""What meshc knows of a graph node: one frozen record, read and written here.
+
+`torch.fx` carries the graph. A node's record says what value it makes (shape, dtype), where that lies (sharding), where in the user's
+model it comes from (source), and who decided (reason). Nodes with several results have a record per result and are read by `getitem`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir.sharding import Sharding
+
+KEY = "meshc"
+PHASES = ("forward", "backward", "update")
+"""Of a training step; a value belongs to one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place in the user's model: file, line, the code there, and the module path (`model.layers.0.mlp`)."""
+
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    module: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else ""
+        return " ".join(part for part in (place, self.module) if part)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One value. `shape` is global before `partition` and local after it; `sharding` always speaks of the global value.
+
+    `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
+    global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
+    the global view.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    sharding: Sharding | None = None
+    source: Source = Source()
+    reason: str = ""
+    phase: str = "forward"
+    of: str = ""
+    returned_by: tuple[str, ...] = ()
+
+
+def local_bytes(record: Record) -> int:
+    """Bytes of a per-rank value."""
+    return prod(record.shape) * record.dtype.itemsize if record.dtype is not None else 0
+
+
+def has_record(node: Node) -> bool:
+    return KEY in node.meta
+
+
+def is_integer(node: Node) -> bool:
+    """Whether a call's value is no tensor but an integer: a coordinate, a tile's start or count."""
+    found = node.meta[KEY]
+    return not isinstance(found, tuple) and found.dtype is None
+
+
+def record(node: Node) -> Record:
+    """The record of a node that makes one value."""
+    found = node.meta[KEY]
+    if isinstance(found, tuple):
+        raise TypeError(f"{node.name} makes {len(found)} values; read them through getitem")
+    return found
+
+
+def records(node: Node) -> tuple[Record, ...]:
+    """The records of all results of a node (one for a plain node)."""
+    found = node.meta[KEY]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def set_record(node: Node, value: Record | tuple[Record, ...]) -> None:
+    node.meta[KEY] = value
+
+
+def update(node: Node, **changes: Any) -> None:
+    """Replace fields of the record of a node that makes one value."""
+    node.meta[KEY] = replace(record(node), **changes)
+
+
+def is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def value_of(node: Node) -> tuple[Node, int]:
+    """The (producer, result index) of a node, looking through getitem."""
+    if is_getitem(node):
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def operands(node: Node) -> list[Node]:
+    """Nodes among the arguments, in order, with repetitions, lists flattened."""
+    found: list[Node] = []
+
+    def visit(argument: Any) -> None:
+        if isinstance(argument, Node):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            for item in argument:
+                visit(item)
+        elif isinstance(argument, dict):
+            for item in argument.values():
+                visit(item)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether the node makes exactly one tensor."""
+    found = node.meta.get(KEY)
+    return isinstance(found, Record) and found.dtype is not None
+
+
+def calls(graph: Graph) -> Iterator[Node]:
+    """All call_function nodes except getitem, in order."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            yield node
+
+
+def op_name(node: Node) -> str:
+    """`aten.mm` for `torch.ops.aten.mm.default`, `aten.add.Tensor` for other overloads, the function's name otherwise."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target)
+        return name.removesuffix(".default")
+    return getattr(target, "__name__", str(target))

@@ -1,0 +1,405 @@
+"""Sizes that are known only when a program is called: integers that carry the expression they came from.
+
+    n = symbol("n_batch", 11)        an integer, 11, wherever a pass computes with it, and `n_batch` where it is printed
+    -(-n // 2) * 16                  176, printed as `-(-n_batch // 2) * 16`
+
+Passes run as they do for a fixed size; what they compute from a size remembers how. `at` puts other sizes in. A decision that a pass takes
+by comparing is taken once for all sizes, so the integer that stands for a size is a prime to which nothing else in the model fits: it
+divides by no axis, and equals no other size.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeVar
+
+import sympy
+
+from meshc.errors import ArtifactError
+from meshc.ir.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIED, MOST_SIZE, MOST_TERMS, shown
+
+T = TypeVar("T")
+PREFIX = "n_"
+"""What a symbol's name begins with; no value of a program has such a name."""
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """One size that calls choose: the user's name for it, its least and greatest value, and the integer that stands for it in passes."""
+
+    name: str
+    low: int
+    high: int
+    hint: int
+
+    @property
+    def symbol(self) -> str:
+        return PREFIX + self.name
+
+    def __str__(self) -> str:
+        return f"{self.name} from {self.low} to {self.high}"
+
+
+class _Open:
+    """Arithmetic that keeps expressions. A plain float on the left of an integer would lose it, so write 1 / size, not 1.0 / size."""
+
+    expr: sympy.Expr
+
+    def __add__(self, other: Any) -> Any:
+        return _apply("+", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _apply("+", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _apply("-", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _apply("-", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _apply("*", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _apply("*", other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _apply("//", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _apply("//", other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _apply("%", self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _apply("%", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _apply("/", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _apply("/", other, self)
+
+    def __neg__(self) -> Any:
+        return _apply("*", self, -1)
+
+
+class Size(_Open, int):
+    """An integer that remembers its expression. What arithmetic makes of it is one again, or a plain number where nothing is left open.
+
+    Two sizes are equal if their expressions are; a size equals a plain number if the integer that stands for it does.
+    """
+
+    def __new__(cls, value: int, expr: sympy.Expr) -> Size:
+        made = super().__new__(cls, value)
+        made.expr = expr
+        return made
+
+    def __repr__(self) -> str:
+        return text(self.expr)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else format(int(self), spec)
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Size, (int(self), self.expr)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Size):
+            return int(self) == int(other) and self.expr == other.expr
+        return int.__eq__(self, other) if isinstance(other, int) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class Ratio(_Open, float):
+    """A float made of sizes (the factor of a mean): like `Size`."""
+
+    def __new__(cls, value: float, expr: sympy.Expr) -> Ratio:
+        made = super().__new__(cls, value)
+        made.expr = expr
+        return made
+
+    def __repr__(self) -> str:
+        return text(self.expr, False)
+
+    __str__ = __repr__
+
+    def __hash__(self) -> int:
+        return float.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self.expr == other.expr if isinstance(other, Ratio) else float.__eq__(self, other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ratio, (float(self), self.expr)
+
+
+def symbol(dynamic: Dynamic) -> Size:
+    return Size(dynamic.hint, sympy.Symbol(dynamic.symbol, integer=True, positive=True))
+
+
+def sized(expr: sympy.Expr, hint: float) -> Any:
+    """A number for an expression: plain where nothing in it is open."""
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_number:
+        return float(expr)
+    if expr.is_integer or _integral(expr):
+        return Size(int(hint), expr)
+    return Ratio(float(hint), expr)
+
+
+def _integral(expr: sympy.Expr) -> bool:
+    """Whether an expression of which sympy does not know it is an integer: a quotient without remainder, by construction."""
+    return not expr.atoms(sympy.Float) and expr.is_integer is None and expr.as_numer_denom()[1].is_Integer
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "/": operator.truediv,
+}
+
+
+def _apply(sign: str, left: Any, right: Any) -> Any:
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        return NotImplemented
+    value = _OPERATORS[sign](_plain(left), _plain(right))
+    expr = _combined(sign, _expr(left), _expr(right))
+    if sign == "/" or isinstance(left, float) or isinstance(right, float):
+        return float(expr) if expr.is_number else Ratio(float(value), expr)
+    return int(expr) if expr.is_Integer else Size(value, expr)
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, Size) else float(value) if isinstance(value, Ratio) else value
+
+
+def _expr(value: Any) -> sympy.Expr:
+    return value.expr if isinstance(value, Size | Ratio) else sympy.sympify(value)
+
+
+@lru_cache(maxsize=100_000)
+def _combined(sign: str, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
+    if sign == "//":
+        return floor_divided(left, right)
+    if sign == "%":
+        return sympy.Mod(left, right)
+    return sympy.expand(_OPERATORS[sign](left, right))
+
+
+def floor_divided(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
+    """left // right, written one way: what is negative is rounded up."""
+    quotient = left / right
+    return -sympy.ceiling(-quotient) if quotient.could_extract_minus_sign() else sympy.floor(quotient)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- text
+
+
+@lru_cache(maxsize=100_000)
+def text(expr: sympy.Expr, exact: bool = True) -> str:
+    """The expression in Python, over integers unless not `exact`."""
+    numerator, denominator = expr.as_numer_denom()
+    if denominator != 1:
+        return f"{_grouped(numerator, exact)} {'//' if exact else '/'} {_grouped(denominator, exact)}"
+    if expr.is_Add:
+        first, *rest = [text(term, exact) for term in expr.as_ordered_terms()]
+        return first + "".join(f" - {term[1:]}" if term.startswith("-") else f" + {term}" for term in rest)
+    if expr.is_Mul:
+        factors = list(expr.as_ordered_factors())
+        minus = factors[0] == -1
+        shown = " * ".join(_grouped(factor, exact) for factor in factors[minus:])
+        return shown if not minus else shown[1:] if shown.startswith("-") else f"-{shown}"
+    if expr.is_Pow and expr.args[1].is_Integer and expr.args[1] > 0:
+        return f"{_grouped(expr.args[0], exact)} ** {expr.args[1]}"
+    return _atom(expr)
+
+
+def _grouped(expr: sympy.Expr, exact: bool) -> str:
+    """An expression as a factor."""
+    shown = text(expr, exact)
+    return shown if expr.is_Atom or isinstance(expr, sympy.Function) or (-expr).is_Atom else f"({shown})"
+
+
+def _atom(expr: sympy.Expr) -> str:
+    if expr.is_Symbol or expr.is_Integer:
+        return str(expr)
+    if expr.is_Float:
+        return repr(float(expr))
+    if isinstance(expr, sympy.floor | sympy.ceiling):
+        up = isinstance(expr, sympy.ceiling)
+        numerator, denominator = (-expr.args[0] if up else expr.args[0]).as_numer_denom()
+        return f"{'-' * up}({_grouped(numerator, True)} // {_grouped(denominator, True)})"
+    if isinstance(expr, sympy.Mod):
+        return f"({_grouped(expr.args[0], True)} % {_grouped(expr.args[1], True)})"
+    if isinstance(expr, sympy.Max | sympy.Min):
+        name = "max" if isinstance(expr, sympy.Max) else "min"
+        return f"{name}({', '.join(sorted(text(item) for item in expr.args))})"
+    raise ArtifactError(f"a size that is {expr} has no text")
+
+
+def braced(size: int) -> str:
+    """A size as it stands in a type: an expression in braces."""
+    shown = str(size)
+    return f"{{{shown}}}" if isinstance(size, Size) and not shown.isidentifier() else shown
+
+
+_OF_AST: dict[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%", ast.Div: "/",
+}  # fmt: skip
+
+
+def from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
+    """The number that a piece of program text describes, or None if it is no such expression. Nothing is executed.
+
+    Raises ArtifactError for an expression that is larger than any that is printed, or whose numbers or terms are.
+    """
+    if sum(1 for _ in itertools.islice(ast.walk(tree), MOST_NODES + 1)) > MOST_NODES:
+        raise ArtifactError(f"an expression of sizes has more than {MOST_NODES} names, numbers and signs")
+    return _from_ast(tree, hints)
+
+
+def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
+    match tree:
+        case ast.Name(id=name) if name in hints:
+            return Size(hints[name], sympy.Symbol(name, integer=True, positive=True))
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            inner = _from_ast(operand, hints)
+            return None if inner is None else -inner
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OF_AST:
+            a, b = _from_ast(left, hints), _from_ast(right, hints)
+            if a is None or b is None or (b == 0 and not isinstance(sign, ast.Add | ast.Sub | ast.Mult)):
+                return None
+            _multiplied_out(_terms(a) * _terms(b))
+            _refuse_many_roundings(a, b, multiplied=isinstance(sign, ast.Mult))
+            return _bounded(_OPERATORS[_OF_AST[type(sign)]](a, b))
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 < power < 8:
+            a = _from_ast(left, hints)
+            if a is None:
+                return None
+            _multiplied_out(_terms(a) ** power)
+            return sized(sympy.expand(_expr(a) ** power), _bounded(_plain(a) ** power))
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, *_] as items, keywords=[]):
+            found = [_from_ast(item, hints) for item in items]
+            if None in found:
+                return None
+            _refuse_many_roundings(*found, multiplied=False)
+            return (largest if name == "max" else smallest)(*found)
+    return None
+
+
+def _bounded(value: Any) -> Any:
+    if not -MOST_SIZE <= _plain(value) <= MOST_SIZE:
+        raise ArtifactError(f"an expression of sizes comes to {shown(_plain(value))}; sizes go to {MOST_SIZE}")
+    return value
+
+
+def _refuse_many_roundings(*operands: Any, multiplied: bool) -> None:
+    """sympy takes for ever over roundings (//, %, max, min) within each other, most where they are multiplied with other sizes."""
+    open_ones = [value.expr for value in operands if isinstance(value, Size | Ratio)]
+    count = sum(len(expr.atoms(*_ROUNDINGS)) for expr in open_ones)
+    most = MOST_ROUNDINGS_MULTIPLIED if multiplied and len(open_ones) > 1 else MOST_ROUNDINGS
+    if count > most:
+        raise ArtifactError(f"an expression of sizes has {count} roundings (//, %, max, min); at most {most} are read in one")
+
+
+_ROUNDINGS: Final = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min)
+
+
+def _terms(value: Any) -> int:
+    return len(value.expr.args) if isinstance(value, Size | Ratio) and value.expr.is_Add else 1
+
+
+def _multiplied_out(terms: int) -> None:
+    if terms > MOST_TERMS:
+        raise ArtifactError(f"an expression of sizes has {shown(terms)} terms or so when multiplied out; at most {MOST_TERMS} are read")
+
+
+def parse(source: str, hints: Mapping[str, int]) -> Any:
+    """The number that `source` describes. Raises ArtifactError."""
+    try:
+        found = from_ast(ast.parse(source.strip(), mode="eval").body, hints)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        found = None
+    if found is None:
+        raise ArtifactError(f"{shown(source)} is no size: a number, or an expression of {', '.join(hints) or 'numbers'}")
+    return found
+
+
+def largest(*items: Any) -> Any:
+    return sized(sympy.Max(*map(_expr, items)), max(map(_plain, items)))
+
+
+def smallest(*items: Any) -> Any:
+    return sized(sympy.Min(*map(_expr, items)), min(map(_plain, items)))
+
+
+# --------------------------------------------------------------------------------------------------------------------- other sizes
+
+
+def at(value: Any, sizes: Mapping[str, int]) -> Any:
+    """The number with these sizes put in, by symbol; anything that is no open number is itself."""
+    return _value(value.expr, tuple(sorted(sizes.items()))) if isinstance(value, Size | Ratio) else value
+
+
+@lru_cache(maxsize=100_000)
+def _value(expr: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> Any:
+    found = expr.subs({sympy.Symbol(name, integer=True, positive=True): size for name, size in sizes})
+    if not found.is_number or found.is_finite is False:
+        raise ArtifactError(f"{text(expr)} has no value at {dict(sizes)}")
+    return int(found) if found.is_Integer else float(found)
+
+
+def hint_for(wanted: int, low: int, high: int, taken: set[int], extents: set[int], least: int) -> int:
+    """A prime over `least` that is not taken and divides no size that is fixed, from low to high if there is one.
+
+    It is the next one below `wanted`, or else above: models have upper limits (tables of positions) more often than lower ones.
+    """
+
+    def fits(number: int) -> bool:
+        return number > max(least, 2) and number not in taken and not any(extent and extent % number == 0 for extent in extents)
+
+    for number in (*range(min(wanted, high), low - 1, -1), *range(wanted, min(high, 4 * wanted + 64) + 1)):
+        if fits(number) and sympy.isprime(number):
+            return number
+    number = max(wanted, least) + 1
+    while not (fits(number) and sympy.isprime(number)):
+        number += 1
+    return number
+
+
+WORLDS = 6
+"""Choices of sizes: as many as tell apart what operators make of sizes (halves that round up or down, and so on)."""
+
+
+def worlds(sizes: Sequence[Dynamic]) -> list[dict[str, int]]:
+    """Some choices of sizes, by symbol, from their ranges if these have as many; the first are the integers that stand for them."""
+    found: list[dict[str, int]] = [{} for _ in range(WORLDS)]
+    for place, size in enumerate(sizes):
+        reach = range(max(size.low, size.hint - 2 * WORLDS), min(size.high, size.hint + 2 * WORLDS) + 1)
+        near = sorted((number for number in reach if number != size.hint), key=lambda number: abs(number - size.hint))
+        near += range(max(size.hint, size.high) + 1, max(size.hint, size.high) + WORLDS + 1)
+        near = near[: WORLDS - 1]
+        turn = place % len(near)  # so that no two sizes go in step
+        for world, number in zip(found, (size.hint, *near[turn:], *near[:turn]), strict=True):
+            world[size.symbol] = number
+    return found

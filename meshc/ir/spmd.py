@@ -1,0 +1,121 @@
+"""The operators that only a per-rank program has: coordinates, tiles, masks, collectives.
+
+The local ones are plain functions over tensors. Collectives are names: the runtime and the simulator each give them their meaning, so
+calling one here is an error. `axes` are mesh axes, major to minor; tiles are numbered row-major over them.
+
+    coordinate(axis)                                this rank's coordinate on a mesh axis (an int)
+    tile_start(size, counts, coordinates)           first global index of this rank's tile (an int)
+    tile_count(size, counts, coordinates)           how many of its positions are real (an int)
+    shard(x, dim, tiles, index)                     tile `index` of `tiles` equal padded tiles of a dim; padding is zero
+    mask(x, dim, count, value)                      positions from `count` on replaced by `value`
+    keep_first(x, index)                            x where index is 0, zeros elsewhere: a replicated value made pending
+    all_reduce(x, axes, reduction)
+    all_gather(x, axes, dim)                        tiles concatenated along `dim`
+    reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank
+    broadcast(x, axes, index)                       what the rank at `index` has
+    all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
+    halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
+    halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
+
+A window is [size of the dim whose tiles it goes with, stride, offset, length]: a rank whose tile of that dim starts at t has the window
+[t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
+halo_sum is given there is dropped. Padding of the tile that goes into a halo is never read, that of a halo_sum's result is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from meshc.ir.mesh import role
+from meshc.ir.sharding import tile_count, tile_start
+from meshc.ir.window import tile_length
+
+MICROBATCH: Final = "mb"
+"""The axis whose ranks are moments: a microbatch is its tile of the batch."""
+
+
+def coordinate(axis: str) -> int:
+    raise RuntimeError("coordinate() has a meaning only inside a running program")
+
+
+def shard(x: torch.Tensor, dim: int, tiles: int, index: int) -> torch.Tensor:
+    size = x.shape[dim]
+    tile = -(-size // tiles)
+    start = index * tile
+    length = max(0, min(size - start, tile))
+    piece = x.narrow(dim, min(start, size), length)
+    if length < tile:
+        piece = torch.nn.functional.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, tile - length])
+    return piece
+
+
+def mask(x: torch.Tensor, dim: int, count: int, value: float) -> torch.Tensor:
+    size = x.shape[dim]
+    if count >= size:
+        return x
+    real = torch.arange(size, device=x.device) < count
+    shape = [1] * x.dim()
+    shape[dim] = size
+    return torch.where(real.view(shape), x, torch.full((), value, dtype=x.dtype, device=x.device))
+
+
+def keep_first(x: torch.Tensor, index: int) -> torch.Tensor:
+    return x if index == 0 else torch.zeros_like(x)
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name}() is a collective: it has a meaning only on running or simulated ranks")
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+all_reduce = _collective("all_reduce")
+broadcast = _collective("broadcast")
+all_gather = _collective("all_gather")
+reduce_scatter = _collective("reduce_scatter")
+all_to_all = _collective("all_to_all")
+halo = _collective("halo")
+halo_sum = _collective("halo_sum")
+
+COLLECTIVES = {function.__name__: function for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
+INTEGERS: dict[str, Callable[..., Any]] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
+LOCAL: dict[str, Callable[..., Any]] = {"shard": shard, "mask": mask, "keep_first": keep_first}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
+
+
+def moved(target: Any, shape: Sequence[int], args: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
+    """The shape of what a collective, or a cut into tiles, makes of a tensor; `args` are those behind it, `sizes` those of the axes."""
+    if target is shard:
+        dim, tiles, _ = args
+        return [-(-extent // tiles) if d == dim else extent for d, extent in enumerate(shape)]
+    axes, *dims = args
+    count = prod(sizes[axis] for axis in axes)
+    found = list(shape)
+    if target is all_gather:
+        found[dims[0]] *= count
+    elif target is reduce_scatter:
+        found[dims[0]] //= count
+    elif target is all_to_all:
+        found[dims[0]] //= count
+        found[dims[1]] *= count
+    elif target is halo:
+        found[dims[0]] = dims[2][3]
+    elif target is halo_sum:
+        found[dims[0]] = tile_length(dims[1], [sizes[axis] for axis in axes])
+    return found
+
+
+def is_collective(target: Any) -> bool:
+    return getattr(target, "__name__", None) in COLLECTIVES and target is COLLECTIVES[target.__name__]
+
+
+def joins_stages(node: Node) -> bool:
+    """Whether a node is a collective between pipeline stages. Their graphs differ, so what they do together keeps its order in each."""
+    return is_collective(node.target) and any(role(axis) == "pp" for axis in node.args[1])  # type: ignore[union-attr, arg-type]

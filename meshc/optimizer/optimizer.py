@@ -1,0 +1,342 @@
+"""From a `torch.optim` optimizer to the operators of a program, and back.
+
+`describe(optimizer)` says what a compiler needs to know: the state slots of each parameter, the numbers that are read at each call, what
+the program was specialised to. `update_nodes` then writes one parameter's update through a callback, so that the same code serves
+`torch.fx` nodes and plain tensors:
+
+    spec = describe(optimizer)
+    group = spec.group_of(parameter)
+    new_param, new_state = update_nodes(group, param, grad, state, numbers, call=lambda op, *args, **kwargs: op(*args, **kwargs))
+
+Adam, AdamW and SGD become the `meshc::` updates. Every other optimizer is *traced*: its own `step` runs once on fake tensors, on a private
+copy, with state and numbers as inputs. What Python would have computed on floats (`1 - beta1 ** step`) is computed on 0-dim float64
+tensors; where Python branches on data (`if rho > 5`), both branches are traced and joined by `where`; where it branches on a number of the
+group (`if weight_decay != 0`), the outcome is a guard, part of the key under which the program was compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshc.errors import CompileError, InputError, StateError
+from meshc.ops import optim as _updates  # noqa: F401  registers the operators
+from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
+from meshc.optimizer.slots import fresh_slots, private_copy
+from meshc.optimizer.spec import (
+    ADAM_NUMBERS,
+    FIRST,
+    HIDDEN,
+    SGD_NUMBERS,
+    GroupSpec,
+    Guard,
+    OptimizerSpec,
+    Slot,
+    TracedUpdate,
+    group_flags,
+    group_numbers,
+    guarded_key,
+    is_torchs_own,
+    kind_of,
+    numbers,
+    rates,
+    unhooked,
+)
+from meshc.optimizer.trace import trace_update
+
+__all__ = [
+    "FIRST",
+    "HIDDEN",
+    "GroupSpec",
+    "AnyOptimizer",
+    "Guard",
+    "OptimizerSpec",
+    "Optimizers",
+    "Slot",
+    "TracedUpdate",
+    "attach_state",
+    "changes",
+    "describe",
+    "key",
+    "mark_stepped",
+    "members_of",
+    "numbers",
+    "rates",
+    "replace_parameters",
+    "update_nodes",
+]
+
+
+def key(optimizer: AnyOptimizer, spec: OptimizerSpec | None = None) -> tuple[tuple[str, Hashable], ...]:
+    """What a compiled program depends on: flags, and the outcomes of Python's branches on numbers. `spec.key_of` is the cheap form."""
+    return (spec or describe(optimizer)).key_of(optimizer)
+
+
+def changes(old: Sequence[tuple[str, Hashable]], new: Sequence[tuple[str, Hashable]]) -> list[str]:
+    """Why a program must be compiled again, one line a difference: `group 0: weight_decay != 0: False -> True`."""
+    before, after = dict(old), dict(new)
+    names = [*before, *(name for name in after if name not in before)]
+    return [f"{n}: {before.get(n, 'absent')} -> {after.get(n, 'absent')}" for n in names if before.get(n) != after.get(n)]
+
+
+# Describe.
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__qualname__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CompileError(
+            f"{name} evaluates the model several times in a step through a closure. A compiled step is one forward, one backward "
+            "and one update: use an optimizer that steps without a closure, or compile the module and keep LBFGS in eager code."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise CompileError(f"{name} takes sparse gradients, which a program does not have. Use Adam, and sparse=False in the embedding.")
+    parameters = list(inspect.signature(unhooked(type(optimizer).step)).parameters.values())[1:]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if needed:
+        raise CompileError(f"{name}.step needs {', '.join(needed)}. A compiled step calls step() alone: give them defaults.")
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise CompileError(f"{name}: parameter {j} of group {i} has a sparse gradient. Use sparse=False in the embedding.")
+
+
+def describe(optimizer: AnyOptimizer) -> OptimizerSpec:
+    """Read optimizers without touching them; those without a `meshc::` update are traced, once for each shape and dtype in a group.
+
+    Raises CompileError, naming the optimizer, where its step cannot be expressed: closures, sparse gradients, step counts kept outside the
+    state, float() or math functions of data. A user's own class is also run for three steps on small tensors and compared with its trace.
+    """
+    groups: list[GroupSpec] = []
+    for member in members_of(optimizer):
+        _refuse(member)
+        with _stepping_alone(member):
+            found = _groups(member)
+        groups += [replace(group, index=len(groups) + i) for i, group in enumerate(found)]
+    name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
+    idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
+    return OptimizerSpec(name, tuple(groups), guarded_key(optimizer, [g.guards for g in groups]), idle)
+
+
+@contextmanager
+def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which no other optimizer may step: one that `step` reaches, and meshc did not find, would be lost."""
+
+    def refuse(other: torch.optim.Optimizer, *_: Any) -> None:
+        name, theirs = type(optimizer).__qualname__, type(other).__qualname__
+        raise CompileError(
+            f"{name}.step calls {theirs}.step, and no {theirs} lies in {name}'s attributes, where meshc looks for inner optimizers\n"
+            f"  what to do: keep it in an attribute (a list or a dict will do), or TrainStep(model, optimizer=[...]) with all that step"
+        )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[GroupSpec]:
+    groups: list[GroupSpec] = []
+    for i, group in enumerate(optimizer.param_groups):
+        kind = kind_of(optimizer, group)
+        params = tuple(group["params"])
+        names = tuple(group_numbers(optimizer, group))
+        flags = group_flags(optimizer, group)
+        fresh: dict[tuple[tuple[int, ...], torch.dtype], tuple[Slot, ...]] = {}
+        traced: dict[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = {}
+        guards: list[Guard] = [Guard("weight_decay", "!=")] if kind != "other" else []
+        if kind == "other" and any(p.is_complex() for p in params):
+            raise CompileError(
+                f"{type(optimizer).__qualname__}: group {i} has complex parameters, which only Adam, AdamW and SGD take here."
+            )
+        if kind == "other" and not is_torchs_own(optimizer):
+            _check_against_itself(optimizer, i)
+        for p in params:
+            signature = (tuple(p.shape), p.dtype)
+            if signature in fresh:
+                continue
+            fresh[signature] = fresh_slots(optimizer, i, *signature)
+            if kind == "other":
+                traced[signature], found = trace_update(optimizer, i, *signature, fresh[signature])
+                guards += [g for g in found if g not in guards]
+        slots = tuple(_with_values(fresh[tuple(p.shape), p.dtype], optimizer.state.get(p)) for p in params)
+        groups.append(GroupSpec(i, kind, type(optimizer).__qualname__, flags, names, tuple(guards), params, slots, traced))
+    return groups
+
+
+def _with_values(slots: Sequence[Slot], state: Mapping[str, Any] | None) -> tuple[Slot, ...]:
+    """Slots with the tensors that a resumed optimizer holds."""
+    if not state:
+        return tuple(slots)
+    present = any(state.get(slot.name) is not None for slot in slots if not slot.hidden)
+    held: list[Slot] = []
+    for slot in slots:
+        value = state.get(slot.name)
+        if slot.name == FIRST and present:
+            held.append(replace(slot, fill=0.0))
+        elif value is None:
+            held.append(slot)
+        else:
+            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=slot.dtype)
+            held.append(replace(slot, dtype=tensor.dtype, value=tensor))
+    return tuple(held)
+
+
+# Emit.
+
+
+def update_nodes(
+    group: GroupSpec,
+    param: Any,
+    grad: Any,
+    state: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    call: Callable[..., Any],
+    like: Any = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Write one parameter's update; returns its new value and its new state, one entry a slot.
+
+    `param`, `grad`, the values of `state` and `numbers` are opaque: graph nodes, or tensors. `call(op, *args, **kwargs)` adds one operator.
+    A traced update depends on the parameter's global shape and dtype, read from `like` (default: `param` itself).
+    """
+    if group.kind in ("adam", "adamw"):
+        amsgrad = group.flag("amsgrad")
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()), "step")
+        op = torch.ops.meshc.adam_amsgrad.default if amsgrad else torch.ops.meshc.adam.default
+        given = [state[name] for name in names] + [numbers[name] for name in ADAM_NUMBERS]
+        result = call(op, param, grad, *given, group.flag("decoupled"), group.flag("maximize"))
+    elif group.kind == "sgd" and group.flag("momentum"):
+        names = ("momentum_buffer", FIRST)
+        given = [state[name] for name in names] + [numbers[name] for name in SGD_NUMBERS]
+        result = call(torch.ops.meshc.sgd.default, param, grad, *given, group.flag("nesterov"), group.flag("maximize"))
+    elif group.kind == "sgd":
+        plain = call(torch.ops.meshc.sgd_plain.default, param, grad, numbers["lr"], numbers["weight_decay"], group.flag("maximize"))
+        return plain, {}
+    else:
+        return _inline(group, param, grad, state, numbers, call, param if like is None else like)
+    return call(operator.getitem, result, 0), {name: call(operator.getitem, result, i) for i, name in enumerate(names, 1)}
+
+
+def _inline(
+    group: GroupSpec, param: Any, grad: Any, state: Mapping[str, Any], numbers: Mapping[str, Any], call: Callable[..., Any], like: Any
+) -> tuple[Any, dict[str, Any]]:
+    update = group.traced.get((tuple(like.shape), like.dtype))
+    if update is None:
+        raise InputError(
+            f"{group.optimizer}: no update was traced for a parameter of shape {tuple(like.shape)} and {like.dtype} in group "
+            f"{group.index}. Pass the described parameter as `like`."
+        )
+    sources = {"param": param, "grad": grad}
+    sources |= {f"state:{name}": value for name, value in state.items()} | {f"number:{name}": value for name, value in numbers.items()}
+    values: dict[Node, Any] = {}
+    inputs = iter(update.inputs)
+    for node in update.graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = sources[next(inputs)]
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = call(node.target, *args, **kwargs)
+    (output,) = [node for node in update.graph.graph.nodes if node.op == "output"]
+    results = dict(zip(update.outputs, [values[node] for node in output.args[0]], strict=True))
+    return results.pop("param"), {name.removeprefix("state:"): value for name, value in results.items()}
+
+
+# Back to the live optimizer.
+
+
+def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Replace parameters in place and give them state.
+
+    `params` maps an old parameter to the new one; `states` maps a parameter, old or new, to its slots by name. Order, other entries of the
+    groups, and state that is not replaced stay; hidden slots are left out, so that the layout is torch's own.
+    """
+    known = [p for group in optimizer.param_groups for p in group["params"]]
+    replaced = {id(p): params.get(p, p) for p in known}
+    new = {id(p) for p in replaced.values()}
+    strangers = [p for p in params if id(p) not in replaced] + [p for p in states if id(p) not in replaced and id(p) not in new]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:4])
+        raise StateError(
+            f"{type(optimizer).__qualname__}: {len(strangers)} parameters (shapes {shapes}) are not in its groups. "
+            "Build the optimizer from the parameters of the model that is compiled."
+        )
+    replace_parameters(optimizer, params)
+    kept = list(optimizer.state.items())
+    optimizer.state.clear()
+    for old, state in kept:
+        optimizer.state[replaced.get(id(old), old) if isinstance(old, Tensor) else old] = state
+    for p, slots in states.items():
+        optimizer.state[replaced.get(id(p), p)].update({name: value for name, value in slots.items() if not name.startswith(HIDDEN)})
+
+
+def replace_parameters(optimizer: Any, params: Mapping[Tensor, Tensor]) -> None:
+    """New parameters for old ones in an optimizer's groups, or in those that a wrapper lists, in place."""
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"][:] = [params.get(p, p) for p in group["params"]]
+
+
+def mark_stepped(optimizer: AnyOptimizer) -> None:
+    """Tell learning-rate schedulers that the optimizer has stepped; torch sets the same flag in the `step` that they wrap."""
+    wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
+    for one in (*members_of(optimizer), *wrappers):
+        if isinstance(one, torch.optim.Optimizer):
+            one._opt_called = True  # type: ignore[attr-defined]
+
+
+# A user's own class, against its own trace.
+
+
+def _check_against_itself(optimizer: torch.optim.Optimizer, index: int) -> None:
+    """Three steps of two small parameters together, eager and traced.
+
+    Finds what a trace of one parameter cannot show: an update that couples parameters, or that keeps a count where tracing did not look.
+    """
+    group = optimizer.param_groups[index]
+    generator = torch.Generator().manual_seed(0)
+    ranks = sorted({p.dim() for p in group["params"]})
+    shapes = [tuple(min(size, 3 + i) for i, size in enumerate(next(p for p in group["params"] if p.dim() == rank).shape)) for rank in ranks]
+    shapes = [shape for shape in (shapes * 2)[: max(2, len(shapes))] if math.prod(shape)]
+    if not shapes:
+        return
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    eager = [torch.nn.Parameter(draw(shape)) for shape in shapes]
+    twin = private_copy(optimizer, index, eager[0], {}, defaultdict(dict))
+    twin.param_groups[0]["params"] = eager
+    given = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers(optimizer)[index].items()}
+    mine = [p.detach().clone() for p in eager]
+    slots = [fresh_slots(optimizer, index, shape, torch.float64) for shape in shapes]
+    traces = {shape: trace_update(optimizer, index, shape, torch.float64, s)[0] for shape, s in zip(shapes, slots, strict=True)}
+    by_signature = {(shape, torch.float64): trace for shape, trace in traces.items()}
+    spec = GroupSpec(index, "other", type(optimizer).__qualname__, (), tuple(given), (), (), (), by_signature)
+    states = [{slot.name: slot.initial(p) for slot in s} for s, p in zip(slots, mine, strict=True)]
+    start = [p.clone() for p in mine]
+    for _ in range(3):
+        for i, p in enumerate(eager):
+            p.grad = draw(shapes[i])
+            mine[i], states[i] = update_nodes(spec, mine[i], p.grad.clone(), states[i], given, lambda op, *a, **k: op(*a, **k))
+        with torch.no_grad():
+            unhooked(type(twin).step)(twin)
+    for p, q, before in zip(eager, mine, start, strict=True):
+        moved = (p.detach() - before).abs().max().item()
+        wrong = (p.detach() - q).abs().max().item()
+        if not wrong <= 1e-5 * moved:
+            raise CompileError(
+                f"{type(optimizer).__qualname__}: after three steps on small tensors its traced update differs by {wrong:.3g} where the "
+                f"parameter moved by {moved:.3g}. A step that couples parameters, draws random numbers or counts outside "
+                "optimizer.state cannot be compiled; use Adam, AdamW, SGD or an elementwise update."
+            )

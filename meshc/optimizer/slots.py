@@ -1,0 +1,190 @@
+"""The state slots of a parameter that has not stepped, as its optimizer's own class creates them on a private copy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshc.errors import CompileError, MeshcError
+from meshc.optimizer.spec import FIRST, IMPLEMENTATION, Slot, is_torchs_own, kind_of, numbers, unhooked
+
+
+def private_copy(optimizer: torch.optim.Optimizer, index: int, param: Tensor, entries: Mapping[str, Any], state: dict[Any, Any]) -> Any:
+    """A copy with one group and one parameter, torch's plain implementation, no hooks; containers are copied, so nothing leaks back."""
+    twin: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "step"):  # a scheduler's wrapped `step` calls the original
+            continue
+        if name.endswith("_hooks"):
+            value = OrderedDict()
+        elif isinstance(value, dict | list | set):
+            value = copy.copy(value) if _holds_objects(value) else copy.deepcopy(value)
+        setattr(twin, name, value)
+    group = {name: value for name, value in optimizer.param_groups[index].items() if name not in ("params", "param_names")}
+    group |= {name: False for name in IMPLEMENTATION if name in group}
+    for name, value in group.items():
+        if isinstance(value, tuple | list):
+            value = type(value)(entries.get(f"{name}_{i}", v) for i, v in enumerate(value))
+        group[name] = entries.get(name, copy.copy(value) if isinstance(value, dict | set) else value)
+    twin.param_groups = [{"params": [param], **group}]
+    twin.state = state
+    return twin
+
+
+def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> Any:
+    """A copy that steps other parameters, given by the id of those that they stand for: torch's plain loops, no state, no hooks."""
+    twin: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "step", "defaults"):
+            setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.copy(value) if isinstance(value, dict | list) else value)
+    twin.defaults = _plain(getattr(optimizer, "defaults", {}))  # whence torch reads `differentiable`
+    twin.param_groups = [{**_plain(group), "params": [params[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {**entries, **{name: False for name in IMPLEMENTATION if name in entries}}
+
+
+def _holds_objects(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return any(not isinstance(v, int | float | str | bool | type(None) | tuple | list | dict) for v in items)
+
+
+class _Recorder(dict):
+    """A parameter's state that keeps each entry as it was when first put in."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self:
+            self.first[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, Any]:
+    """State entries as the class creates them. torch's own classes do so in `_init_group`, without a step. Seed 2 has other numbers too."""
+    present = numbers(optimizer)[index] if seed == 2 else {}
+    twin = private_copy(optimizer, index, param, {name: 0.75 * value for name, value in present.items()}, defaultdict(_Recorder))
+    generator = torch.Generator().manual_seed(1000 + seed)  # not the parameter's own draws
+    param.grad = torch.empty_like(param) if seed < 0 else torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+    with torch.no_grad():
+        if is_torchs_own(optimizer):
+            create_state(twin)
+        else:
+            unhooked(type(twin).step)(twin)
+    return twin.state[param].first if param in twin.state else {}
+
+
+def create_state(twin: Any) -> None:
+    lists = list(inspect.signature(twin._init_group).parameters)[1:]
+    twin._init_group(twin.param_groups[0], *([] for _ in lists))
+
+
+def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
+    """The slots of a parameter that has not stepped, from the class's own initialisation on small tensors and on fake ones."""
+    if kind_of(optimizer, optimizer.param_groups[index]) == "sgd":
+        if optimizer.param_groups[index]["momentum"] == 0:
+            return ()
+        return (
+            Slot("momentum_buffer", "like_param", shape, dtype, 0.0, from_first_step=True),
+            Slot(FIRST, "scalar", (), torch.float32, 1.0),
+        )
+    small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
+    born: list[tuple[Tensor, dict[str, Any]]] = []
+    for seed in (1, 2):
+        values = torch.randn(small, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        param = torch.nn.Parameter(values.to(dtype))
+        before = param.detach().clone()
+        born.append((before, _born(optimizer, index, param, seed)))
+    full = _born_at(optimizer, index, shape, dtype, born[0][1], small)
+    wide = _born_at(optimizer, index, (3,), dtype, {}, ()) if shape == () else full
+    slots: list[Slot] = []
+    first_differs = False
+    for name, value in full.items():
+        if not isinstance(value, Tensor | int | float):
+            raise CompileError(
+                f"{type(optimizer).__qualname__} keeps state[{name!r}] of type {type(value).__name__}; a program can hold tensors "
+                "and numbers only."
+            )
+        size, kind = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
+        other = wide.get(name, value)
+        is_scalar = not isinstance(other, Tensor) or other.dim() == 0
+        fill, differs = _fill([(before, entries[name]) for before, entries in born])
+        first_differs |= differs
+        slots.append(
+            Slot(
+                name,
+                "scalar" if is_scalar else "like_param" if size == shape else "other",
+                size,
+                kind,
+                fill,
+                not isinstance(value, Tensor),
+                differs,
+            )
+        )
+    if first_differs:
+        slots.append(Slot(FIRST, "scalar", (), torch.float32, 1.0))
+    return tuple(slots)
+
+
+def _born_at(
+    optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype, known: dict[str, Any], small: tuple[int, ...]
+) -> dict[str, Any]:
+    """Entries at a parameter's full size, for their shapes only; `known` are those of a parameter of shape `small`."""
+    if known and small == shape:
+        return known
+    if is_torchs_own(optimizer):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return _born(optimizer, index, torch.nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
+    if known and all(not isinstance(v, Tensor) or tuple(v.shape) in ((), small) for v in known.values()):
+        return {n: torch.empty(shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) and v.dim() else v for n, v in known.items()}
+    return _born(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+
+
+def _born(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, Any]:
+    try:
+        return _state_at_birth(optimizer, index, param, seed)
+    except MeshcError:
+        raise
+    except Exception as error:
+        raise CompileError(f"{type(optimizer).__qualname__} could not take a step on its own: {error}") from error
+
+
+def _fill(samples: Sequence[tuple[Tensor, Any]]) -> tuple[float | None, bool]:
+    """(constant, or None for a copy of the parameter; whether the entry depends on the gradient or the numbers of its first step)."""
+    values = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for _, value in samples]
+    constants = [_constant(v) for v in values]
+    if constants[0] is not None and constants[0] == constants[1]:
+        return constants[0], False
+    if all(v.shape == before.shape and torch.equal(v.to(before.dtype), before) for (before, _), v in zip(samples, values, strict=True)):
+        return None, False
+    return constants[0] or 0.0, True
+
+
+def _constant(value: Tensor) -> float | None:
+    if value.numel() == 0:
+        return 0.0
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    first = value.flatten()[0]
+    return float(first) if bool((value == first).all()) else None

@@ -1,0 +1,286 @@
+"""What a program knows of an optimizer: its groups, the state slots of each parameter, the numbers that are read at each call.
+
+Adam, AdamW and SGD have numbers and flags of their own; of every other class a group's entries are sorted by what they are: numbers, also
+in tuples, are read at each call, all else is compiled in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from meshc.errors import StateError
+from meshc.optimizer.sets import AnyOptimizer, members_of
+
+HIDDEN = "meshc."
+"""Prefix of state slots that a program keeps and `optimizer.state` does not know."""
+
+FIRST = HIDDEN + "first"
+"""1.0 until the parameter's first update, then 0.0, for optimizers whose first step differs."""
+
+_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "initial_momentum", "base_momentum", "max_momentum")  # entries that schedulers add
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # how torch computes, not what
+ADAM_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
+
+RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "!=": operator.ne, "==": operator.eq, ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One state tensor of one parameter.
+
+    `shape` is "like_param", "scalar" or "other" (then `size` is not derived from the parameter's). A fresh slot is filled with `fill`, or
+    is a copy of the parameter where `fill` is None. `value` is the optimizer's own tensor when it has stepped or loaded a state dict.
+    `python`: the optimizer keeps a Python number there; a program holds a 0-dim float64 tensor, and so does `optimizer.state` from then on.
+    `from_first_step`: torch derives the initial value from the first step's gradient or numbers, and so does the program.
+    """
+
+    name: str
+    shape: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float | None
+    python: bool = False
+    from_first_step: bool = False
+    value: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def hidden(self) -> bool:
+        return self.name.startswith(HIDDEN)
+
+    def initial(self, param: Tensor) -> Tensor:
+        """A new tensor with the value before the next step; scalars lie on the CPU, others on the parameter's device."""
+        if self.value is not None:
+            return self.value.detach().clone()
+        if self.fill is None:
+            return param.detach().clone()
+        if self.shape == "like_param":
+            return torch.full_like(param, self.fill, dtype=self.dtype, memory_format=torch.preserve_format, requires_grad=False)
+        return torch.full(self.size, self.fill, dtype=self.dtype, device="cpu" if self.shape == "scalar" else param.device)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a program assumes of one number: `number <relation> constant` has this outcome, or (relation "is") it has this very value."""
+
+    number: str
+    relation: str
+    constant: float = 0.0
+
+    def outcome(self, numbers: Mapping[str, float]) -> float | bool:
+        value = numbers[self.number]
+        return value if self.relation == "is" else bool(RELATIONS[self.relation](value, self.constant))
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """One parameter's update as a graph of aten operators on global shapes.
+
+    Placeholders are, in order, `inputs`: "param", "grad", "state:NAME", "number:NAME"; results, in order, `outputs`: "param", "state:NAME".
+    Numbers and scalar state are 0-dim and lie on one device with the rest.
+    """
+
+    graph: GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSpec:
+    """One entry of `param_groups`.
+
+    `kind` is "adam", "adamw", "sgd" or "other". `numbers` are read at each call; `flags` and the outcomes of `guards` are compiled in.
+    """
+
+    index: int
+    kind: str
+    optimizer: str
+    flags: tuple[tuple[str, Hashable], ...]
+    numbers: tuple[str, ...]
+    guards: tuple[Guard, ...]
+    params: tuple[Tensor, ...]
+    slots: tuple[tuple[Slot, ...], ...]
+    traced: Mapping[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = field(default_factory=dict)
+
+    def flag(self, name: str) -> Any:
+        return dict(self.flags)[name]
+
+    def slots_of(self, param: Tensor) -> tuple[Slot, ...]:
+        return next(slots for p, slots in zip(self.params, self.slots, strict=True) if p is param)
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerSpec:
+    """What `describe` found. `key` is a hashable value; a program serves as long as `key_of(optimizer)` equals it.
+
+    `groups` are those of all optimizers that step; `idle` are parameters that somebody holds and nobody steps, and who holds them.
+    """
+
+    optimizer: str
+    groups: tuple[GroupSpec, ...]
+    key: tuple[tuple[str, Hashable], ...]
+    idle: tuple[tuple[Tensor, str], ...] = ()
+
+    def group_of(self, param: Tensor) -> GroupSpec:
+        for group in self.groups:
+            if any(p is param for p in group.params):
+                return group
+        raise StateError(f"{self.optimizer}: a parameter of shape {tuple(param.shape)} is in none of its {len(self.groups)} groups")
+
+    def slots_of(self, param: Tensor) -> tuple[Slot, ...]:
+        return self.group_of(param).slots_of(param)
+
+    def of_live(self, live: Callable[[Tensor], Tensor]) -> OptimizerSpec:
+        """The same of the parameters that have taken the place of these; neither the old ones nor their state is held any more."""
+        groups = [
+            replace(
+                group,
+                params=tuple(live(param) for param in group.params),
+                slots=tuple(tuple(replace(slot, value=None) for slot in slots) for slots in group.slots),
+            )
+            for group in self.groups
+        ]
+        return replace(self, groups=tuple(groups), idle=tuple((live(param), who) for param, who in self.idle))
+
+    def key_of(self, optimizer: AnyOptimizer) -> tuple[tuple[str, Hashable], ...]:
+        return guarded_key(optimizer, [group.guards for group in self.groups])
+
+
+# What torch's optimizers hold in a group.
+
+
+def token(value: Any) -> Hashable:
+    """Equal as long as plain values, also in lists and dicts, are; of all else its identity."""
+    if isinstance(value, dict):
+        return tuple((repr(k), token(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(token(v) for v in value)
+    return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
+
+
+def unhooked(function: Any) -> Any:
+    """`step` as written: `Optimizer.__init__` wraps each class's once, to run hooks."""
+    return function.__wrapped__ if getattr(function, "hooked", False) else function
+
+
+def _undecorated(function: Any) -> Any:
+    """A method as its class wrote it, for comparisons: a first `torch.compile` wraps those of optimizers, each class's anew."""
+    while True:
+        inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> bool:
+    kind = type(optimizer)
+    return (
+        isinstance(optimizer, base)
+        and _undecorated(kind.step) is _undecorated(base.step)
+        and _undecorated(kind._init_group) is _undecorated(base._init_group)  # type: ignore[attr-defined]
+    )
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """torch's classes create their state in `_init_group`, before a step, and are traced right (the tests hold them to it)."""
+    return type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group")
+
+
+def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    if _follows(optimizer, torch.optim.Adam):
+        return "adamw" if group.get("decoupled_weight_decay") else "adam"
+    return "sgd" if _follows(optimizer, torch.optim.SGD) else "other"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _entries(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(numbers, flags) of an optimizer without operator: numbers, also in tuples, are read at each call, all else is compiled in."""
+    numbers: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
+    for name, value in group.items():
+        if name in ("params", "param_names", *_SCHEDULERS, *IMPLEMENTATION):
+            continue
+        if _is_number(value):
+            numbers[name] = value
+        elif isinstance(value, tuple | list) and any(_is_number(v) for v in value):
+            for i, v in enumerate(value):
+                (numbers if _is_number(v) else flags)[f"{name}_{i}"] = v
+        else:
+            flags[name] = value
+    return numbers, flags
+
+
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def group_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    kind = kind_of(optimizer, group)
+    if kind in ("adam", "adamw"):
+        beta1, beta2 = group["betas"]
+        return dict(zip(ADAM_NUMBERS, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"]), strict=True))
+    if kind == "sgd":
+        return {name: group[name] for name in SGD_NUMBERS}
+    return _entries(group)[0]
+
+
+def group_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    kind = kind_of(optimizer, group)
+    if kind in ("adam", "adamw"):
+        flags = {"amsgrad": bool(group["amsgrad"]), "maximize": bool(group["maximize"]), "decoupled": kind == "adamw"}
+    elif kind == "sgd":
+        flags = {"nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"]), "momentum": bool(group["momentum"] != 0)}
+    else:
+        flags = _entries(group)[1]
+    return tuple((name, _hashable(value)) for name, value in flags.items())
+
+
+def numbers(optimizer: AnyOptimizer) -> list[dict[str, float]]:
+    """The numbers of each group as they stand now, in the group's order; tensors are read."""
+    return [
+        {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in group_numbers(member, group).items()}
+        for member in members_of(optimizer)
+        for group in member.param_groups
+    ]
+
+
+def rates(optimizer: AnyOptimizer) -> list[float | None]:
+    """The learning rate of each group; None where a class makes its own."""
+    found = [group.get("lr") for member in members_of(optimizer) for group in member.param_groups]
+    return [None if rate is None else float(rate) for rate in found]
+
+
+def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[Guard]]) -> tuple[tuple[str, Hashable], ...]:
+    members = members_of(optimizer)
+    rows = [(member, group) for member in members for group in member.param_groups]
+    names = " and ".join(type(member).__qualname__ for member in members)
+    entries: list[tuple[str, Hashable]] = [("optimizer", names), ("number of groups", len(rows))]
+    values = numbers(optimizer)
+    for i, ((member, group), now) in enumerate(zip(rows, values, strict=True)):
+        where = f"group {i}: " if len(members) == 1 else f"group {i} ({type(member).__qualname__}): "
+        entries.append((where + "number of parameters", len(group["params"])))
+        entries.append((where + "numbers", tuple(now)))
+        entries += [(where + name, value) for name, value in group_flags(member, group)]
+        for guard in guards[i] if i < len(guards) else ():
+            if guard.number in now:
+                name = guard.number if guard.relation == "is" else f"{guard.number} {guard.relation} {guard.constant:g}"
+                entries.append((where + name, guard.outcome(now)))
+    return tuple(entries)

@@ -1,0 +1,267 @@
+"""One parameter's update as a graph: an optimizer's own `step`, run on fake tensors with state and numbers as inputs.
+
+Each path through the step's branches on data is run once; `where` joins their results, and is then moved down to what differs in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from meshc.errors import CompileError, MeshcError
+from meshc.optimizer.numbers import Branch, NumbersAsTensors
+from meshc.optimizer.slots import create_state, private_copy
+from meshc.optimizer.spec import FIRST, Guard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, unhooked
+
+_MAX_BRANCHES = 5  # each doubles the paths
+
+
+def _placeholders(optimizer: torch.optim.Optimizer, index: int, slots: Sequence[Slot]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = group_numbers(optimizer, optimizer.param_groups[index])
+    state = tuple(f"state:{slot.name}" for slot in slots)
+    return ("param", "grad", *state, *(f"number:{name}" for name in names)), ("param", *state)
+
+
+def trace_update(
+    optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype, slots: Sequence[Slot]
+) -> tuple[TracedUpdate, list[Guard]]:
+    inputs, outputs = _placeholders(optimizer, index, slots)
+    guards: list[Guard] = []
+    raw = group_numbers(optimizer, optimizer.param_groups[index])
+    present = {name: value.item() if isinstance(value, Tensor) else value for name, value in raw.items()}
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(inputs, tensors, strict=True))
+
+        def explore(decisions: tuple[bool, ...]) -> dict[str, Tensor]:
+            if len(decisions) > _MAX_BRANCHES:
+                raise CompileError(
+                    f"{type(optimizer).__qualname__}.step branches more than {_MAX_BRANCHES} times on values that change from step "
+                    "to step. Use torch.where, torch.maximum, torch.clamp instead of if, max, min."
+                )
+            try:
+                return _one_path(optimizer, index, given, slots, present, decisions, guards)
+            except Branch as branch:
+                condition = branch.condition
+            then, otherwise = explore((*decisions, True)), explore((*decisions, False))
+            return {name: torch.where(condition, then[name], otherwise[name]) for name in outputs}
+
+        results = explore(())
+        return tuple(results[name] for name in outputs)
+
+    with FakeTensorMode(), torch.no_grad():
+        fakes = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
+        fakes += [torch.empty(slot.size, dtype=slot.dtype) for slot in slots]
+        fakes += [torch.empty((), dtype=torch.float64) for _ in present]
+        try:
+            traced = make_fx(torch.func.functionalize(function, remove="mutations"))(*fakes)
+        except MeshcError:
+            raise
+        except Exception as error:
+            raise CompileError(
+                f"{type(optimizer).__qualname__}.step could not be traced for a parameter of shape {shape}: {error}. It must be made "
+                "of torch operations on parameters, gradients and state, with step counts in the state."
+            ) from error
+    return TracedUpdate(_simplify(traced, type(optimizer).__qualname__, inputs), inputs, outputs), guards
+
+
+def _one_path(
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    given: Mapping[str, Tensor],
+    slots: Sequence[Slot],
+    present: Mapping[str, float],
+    decisions: Sequence[bool],
+    guards: list[Guard],
+) -> dict[str, Tensor]:
+    """Run `step` once on copies of `given`, taking `decisions` at its branches; raises Branch at the first that is not decided."""
+    name = type(optimizer).__qualname__
+    param = given["param"].clone()
+    hyper = {number: given[f"number:{number}"] for number in present}
+    state: dict[str, Any] = {}
+    mode = NumbersAsTensors(name, decisions)
+    mode.grads[id(param)] = (param, given["grad"].clone())
+    mode.guards = guards
+    for number, tensor in hyper.items():
+        mode.number(tensor, present[number], frozenset([number]))
+        mode.known[id(tensor)].is_input = True
+    created: dict[str, Any] | None = None
+    started = True
+    if any(slot.name == FIRST for slot in slots):
+        first = given[f"state:{FIRST}"] != 0
+        with mode:
+            if is_torchs_own(optimizer):
+                created = _created(optimizer, index, param, hyper)
+            else:
+                started = not bool(first)
+    for slot in slots:
+        if slot.hidden or not started:
+            continue
+        tensor = given[f"state:{slot.name}"].clone()
+        if created is not None and slot.from_first_step:
+            tensor = torch.where(first, created[slot.name], tensor)
+        state[slot.name] = tensor
+        if slot.python:
+            mode.number(tensor)
+        elif slot.shape == "scalar":
+            mode.scalar_state[id(tensor)] = tensor
+    twin = private_copy(optimizer, index, param, hyper, defaultdict(dict, {param: state}))
+    watched = _snapshot(twin)
+    with mode:
+        unhooked(type(twin).step)(twin)
+    after = _snapshot(twin)
+    changed = sorted(k for k in {*watched, *after} if watched.get(k) != after.get(k))
+    if changed:
+        raise CompileError(
+            f"{name}.step changes {', '.join(changed)}, which is not state of a parameter and would be compiled in as a constant. "
+            "Keep step counts and averages in optimizer.state[parameter]."
+        )
+    results = {"param": param}
+    final = twin.state[param]
+    for slot in slots:
+        if slot.name == FIRST:
+            results[f"state:{FIRST}"] = torch.zeros_like(given[f"state:{FIRST}"])
+            continue
+        value = final.pop(slot.name)
+        value = value if isinstance(value, Tensor) else torch.full((), value, dtype=slot.dtype)
+        results[f"state:{slot.name}"] = value if value.dtype == slot.dtype else value.to(slot.dtype)
+    if final:
+        raise CompileError(f"{name}.step creates state {', '.join(map(repr, final))} after its first step; create all state in the first.")
+    return results
+
+
+def _created(optimizer: torch.optim.Optimizer, index: int, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Any]:
+    twin = private_copy(optimizer, index, param, hyper, defaultdict(dict))
+    create_state(twin)
+    return twin.state[param]
+
+
+def _snapshot(twin: Any) -> dict[str, Hashable]:
+    """Everything outside the parameter's state, so that what a step changes there can be named."""
+    skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
+    seen = {f"self.{k}": v for k, v in vars(twin).items() if k not in skipped}
+    seen |= {f"group[{k!r}]": v for k, v in twin.param_groups[0].items() if k != "params"}
+    seen |= {f"state[{k!r}]": v for k, v in twin.state.items() if not isinstance(k, Tensor)}
+    return {k: token(v) for k, v in seen.items()}
+
+
+# Tidying a traced graph.
+
+
+def _simplify(traced: GraphModule, name: str, inputs: Sequence[str]) -> GraphModule:
+    """Drop copies, merge equal nodes, move `where` from the results of two branches to what differs in them; placeholders get names."""
+    graph = traced.graph
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and node.users:
+            raise CompileError(
+                f"{name}.step uses a tensor that is not its parameter's, its gradient's or its state's. Keep it in "
+                "optimizer.state[parameter]."
+            )
+        if node.op == "call_function" and node.target in _COPIES:
+            source = node.args[_COPIES[node.target]]
+            here, there = node.meta["val"], source.meta["val"]
+            if (here.shape, here.dtype) == (there.shape, there.dtype):
+                node.replace_all_uses_with(source)
+    _merge_equal(graph)
+    sunk: dict[tuple[Node, Node, Node], Node] = {}
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.where.self:
+            condition, then, otherwise = node.args
+            both = isinstance(then, Node) and isinstance(otherwise, Node)
+            merged = _sink(graph, node, condition, then, otherwise, sunk) if both else None
+            if merged is not None:
+                node.replace_all_uses_with(merged)
+    _merge_equal(graph)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr"):
+            graph.erase_node(node)
+    named = Graph()
+    copies: dict[Node, Node] = {}
+    remaining = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = named.placeholder(re.sub(r"\W", "_", next(remaining)))
+            copies[node].meta.update(node.meta)
+        else:
+            copies[node] = named.node_copy(node, copies.__getitem__)
+    return GraphModule(torch.nn.Module(), named, f"{name}Update")
+
+
+# Operators that return one of their arguments (its position) where neither shape nor dtype changes: nothing is written in a traced graph.
+_COPIES = {
+    torch.ops.aten.clone.default: 0,
+    torch.ops.aten.detach.default: 0,
+    torch.ops.aten.view.default: 0,
+    torch.ops.aten._to_copy.default: 0,
+    torch.ops.aten.copy.default: 1,
+}
+
+
+def _merge_equal(graph: Graph) -> None:
+    seen: dict[Hashable, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        # repr keeps 1, 1.0 and True apart, which compare equal
+        signature = (node.target, repr((node.args, node.kwargs)))
+        if signature in seen:
+            node.replace_all_uses_with(seen[signature])
+        else:
+            seen[signature] = node
+
+
+def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, sunk: dict[tuple[Node, Node, Node], Node]) -> Node | None:
+    """`where(c, f(x), f(y))` as `f(where(c, x, y))`; None where the two are not the same operation on values of equal type."""
+    if then is otherwise:
+        return then
+    if (condition, then, otherwise) in sunk:
+        return sunk[condition, then, otherwise]
+    same = then.op == otherwise.op == "call_function" and then.target is otherwise.target and len(then.args) == len(otherwise.args)
+    if not same or repr(then.kwargs) != repr(otherwise.kwargs) or torch.Tag.nondeterministic_seeded in getattr(then.target, "tags", ()):
+        return None
+    differ = [i for i, (a, b) in enumerate(zip(then.args, otherwise.args, strict=True)) if a is not b and repr(a) != repr(b)]
+    if len(differ) != 1:
+        return None
+    (position,) = differ
+    a, b = then.args[position], otherwise.args[position]
+    if not all(isinstance(v, Node | float | int) and not isinstance(v, bool) for v in (a, b)):
+        return None
+    value = _choose(graph, at, condition, a, b, sunk)
+    if value is None:
+        return None
+    with graph.inserting_before(at):
+        args = (*then.args[:position], value, *then.args[position + 1 :])
+        node = graph.create_node("call_function", then.target, args, dict(then.kwargs))
+    node.meta.update(then.meta)
+    sunk[condition, then, otherwise] = node
+    return node
+
+
+def _choose(graph: Graph, at: Node, condition: Node, a: Any, b: Any, sunk: dict[tuple[Node, Node, Node], Node]) -> Node | None:
+    if isinstance(a, Node) and isinstance(b, Node):
+        if a.meta["val"].shape != b.meta["val"].shape or a.meta["val"].dtype != b.meta["val"].dtype:
+            return None
+        deeper = _sink(graph, at, condition, a, b, sunk)
+        if deeper is not None:
+            return deeper
+        op = torch.ops.aten.where.self
+    elif isinstance(a, Node) and a.meta["val"].dim() == 0 and a.meta["val"].dtype == torch.float64:
+        op = torch.ops.aten.where.ScalarOther
+    elif isinstance(b, Node) and b.meta["val"].dim() == 0 and b.meta["val"].dtype == torch.float64:
+        op = torch.ops.aten.where.ScalarSelf
+    else:
+        return None
+    with graph.inserting_before(at):
+        node = graph.call_function(op, (condition, a, b))
+    node.meta["val"] = (a if isinstance(a, Node) else b).meta["val"]
+    return node

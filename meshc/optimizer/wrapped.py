@@ -1,0 +1,332 @@
+"""Which optimizers step: the one that is given, those of a list, or those that a wrapper's own `step` calls.
+
+    TrainStep(model, optimizer=adamw)                 adamw
+    TrainStep(model, optimizer=[muon, adamw])         muon and adamw
+    TrainStep(model, optimizer=MuonWithAdamW(model))  what its step calls: self.muon and self.adamw
+
+A compiled step runs no wrapper's `step`, so nothing else than calls of inner steps may happen there. It is run once to see that: on a copy
+of the wrapper that holds small samples of the parameters, with inner steps that only tell that they were called. What it writes to
+samples, which numbers and attributes it changes, and which optimizers it leaves out is seen there, and refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshc.errors import CompileError, MeshcError, StateError
+from meshc.optimizer.sets import Optimizers, refuse_shared
+from meshc.optimizer.spec import token, unhooked
+from meshc.package import FOLDER
+
+_OWN: Final = ("state", "param_groups", "defaults", "step")
+"""Attributes of an optimizer in which no other optimizer is looked for; `step` is there once a scheduler has wrapped it."""
+_CONTAINERS: Final = (list, tuple, set, dict, OrderedDict, defaultdict)
+
+NameOf = Callable[[Tensor], str]
+
+
+def find(given: Any, name_of: NameOf) -> Optimizers:
+    """The optimizers that stepping `given`, an optimizer, a wrapper or a list of both, steps. `name_of` names parameters in messages.
+
+    Raises StateError for what is no optimizer, CompileError for a wrapper that does more than call its optimizers' steps.
+    """
+    ones = list(given) if isinstance(given, list | tuple) else [given]
+    if given is None or not ones:
+        raise StateError(
+            f"TrainStep(optimizer={given!r}): a training step updates parameters, so it needs an optimizer\n"
+            "  what to do: meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3));\n"
+            "  for a loop of your own, with loss.backward() and optimizer.step(), compile the module itself:\n"
+            "  meshc.compile(model, mesh, kwargs={...example inputs...}), and build the optimizer after it"
+        )
+    found = [_one(one, name_of) for one in ones]
+    members = tuple(member for one in found for member in one.members)
+    refuse_shared(members, name_of)
+    stepped = {id(p) for member in members for group in member.param_groups for p in group["params"]}
+    idle = tuple((p, who) for one in found for p, who in one.idle if id(p) not in stepped)
+    return Optimizers(members, tuple(wrapper for one in found for wrapper in one.wrappers), idle)
+
+
+def inner(owner: Any) -> dict[str, torch.optim.Optimizer]:
+    """Other optimizers that lie in an object's attributes, in lists, dicts and wrappers there, by where: `.muon`, `.optimizers[0]`."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    seen = {id(owner)}
+
+    def look(value: Any, path: str) -> None:
+        for name, item in _entries(value):
+            if id(item) in seen or not _is_looked_into(item):
+                continue
+            seen.add(id(item))
+            if isinstance(item, torch.optim.Optimizer):
+                found[path + name] = item
+            look(item, path + name)
+
+    look(owner, "")
+    return found
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, torch.optim.Optimizer) or type(value) in _CONTAINERS:
+        return True
+    return not isinstance(value, Tensor | nn.Module | type) and hasattr(value, "__dict__") and callable(getattr(value, "step", None))
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """What lies in a container or an object, and where; lists of tensors and of plain values have nothing to look for."""
+    if isinstance(value, dict) and type(value) in _CONTAINERS:
+        rows = [(f"[{key!r}]", item) for key, item in value.items()]
+    elif type(value) in _CONTAINERS:
+        rows = [(f"[{index}]", item) for index, item in enumerate(value)]
+    else:
+        own = _OWN if isinstance(value, torch.optim.Optimizer) else ()
+        yield from ((f".{name}", item) for name, item in vars(value).items() if name not in own and not name.endswith("_hooks"))
+        return
+    if rows and not isinstance(rows[0][1], Tensor | int | float | str):
+        yield from rows
+
+
+def _one(given: Any, name_of: NameOf) -> Optimizers:
+    is_optimizer = isinstance(given, torch.optim.Optimizer)
+    inside = inner(given) if hasattr(given, "__dict__") and not isinstance(given, type | Tensor | nn.Module) else {}
+    if not is_optimizer and not (inside and callable(getattr(type(given), "step", None))):
+        what = f"the class {given.__qualname__}: make one" if isinstance(given, type) else f"of type {type(given).__qualname__}"
+        raise StateError(
+            f"TrainStep(optimizer=...) is {what}, which is no optimizer and holds none\n"
+            "  what to do: give a torch.optim.Optimizer, several of them in a list, or a wrapper that keeps them in its attributes"
+        )
+    if not inside:
+        return Optimizers((given,))
+    return _Trial(given, inside, name_of).outcome()
+
+
+# A wrapper's step, tried on samples.
+
+
+class _Trial:
+    """One run of a wrapper's `step` on a copy of it that holds samples."""
+
+    def __init__(self, wrapper: Any, inside: dict[str, torch.optim.Optimizer], name_of: NameOf) -> None:
+        self.wrapper, self.inside, self.name_of = wrapper, inside, name_of
+        self.name = type(wrapper).__qualname__
+        self.optimizers = [one for one in (wrapper, *inside.values()) if isinstance(one, torch.optim.Optimizer)]
+        self.nested = {id(one) for one in inside.values() if inner(one)}
+        self.called: list[torch.optim.Optimizer] = []
+        self.parameters = {id(p): p for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        self.samples: dict[int, nn.Parameter] = {}
+        self.gradients: dict[int, Tensor] = {}
+        for index, (key, parameter) in enumerate(self.parameters.items()):
+            self.samples[key], self.gradients[key] = _sample(parameter, index)
+        self.copies: dict[int, Any] = {}
+        self.paths: list[tuple[str, Any]] = []
+        self.originals: list[Any] = []  # so that ids stay their own
+        self.twin = self._copy(wrapper, "self")
+        self.writes = _Writes(self)
+
+    def outcome(self) -> Optimizers:
+        before, real = self._snapshot(), self._numbers()
+        try:
+            with self.writes, torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                unhooked(type(self.wrapper).step)(self.twin)
+        except MeshcError:
+            raise
+        except Exception as error:
+            raise CompileError(
+                f"{self.name}.step could not be tried on samples of its parameters: {type(error).__name__}: {error}{_line(error)}\n"
+                f"{self._advice()}"
+            ) from error
+        if not self.called:
+            return self._steps_itself()
+        after = self._snapshot()
+        changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+        faults = [*self.writes.found, *[f"it changes {key}" for key in changed]]
+        if self._numbers() != real:
+            faults.append("it changes numbers of its optimizers' groups")
+        if faults:
+            raise CompileError(
+                f"{self.name}.step does more than call the steps of its optimizers: {'; '.join(faults[:6])}\n"
+                f"  why: a compiled step runs {' and '.join(type(one).__qualname__ for one in self.called)}, never {self.name}.step, so "
+                f"this would be left out\n{self._advice()}"
+            )
+        wrappers = [one for one in (self.wrapper, *self.inside.values()) if one is self.wrapper or id(one) in self.nested]
+        return Optimizers(tuple(self.called), tuple(wrappers), self._idle(self.called))
+
+    def _steps_itself(self) -> Optimizers:
+        """No inner step was called: an optimizer that only holds others is traced as any other."""
+        if isinstance(self.wrapper, torch.optim.Optimizer):
+            return Optimizers((self.wrapper,), (), self._idle([self.wrapper]))
+        held = ", ".join(f"self{path}" for path in self.inside)
+        raise CompileError(f"{self.name}.step calls the step of none of the optimizers that it holds ({held})\n{self._advice()}")
+
+    def _idle(self, stepping: list[torch.optim.Optimizer]) -> tuple[tuple[Tensor, str], ...]:
+        return tuple(
+            (p, type(one).__qualname__)
+            for one in self.optimizers
+            if one not in stepping
+            for group in one.param_groups
+            for p in group["params"]
+        )
+
+    def _advice(self) -> str:
+        return (
+            "  what to do: give the optimizers themselves, TrainStep(model, optimizer=[first, second]), and do what else the step does\n"
+            "  elsewhere: a rate in a torch.optim.lr_scheduler of an inner optimizer, clipping by TrainStep(clip_grad_norm=...), counts\n"
+            "  and averages after the call of the program; or compile the module itself and step in eager code"
+        )
+
+    def tell(self, original: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Stands in the place of an inner optimizer's step."""
+        name = type(original).__qualname__
+        if any(value is not None for value in (*args, *kwargs.values())):
+            raise CompileError(
+                f"{self.name}.step gives {name}.step a closure, which evaluates the model again. A compiled step is one forward, one "
+                f"backward and one update\n{self._advice()}"
+            )
+        if original in self.called:
+            raise CompileError(f"{self.name}.step steps {name} twice: a compiled step updates each parameter once\n{self._advice()}")
+        for group in original.param_groups:
+            for parameter in group["params"]:
+                if self.samples[id(parameter)].grad is not self.gradients[id(parameter)]:
+                    self.writes.found.append(f"it replaces the gradient of {self.name_of(parameter)}")
+        self.called.append(original)
+
+    def has_stepped(self, parameter: int) -> bool:
+        return any(id(p) == parameter for one in self.called for group in one.param_groups for p in group["params"])
+
+    def _numbers(self) -> list[Hashable]:
+        """The true optimizers' numbers: a copy may have left a way to them open."""
+        return [tuple((k, token(v)) for k, v in group.items() if k != "params") for one in self.optimizers for group in one.param_groups]
+
+    # The copy.
+
+    def _copy(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return self.samples.get(id(value), value)
+        if not _is_looked_into(value) and value is not self.wrapper:
+            return value
+        if id(value) not in self.copies:
+            self.originals.append(value)
+            if type(value) is tuple:
+                self.copies[id(value)] = tuple(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
+            elif type(value) in _CONTAINERS:
+                self._copy_container(value, path)
+            else:
+                self._copy_object(value, path)
+        return self.copies[id(value)]
+
+    def _copy_container(self, value: Any, path: str) -> None:
+        made: Any
+        made = self.copies[id(value)] = defaultdict(value.default_factory) if type(value) is defaultdict else type(value)()
+        if isinstance(value, dict):
+            made.update({self._copy(key, path): self._copy(item, f"{path}[{key!r}]") for key, item in value.items()})
+        elif isinstance(value, list):
+            made.extend(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
+        else:
+            made.update(self._copy(item, path) for item in value)
+
+    def _copy_object(self, value: Any, path: str) -> None:
+        made = self.copies[id(value)] = object.__new__(type(value))
+        self.paths.append((path, made))
+        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        for name, item in vars(value).items():
+            if name.endswith("_hooks"):
+                made.__dict__[name] = OrderedDict()
+            elif is_optimizer and name == "state":
+                made.__dict__[name] = defaultdict(dict)
+            elif not (is_optimizer and name == "step"):  # a scheduler's wrapped `step` calls the original
+                made.__dict__[name] = self._copy(item, f"{path}.{name}")
+        if is_optimizer and value is not self.wrapper:
+            nested = id(value) in self.nested
+            made.__dict__["step"] = partial(unhooked(type(value).step), made) if nested else partial(self.tell, value)
+
+    def _snapshot(self) -> dict[str, Hashable]:
+        """Plain values in the copy, by where they lie."""
+        seen: dict[str, Hashable] = {}
+        for path, twin in self.paths:
+            skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
+            seen |= {f"{path}.{k}": token(v) for k, v in vars(twin).items() if k not in skipped}
+            for index, group in enumerate(vars(twin).get("param_groups", ())):
+                seen |= {f"{path}.param_groups[{index}][{k!r}]": token(v) for k, v in group.items()}
+        return seen
+
+
+def _sample(parameter: Tensor, seed: int) -> tuple[nn.Parameter, Tensor]:
+    """A small parameter of its kind, and its gradient."""
+    small = tuple(min(size, 3 + i) for i, size in enumerate(parameter.shape))
+    generator = torch.Generator().manual_seed(seed)
+    value, gradient = (torch.randn(small, generator=generator, dtype=torch.float64).to(parameter.dtype) for _ in range(2))
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    made.grad = gradient
+    return made, gradient
+
+
+class _Writes(TorchDispatchMode):
+    """Notes what is written to samples; a write to anything else that was there before is refused before it happens."""
+
+    def __init__(self, trial: _Trial) -> None:
+        super().__init__()
+        self.trial = trial
+        self.found: list[str] = []
+        self.mine: set[int] = set()
+        self.kept: list[Tensor] = []
+        self.of = {_memory(sample): (key, "") for key, sample in trial.samples.items()}
+        self.of |= {_memory(gradient): (key, "the gradient of ") for key, gradient in trial.gradients.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in pytree.tree_leaves(named.get(argument.name)):
+                    if isinstance(tensor, Tensor):
+                        self._note(tensor)
+        given = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and _memory(leaf) not in given:
+                self.mine.add(_memory(leaf))
+                self.kept.append(leaf)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        memory = _memory(tensor)
+        if memory in self.mine:
+            return
+        if memory not in self.of:
+            raise CompileError(
+                f"{self.trial.name}.step writes to a tensor that it keeps outside its parameters, of shape {list(tensor.shape)}{_line()}: "
+                f"a compiled step would leave that out\n{self.trial._advice()}"
+            )
+        key, what = self.of[memory]
+        if what and self.trial.has_stepped(key):
+            return  # gradients that are cleared after the step
+        name = self.trial.name_of(self.trial.parameters[key])
+        text = f"it writes to {what}{name}{_line()}"
+        if text not in self.found and len(self.found) < 3:
+            self.found.append(text)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_TORCH: Final = os.path.dirname(inspect.getfile(torch)) + os.sep
+_MINE: Final = f"{FOLDER}{os.sep}"
+
+
+def _line(error: Exception | None = None) -> str:
+    """The user's line that is being run, or that raised."""
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _MINE)) and not frame.filename.startswith("<")]
+    return f" at {users[-1].filename}:{users[-1].lineno} ({users[-1].line})" if users else ""

@@ -1,0 +1,1 @@
+"""The plan language: entries, files, recipes."""

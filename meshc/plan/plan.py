@@ -1,0 +1,136 @@
+"""Plans: what each mesh axis splits, and which tensors are pinned, as text and as a value.
+
+    tp: heads, ffn, vocab > seq                    an axis entry: factors in ranks, first rank first
+    dp: batch; store params, grads, state          what lies split along the axis between steps
+    cp: heads@attention > seq                      a factor inside one region of the model only
+    pp: -                                          use this axis for nothing
+    pin lm_head.weight: vocab/tp, _  only          one entry a dim of the tensors that a glob names
+
+``Plan(text)`` reads, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. What the entries mean is
+in ``docs/plans.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshc.errors import PlanError
+from meshc.ir.mesh import Mesh
+from meshc.plan.entries import AxisEntry, Pin, PinFactor, duplicates, refuse_faults, suggest
+from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plan:
+    """Axis entries and pins.
+
+    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin`` holds a list.
+    Raises PlanError, which lists every line that cannot be read.
+    """
+
+    axes: tuple[AxisEntry, ...]
+    pins: tuple[Pin, ...]
+
+    def __init__(self, lines: str | Iterable[str] | Mapping[str, Any] | Plan = "") -> None:
+        if isinstance(lines, Plan):
+            self._fill(lines.axes, lines.pins)
+        else:
+            self._fill(*read_entries(numbered(lines), "this plan"))
+
+    @classmethod
+    def of(cls, axes: Iterable[AxisEntry] = (), pins: Iterable[Pin] = ()) -> Plan:
+        """The plan of these entries and pins."""
+        plan = object.__new__(cls)
+        plan._fill(tuple(axes), tuple(pins))
+        return plan
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a ``.plan`` file of lines, or a ``.yaml``, ``.yml`` or ``.toml`` file that holds the same as a mapping."""
+        file = Path(path)
+        readers = {".plan": numbered, ".yaml": yaml_lines, ".yml": yaml_lines, ".toml": toml_lines}
+        if file.suffix not in readers:
+            raise PlanError(f"{file}: a plan is read from a file that ends in {', '.join(readers)}")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"the plan file {file} cannot be read: {error}") from error
+        try:
+            lines = readers[file.suffix](text)
+        except PlanError as error:
+            raise PlanError(f"{file}: {error}") from error
+        return cls.of(*read_entries(lines, str(file)))
+
+    def _fill(self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...]) -> None:
+        refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "pins", pins)
+
+    def entry(self, axis: str) -> AxisEntry | None:
+        """The entry of this axis, or None."""
+        return next((entry for entry in self.axes if entry.axis == axis), None)
+
+    def pins_for(self, name: str) -> list[Pin]:
+        """The pins about this tensor, in the order of the plan."""
+        return [pin for pin in self.pins if pin.matches(name)]
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises PlanError if the plan uses an axis that the mesh does not have, or if its pins contradict each other."""
+        uses = [(entry.where, entry.axis) for entry in self.axes]
+        uses += dict.fromkeys((pin.where, axis) for pin in self.pins for axis, _, _ in pin.splits())
+        faults = [f"{where}: the mesh has no axis {axis}{suggest(axis, mesh.names)}" for where, axis in uses if axis not in mesh.names]
+        for pin in self.pins:
+            faults += _clashes_within(pin)
+        for pattern in dict.fromkeys(pin.pattern for pin in self.pins):
+            faults += contradictions([pin for pin in self.pins if pin.pattern == pattern])
+        refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", faults)
+
+    def __add__(self, other: Plan) -> Plan:
+        return Plan.of(self.axes + other.axes, self.pins + other.pins)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.axes, *self.pins)))
+
+    def __repr__(self) -> str:
+        return f"Plan({str(self)!r})"
+
+
+def contradictions(pins: Sequence[Pin]) -> list[str]:
+    """What pins about one tensor contradict each other in: a message for each, which names both lines."""
+    return [f"{one.where} and {other.where}: {why}" for one, other in itertools.combinations(pins, 2) for why in _clashes(one, other)]
+
+
+def _clashes(one: Pin, other: Pin) -> Iterator[str]:
+    if len(one.dims) != len(other.dims):
+        yield f"they name {len(one.dims)} and {len(other.dims)} dims; a pin has one entry for each dim of the tensor"
+        return
+    for dim, (left, right) in enumerate(zip(one.dims, other.dims, strict=True)):
+        here = {part.factor: part for part in left.factors}
+        there = {part.factor: part for part in right.factors}
+        if here and there and not (here.keys() <= there.keys() or here.keys() >= there.keys()):
+            yield f"dim {dim} is {left} and {right}; if the dim holds these factors together, write one pin and join them by *"
+            return
+        for factor, part in here.items():
+            again = there.get(factor, part)
+            if part != again and all(pinned.axes or pinned.whole for pinned in (part, again)):
+                yield f"{factor} in dim {dim} is {_said(part)} in one and {_said(again)} in the other; keep one of the two"
+                return
+    for axis, dim, factor in one.splits():
+        for other_axis, other_dim, other_factor in other.splits():
+            if axis == other_axis and (dim, factor) != (other_dim, other_factor):
+                yield f"{axis} splits {factor} in dim {dim} and {other_factor} in dim {other_dim}; an axis splits a value once"
+
+
+def _said(part: PinFactor) -> str:
+    return "whole" if part.whole else f"split by {', then '.join(part.axes)}"
+
+
+def _clashes_within(pin: Pin) -> Iterator[str]:
+    for one, other in itertools.combinations(pin.splits(), 2):
+        if one[0] == other[0]:
+            yield f"{pin.where}: {one[0]} splits {one[2]} in dim {one[1]} and {other[2]} in dim {other[1]}; an axis splits a value once"

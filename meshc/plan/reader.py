@@ -1,0 +1,229 @@
+"""From text, a mapping, YAML or TOML to the entries of a plan: one line at a time, so that every line that is wrong can be shown."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NoReturn
+
+from meshc.errors import PlanError
+from meshc.ir.mesh import NAME
+from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, duplicates, refuse_faults, suggest
+
+# Sources of lines: pairs of the line's number, 0 where there is none, and the line.
+
+
+def numbered(lines: str | Iterable[str] | Mapping[str, Any]) -> list[tuple[int, str]]:
+    if isinstance(lines, Mapping):
+        return _mapping_lines((0, key, value) for key, value in lines.items())
+    split: list[Any] = lines.splitlines() if isinstance(lines, str) else list(lines) if isinstance(lines, Iterable) else [lines]
+    if not all(isinstance(line, str) for line in split):
+        raise PlanError(f"a plan is text, lines of text, or a mapping of axes to entries, not {lines!r}")
+    return list(enumerate(split, start=1))
+
+
+def _mapping_lines(items: Iterable[tuple[int, Any, Any]]) -> list[tuple[int, str]]:
+    """The lines of (number, key, value) triples: an axis and its entry, ``pin PATTERN`` and dims, ``pin`` and a list of pins."""
+    lines = []
+    for number, key, value in items:
+        if key == "pin":
+            for pin in value if isinstance(value, (list, tuple)) else [value]:
+                texts = [f"{pattern}: {dims}" for pattern, dims in pin.items()] if isinstance(pin, Mapping) else [str(pin)]
+                lines += [(number, f"pin {text}") for text in texts]
+        elif isinstance(key, str) and isinstance(value, str):
+            lines.append((number, f"{key}: {value}"))
+        else:
+            fix = 'write text, as in {"tp": "heads, ffn"}, and "-" to use an axis for nothing'
+            raise PlanError(f"the plan's entry {key!r} holds {value!r}; {fix}")
+    return lines
+
+
+def toml_lines(text: str) -> list[tuple[int, str]]:
+    try:
+        tomllib = importlib.import_module("tomllib")
+    except ImportError as error:
+        raise PlanError("TOML needs Python 3.11; or put the same lines into a .plan file, which needs nothing") from error
+    try:
+        entries: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        fix = 'entries are quoted in TOML, as in tp = "heads, ffn" and pin = ["lm_head.weight: vocab/tp, _"]'
+        raise PlanError(f"{error}; {fix}") from error
+    return numbered(entries)
+
+
+def yaml_lines(text: str) -> list[tuple[int, str]]:
+    # Nodes rather than values: they keep line numbers, repeated keys, and words such as `no` as they were written.
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise PlanError("YAML needs the package pyyaml; or put the same lines into a .plan file, which needs nothing") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise PlanError(f'{error}\nquote what is special in YAML: "-", and patterns that start with *') from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise PlanError("a plan in YAML is a mapping of axes to entries")
+    lines: list[tuple[int, str]] = []
+    for key, value in root.value:
+        is_pin = key.value == "pin"
+        for node in value.value if is_pin and isinstance(value, yaml.SequenceNode) else [value]:
+            number = node.start_mark.line + 1
+            if isinstance(node, yaml.ScalarNode):
+                lines.append((number, f"pin {node.value}" if is_pin else f"{key.value}: {node.value}"))
+            elif isinstance(node, yaml.MappingNode) and is_pin:
+                lines += [(pattern.start_mark.line + 1, f"pin {pattern.value}: {dims.value}") for pattern, dims in node.value]
+            else:
+                raise PlanError(f"line {number}: the entry {key.value} holds a list or a mapping; write text, as in tp: heads, ffn")
+    return lines
+
+
+# Reading.
+
+_FACTOR: Final = re.compile(r"(?:\w[\w-]*|\*(?=\.))(?:\.(?:\w[\w-]*|\*))*")
+_GLOB: Final = re.compile(r"[\w.*?\[\]!-]+")
+_KIND: Final = re.compile(r"\w+:(?=[\w.*?\[\]!-]+\s*:)")
+_PIN: Final = re.compile(r"pin\s+(?=[^\s:])")
+
+
+class _Fault(Exception):
+    def __init__(self, column: int, fix: str) -> None:
+        self.column = column
+        self.fix = fix
+
+
+class _Line:
+    """A cursor over one line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.skip()
+
+    def skip(self) -> None:
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.text)
+
+    def accept(self, pattern: str | re.Pattern[str]) -> str | None:
+        match = re.compile(pattern).match(self.text, self.at)
+        if match is None:
+            return None
+        self.at = match.end()
+        self.skip()
+        return match[0].strip()
+
+    def expect(self, pattern: str | re.Pattern[str], fix: str) -> str:
+        found = self.accept(pattern)
+        return self.fail(fix) if found is None else found
+
+    def fail(self, fix: str, at: int | None = None) -> NoReturn:
+        raise _Fault(self.at if at is None else at, fix)
+
+
+def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[AxisEntry, ...], tuple[Pin, ...]]:
+    axes: list[AxisEntry] = []
+    pins: list[Pin] = []
+    faults: list[str] = []
+    for number, raw in lines:
+        text = raw.split("#", 1)[0].expandtabs().rstrip()
+        line = _Line(text)
+        if line.done:
+            continue
+        try:
+            if line.accept(_PIN) is not None:
+                pins.append(_read_pin(line, number))
+            else:
+                axes.append(_read_axis(line, number))
+        except _Fault as fault:
+            head = f"line {number}: " if number else ""
+            faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
+    doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
+    refuse_faults(f"{name} cannot be read", faults + doubled)
+    return tuple(axes), tuple(pins)
+
+
+def _read_axis(line: _Line, number: int) -> AxisEntry:
+    axis = line.expect(NAME, "a line starts with the name of a mesh axis, or with `pin`; as in `tp: heads, ffn`")
+    line.expect(":", f"after the axis comes a colon: `{axis}: heads, ffn`")
+    ranks: list[tuple[Term, ...]] = []
+    if line.accept(r"-(?![\w.])") is None:
+        seen: set[Term] = set()
+        ranks.append(_read_rank(line, axis, seen))
+        while line.accept(">"):
+            ranks.append(_read_rank(line, axis, seen))
+    store = _read_store(line) if line.accept(";") else ()
+    if not line.done:
+        line.fail("separate factors by `,`, ranks by `>`, and put `; store ...` last")
+    return AxisEntry(axis, tuple(ranks), store, number, line.text.strip())
+
+
+def _read_rank(line: _Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
+    rank: list[Term] = []
+    while not rank or line.accept(","):
+        start = line.at
+        factor = line.expect(_FACTOR, f"a factor belongs here, as in `{axis}: heads, ffn > seq`; `{axis}: -` uses the axis for nothing")
+        region = line.expect(_GLOB, f"a region follows @: `{factor}@attention`, or a glob of module paths") if line.accept("@") else None
+        term = Term(factor, region)
+        if term in seen:
+            line.fail(f"{term} is there twice: keep one", start)
+        seen.add(term)
+        rank.append(term)
+    return tuple(rank)
+
+
+def _read_store(line: _Line) -> tuple[str, ...]:
+    line.expect(r"store\b", "only `store params, grads, state`, or a part of it, follows a semicolon")
+    words: list[str] = []
+    while not words or line.accept(","):
+        start = line.at
+        word = line.expect(r"\w+", f"what is stored split belongs here: {', '.join(STORES)}")
+        if word not in STORES:
+            line.fail(f"{word} cannot be stored{suggest(word, STORES)}", start)
+        if word in words:
+            line.fail(f"{word} is there twice: keep one", start)
+        words.append(word)
+    return tuple(word for word in STORES if word in words)
+
+
+def _read_pin(line: _Line, number: int) -> Pin:
+    names = "a pin names parameters (`fc*.weight`), an input (`input:x`) or a module's value (`value:model.norm`), with * for any text"
+    start = line.at
+    kind = line.accept(_KIND) or ""
+    if kind not in ("", "input:", "value:"):
+        line.fail(names, start)
+    pattern = kind + line.expect(_GLOB, names)
+    line.expect(":", f"after the pattern comes a colon, then one entry for each dim: `pin {pattern}: vocab/tp, _`")
+    dims = [_read_dim(line)]
+    while line.accept(","):
+        dims.append(_read_dim(line))
+    only = line.accept(r"only\b") is not None
+    if not line.done:
+        line.fail("separate dims by `,`, factors in a dim by `*`, axes by `/`; `only` comes last")
+    return Pin(pattern, tuple(dims), only, number, line.text.strip())
+
+
+def _read_dim(line: _Line) -> PinDim:
+    if line.accept(r"_(?=\s*(?:,|$)|\s+only\b)") is not None:
+        return PinDim()
+    parts: list[PinFactor] = []
+    while not parts or line.accept(r"\*"):
+        start = line.at
+        factor = line.expect(_FACTOR, "a dim is FACTOR, FACTOR/AXIS, FACTOR! or _, as in `vocab/tp, _`")
+        if factor in ("_", "only"):
+            line.fail(f"{factor} is no factor: write `_` alone for a dim left open, name the factor to split it", start)
+        if any(part.factor == factor for part in parts):
+            line.fail(f"{factor} is there twice in one dim: keep one", start)
+        whole = line.accept("!") is not None
+        axes: list[str] = []
+        while line.accept("/"):
+            axes.append(line.expect(NAME, f"a mesh axis follows `/`, as in `{factor}/tp`"))
+        if axes and (whole or line.accept("!")):
+            line.fail(f"`{factor}!` is kept whole, so no axis splits it: drop the ! or the axis", start)
+        parts.append(PinFactor(factor, tuple(axes), whole))
+    return PinDim(tuple(parts))

@@ -1,0 +1,180 @@
+"""Recipes: plans with names, and what an axis does when no plan says so.
+
+    resolve("fsdp+megatron_sp", Mesh("dp=2,tp=4"))
+
+        dp: batch; store params, grads, state
+        tp: heads, ffn, vocab > seq > features@products
+
+A recipe is data: an entry for each role that it fits. ``resolve`` gives every axis of the mesh exactly one entry, from the user's plan,
+the recipes that the user named, or the axis's role, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from meshc.errors import PlanError
+from meshc.ir.mesh import ROLES, Axis, Mesh, role
+from meshc.plan.entries import AxisEntry
+from meshc.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A named entry for axes of some roles. A recipe that ``needs_all`` is refused where the mesh lacks one of them."""
+
+    name: str
+    entries: tuple[tuple[str, str], ...]
+    needs_all: bool = False
+
+    def entry(self, axis: str) -> str | None:
+        """The text of the entry that the recipe gives to an axis of this name, or None."""
+        return next((text for fits, text in self.entries if fits == role(axis)), None)
+
+    @property
+    def axes(self) -> str:
+        """The names of the axes that the recipe fits, for messages: ``dp_replicate and dp_shard/fsdp``."""
+        fits = ["/".join(name for name in ROLES if role(name) == fits) for fits, _ in self.entries]
+        return (" and " if self.needs_all else " or ").join(fits)
+
+
+_BATCH: Final = "batch"
+_ZERO3: Final = "batch; store params, grads, state"
+_MEGATRON: Final = "heads, ffn, vocab > features@products"
+_MEGATRON_SP: Final = "heads, ffn, vocab > seq > features@products"
+
+RECIPES: Final[Mapping[str, Recipe]] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("ddp", (("dp", _BATCH), ("dp_replicate", _BATCH), ("dp_shard", _BATCH))),
+        Recipe("zero1", (("dp", "batch; store state"), ("dp_shard", "batch; store state"))),
+        Recipe("zero2", (("dp", "batch; store grads, state"), ("dp_shard", "batch; store grads, state"))),
+        Recipe("fsdp", (("dp", _ZERO3), ("dp_shard", _ZERO3))),
+        Recipe("hsdp", (("dp_replicate", _BATCH), ("dp_shard", _ZERO3)), needs_all=True),
+        Recipe("megatron", (("tp", _MEGATRON),)),
+        Recipe("megatron_sp", (("tp", _MEGATRON_SP), ("sp", _MEGATRON_SP))),
+        Recipe("ulysses", (("cp", "heads@attention > seq"),)),
+    )
+}
+
+ROLE_RECIPES: Final[Mapping[str, str]] = {
+    "dp": "ddp",
+    "dp_replicate": "ddp",
+    "dp_shard": "fsdp",
+    "tp": "megatron",
+    "sp": "megatron_sp",
+    "cp": "ulysses",
+}
+"""Role -> the recipe of an axis that no plan mentions. ``dp_replicate`` beside ``dp_shard`` is then HSDP."""
+
+_NOT_YET: Final[Mapping[str, str]] = {
+    "ep": "experts are not split over ranks; use these ranks as dp or tp",
+}
+
+
+def resolve(plan: str | Plan | Mapping[str, Any] | Iterable[str] | None, mesh: Mesh) -> Plan:
+    """The plan with exactly one entry for each axis of the mesh, in mesh order, and the user's pins.
+
+    ``plan`` is ``"auto"`` or None (the roles' recipes), recipe names joined by ``+``, or a plan by hand: a Plan, or what ``Plan`` reads;
+    text is a plan by hand if it has a colon or a line break. Axes that it leaves out get their role's recipe. A resolved plan resolves
+    to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
+    """
+    recipes: list[Recipe] = []
+    if plan is None or (isinstance(plan, str) and plan.strip() in ("auto", "")):
+        hand = Plan()
+    elif isinstance(plan, str) and ":" not in plan and "\n" not in plan:
+        hand, recipes = Plan(), _recipes(plan, mesh)
+    else:
+        hand = Plan(plan)
+        hand.check(mesh)
+    faults: list[str] = []
+    entries: list[AxisEntry] = []
+    for axis in mesh.axes:
+        try:
+            _refuse_not_yet(axis)
+            entries.append(hand.entry(axis.name) or _by_recipe(axis, recipes) or _by_role(axis))
+        except PlanError as error:
+            faults.append(str(error))
+    used = {entry.source for entry in entries}
+    faults += [
+        f"recipe {recipe.name} has no axis left: another recipe of {plan} has taken {recipe.axes}"
+        for recipe in recipes
+        if not faults and _source(recipe) not in used
+    ]
+    if faults:
+        raise PlanError(f"the mesh {mesh} cannot be planned:" + "".join(f"\n  {fault}" for fault in faults))
+    return Plan.of(entries, hand.pins)
+
+
+def explain(plan: str | Plan | Mapping[str, Any] | Iterable[str] | None, mesh: Mesh) -> str:
+    """A table of what each axis does and where that comes from, then the pins."""
+    resolved = resolve(plan, mesh)
+    rows = [("axis", "ranks", "splits", "stores split", "from")]
+    for axis, entry in zip(mesh.axes, resolved.axes, strict=True):
+        splits = " > ".join(", ".join(map(str, rank)) for rank in entry.ranks) or "-"
+        source = f"hand, line {entry.line}" if entry.line else entry.source
+        rows.append((axis.name, str(axis.size), splits, ", ".join(entry.store) or "-", source))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *map(str, resolved.pins)])
+
+
+def _recipes(text: str, mesh: Mesh) -> list[Recipe]:
+    names = [name.strip() for name in text.split("+")]
+    faults = [f"there is no recipe {name!r}" for name in names if name not in RECIPES]
+    faults += [f"recipe {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1 and name in RECIPES]
+    if faults:
+        known = f"recipes are {', '.join(RECIPES)}, joined by +, or auto"
+        raise PlanError(
+            f"the plan {text!r}: {'; '.join(faults)}; {known}; a plan by hand has colons, as in 'tp: heads'; Plan.load reads a file"
+        )
+    recipes = [RECIPES[name] for name in names]
+    roles = {role(name) for name in mesh.names}
+    for recipe in recipes:
+        fits = [fits in roles for fits, _ in recipe.entries]
+        if not (all(fits) if recipe.needs_all else any(fits)):
+            faults.append(f"\n  recipe {recipe.name} needs an axis {recipe.axes}")
+    if faults:
+        raise PlanError(f"the plan {text!r} does not fit the mesh {mesh}, whose axes are {', '.join(mesh.names)}:{''.join(faults)}")
+    return recipes
+
+
+def _refuse_not_yet(axis: Axis) -> None:
+    advice = _NOT_YET.get(role(axis.name) or "")
+    if advice is not None and axis.size > 1:
+        raise PlanError(f"axis {axis}: not yet: {advice}, or give {axis.name} size 1")
+
+
+def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
+    """The entry of the recipe that fits the axis; of several, the one that is the role's own, so that ddp+fsdp on dp, dp_shard is plain."""
+    fitting = [recipe for recipe in recipes if recipe.entry(axis.name) is not None]
+    own = [recipe for recipe in fitting if recipe.name == ROLE_RECIPES.get(role(axis.name) or "")]
+    if len(fitting) > 1 and not own:
+        names = ", ".join(recipe.name for recipe in fitting)
+        raise PlanError(f"axis {axis.name} would take each of the recipes {names}: keep one, or write the plan by hand")
+    chosen = (own or fitting)[:1]
+    return _entry(axis, chosen[0], _source(chosen[0])) if chosen else None
+
+
+def _by_role(axis: Axis) -> AxisEntry:
+    found = role(axis.name)
+    if found is None:
+        raise PlanError(
+            f"axis {axis.name} has neither a role nor a plan entry; names with a role are {', '.join(ROLES)}; "
+            f"or add a line such as `{axis.name}: batch`, or `{axis.name}: -` to use it for nothing"
+        )
+    if found in _NOT_YET or found == "pp":
+        return AxisEntry(axis.name, source=f"role {found}")
+    recipe = RECIPES[ROLE_RECIPES[found]]
+    return _entry(axis, recipe, f"role {found}, {_source(recipe)}")
+
+
+def _source(recipe: Recipe) -> str:
+    return f"recipe {recipe.name}"
+
+
+def _entry(axis: Axis, recipe: Recipe, source: str) -> AxisEntry:
+    written = Plan(f"{axis.name}: {recipe.entry(axis.name)}").axes[0]
+    return replace(written, line=0, text="", source=source)

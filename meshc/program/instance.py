@@ -1,0 +1,164 @@
+"""A program at sizes: the same stages with numbers where its dynamic sizes stood.
+
+    t: "f32[batch n_batch/dp, seq n_seq]" = aten.reshape(x, [-(-n_batch // 2), n_seq])      at batch 7, seq 33
+    t: "f32[batch 7/dp, seq 33]" = aten.reshape(x, [4, 33])
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from meshc.errors import InputError
+from meshc.ir import KEY, Record
+from meshc.ir.bounds import shown
+from meshc.ir.sharding import Sharding
+from meshc.ir.sizes import at as number_at
+from meshc.ir.sizes import parse
+from meshc.program.program import Port, Program, Stage
+
+KEPT = 16
+"""How many sizes of a program are kept ready; of more, the one not used for longest is made anew when it comes again."""
+_SIGNS = ("==", "!=", ">=", "<=", ">", "<")
+
+
+def at(program: Program, sizes: Mapping[str, int]) -> Program:
+    """The program for calls whose dynamic sizes, by name, are `sizes`. Raises InputError for sizes that it does not serve."""
+    if not program.dynamic:
+        return program
+    check(program, sizes)
+    return put(program, {size.symbol: sizes[size.name] for size in program.dynamic})
+
+
+def put(program: Program, values: Mapping[str, int]) -> Program:
+    """The program with these sizes, by symbol, put in, whether it serves them or not."""
+    return replace(
+        program,
+        stages={name: _stage(stage, values) for name, stage in program.stages.items()},
+        inputs=tuple(_port(port, values) for port in program.inputs),
+        outputs=tuple(_port(port, values) for port in program.outputs),
+        dynamic=(),
+        constraints=(),
+    )
+
+
+def sizes_of(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The dynamic sizes of inputs with these whole shapes, by name. Raises InputError, naming all that do not agree or are missing."""
+    found: dict[str, tuple[int, str]] = {}
+    names = {size.symbol: size.name for size in program.dynamic}
+    faults: list[str] = []
+    for port in program.inputs:
+        if port.kind != "input" or port.name not in shapes:
+            continue
+        shape = shapes[port.name]
+        if len(shape) != len(port.shape):
+            faults.append(f"{port.name} has {len(shape)} dims, the program takes {len(port.shape)}")
+            continue
+        for dim, (open_size, size) in enumerate(zip(port.shape, shape, strict=True)):
+            name = names.get(str(open_size))
+            if name is None:
+                continue
+            known, where = found.setdefault(name, (int(size), f"dim {dim} of {port.name}"))
+            if known != size:
+                faults.append(f"{name} is {known} in {where} and {size} in dim {dim} of {port.name}")
+    faults += [f"no input has {name}" for name in names.values() if name not in found] if not faults else []
+    if faults:
+        raise InputError("sizes do not fit the program:\n  " + "\n  ".join(faults))
+    return {name: size for name, (size, _) in found.items()}
+
+
+def fitting(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
+    """The program for inputs of these whole shapes, by name."""
+    return at(program, sizes_of(program, shapes)) if program.dynamic else program
+
+
+def graph_at(graph: Graph, program: Program, shapes: Mapping[str, Sequence[int]]) -> Graph:
+    """A graph of the program, global or local, for inputs of these whole shapes."""
+    if not program.dynamic:
+        return graph
+    sizes = sizes_of(program, shapes)
+    return _graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
+
+
+def check(program: Program, sizes: Mapping[str, int]) -> None:
+    """Raises InputError naming every size out of range and every constraint that does not hold."""
+    faults = [
+        f"{size.name} is {sizes[size.name]}; the program serves {size}"
+        for size in program.dynamic
+        if not size.low <= sizes[size.name] <= size.high
+    ]
+    values = {size.symbol: sizes[size.name] for size in program.dynamic}
+    if not faults:
+        faults = [f"{text} does not hold at {_said(sizes)}" for text in program.constraints if not _holds(text, values)]
+    if faults:
+        raise InputError("sizes do not fit the program:\n  " + "\n  ".join(faults))
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def _holds(text: str, values: Mapping[str, int]) -> bool:
+    left, sign, right = relation(text)
+    a, b = (number_at(parse(side, values), values) for side in (left, right))
+    return {"==": a == b, "!=": a != b, ">=": a >= b, "<=": a <= b, ">": a > b, "<": a < b}[sign]
+
+
+def relation(text: str) -> tuple[str, str, str]:
+    """The sides and the sign of a constraint. Raises ValueError for a text that is none."""
+    for sign in _SIGNS:
+        left, found, right = text.partition(f" {sign} ")
+        if found:
+            try:
+                ast.parse(left, mode="eval"), ast.parse(right, mode="eval")
+            except (SyntaxError, RecursionError, MemoryError) as error:
+                raise ValueError(f"{shown(text)} relates no two sizes: {error}") from None
+            return left, sign, right
+    raise ValueError(f"{shown(text)} relates no two sizes")
+
+
+def _stage(stage: Stage, values: Mapping[str, int]) -> Stage:
+    return replace(stage, graph=_graph(stage.graph, values))
+
+
+def _graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+
+    def number(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return copies[argument]
+        return number_at(argument, values)
+
+    for node in open_graph.nodes:
+        args, kwargs = map_aggregate(node.args, number), map_aggregate(node.kwargs, number)
+        made = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        made.name = node.name
+        made.meta = dict(node.meta)
+        if KEY in node.meta:
+            found = node.meta[KEY]
+            made.meta[KEY] = tuple(_record(item, values) for item in found) if isinstance(found, tuple) else _record(found, values)
+        copies[node] = made
+    return graph
+
+
+def _record(record: Record, values: Mapping[str, int]) -> Record:
+    sharding = None if record.sharding is None else sharding_at(record.sharding, values)
+    return replace(record, shape=tuple(number_at(extent, values) for extent in record.shape), sharding=sharding)
+
+
+def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:
+    dims = tuple(tuple(replace(part, size=number_at(part.size, values)) for part in parts) for parts in sharding.dims)
+    return replace(sharding, dims=dims)
+
+
+def _port(port: Port, values: Mapping[str, int]) -> Port:
+    sharding = None if port.sharding is None else sharding_at(port.sharding, values)
+    return replace(port, shape=tuple(number_at(extent, values) for extent in port.shape), sharding=sharding)
+
+

@@ -1,0 +1,150 @@
+"""A program: stages (graphs), the schedule that runs them, and the signature that says what goes in and out.
+
+Before `partition` there is one global-view stage; after it each stage is the code that every rank runs. A rank's mesh coordinates are its
+only input that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding
+from meshc.ir.sizes import Dynamic
+from meshc.pipelining.cut import Pipeline
+from meshc.plan.plan import Plan
+
+KINDS = ("parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric")
+
+
+@dataclass(frozen=True)
+class Port:
+    """One named value that enters or leaves a program.
+
+    kind      one of KINDS; a parameter, buffer or state that enters and leaves under one name is updated in place
+    name      `model.layers.0.mlp.up_proj.weight`; inputs and outputs have their path (`input_ids`, `logits`, `past_key_values.0.0`)
+    shape     global
+    sharding  how it lies where it enters or leaves (storage)
+    of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry` of the optimizer
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding | None = None
+    of: str = ""
+    requires_grad: bool = False
+
+    @property
+    def key(self) -> str:
+        """Unique within the program: values of one kind have distinct names."""
+        return f"{self.kind}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The text that a stage was read from.
+
+    file        as messages name it
+    lines       the text
+    at          value -> the number of its line
+    axis_sizes  what its @ranks says, if it has one
+    """
+
+    file: str
+    lines: tuple[str, ...]
+    at: Mapping[str, int]
+    axis_sizes: Mapping[str, int] | None = None
+
+    def fault(self, name: str, why: str) -> str:
+        """A message about the value of this name: file and line, what is wrong, and the line itself."""
+        number = self.at.get(name, len(self.lines))
+        shown = self.lines[number - 1].strip() if 0 < number <= len(self.lines) else ""
+        return f"{self.file}, line {number}: {why}\n    {shown[:200]}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph and the keys (of ports, or of values passed between stages) of its placeholders and outputs, in order.
+
+    origin  the text that it was read from, if it was: such a stage may be a stranger's, and what runs it trusts no value in it
+    """
+
+    name: str
+    graph: Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a rank's schedule.
+
+    run     run `stage`; `microbatch` is its index where the stage has one
+    add     add the stage output `value` into the accumulator `into`; max and min likewise
+    join    the stage output `value` is rows of `into`, which is there once every microbatch has given its own
+    send    post the values `keys` (of `microbatch`, which `stage` has made) to the rank at coordinate `peer` of the pipeline axis
+    recv    post a receive of `keys` from there; the first instruction that reads one waits for it
+    """
+
+    op: str
+    stage: str = ""
+    microbatch: int = 0
+    value: str = ""
+    into: str = ""
+    keys: tuple[str, ...] = ()
+    peer: int = 0
+
+
+@dataclass
+class Program:
+    """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model.
+
+    dynamic      sizes that calls choose, within their ranges; `meshc.program.instance.at` puts them in
+    constraints  what else must hold of them: `n_seq % 4 == 0`
+    pipeline     where the mesh has an axis of pipeline stages: each rank's list, in the place of `schedule`
+    """
+
+    stages: dict[str, Stage]
+    mesh: Mesh
+    plan: Plan
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    schedule: tuple[Instruction, ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    axis_sizes: dict[str, int] = field(default_factory=dict)
+    microbatches: int = 1
+    mode: str = "forward"
+    notes: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    dynamic: tuple[Dynamic, ...] = ()
+    constraints: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
+
+    def port(self, key: str) -> Port:
+        for port in (*self.inputs, *self.outputs):
+            if port.key == key:
+                return port
+        raise KeyError(key)
+
+    def owns(self, key: str, coordinates: Mapping[str, int]) -> bool:
+        """Whether the rank at these coordinates has a port's value: with pipeline stages not every rank has every parameter."""
+        return self.pipeline is None or self.pipeline.owners.get(key, at := coordinates[self.pipeline.axis]) == at
+
+    @property
+    def stage(self) -> Stage:
+        """The only stage of a program that has not been cut."""
+        (stage,) = self.stages.values()
+        return stage
+
+
+def sizes(program: Program) -> Mapping[str, int]:
+    """Sizes of all axes a sharding of this program may name, the microbatch axis `mb` included."""
+    return program.axis_sizes or {axis.name: axis.size for axis in program.mesh.axes}

@@ -1,0 +1,90 @@
+"""From a pipeline's schedule to the instructions that one rank's runtime walks.
+
+    RECV:F0.1>1  F1.1                 recv(flow:h of microbatch 1, from rank 0)   run(forward_1, 1)   add(part:loss -> sum:loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshc.pipelining.cut import FLOW, Move, Pipeline, slot, stage_name
+from meshc.pipelining.events import Handed, Item, Run
+from meshc.pipelining.schedule import Action, Instruction, Recv
+from meshc.program.accumulate import WHOLES, whole_of
+from meshc.program.program import Instruction as Step
+from meshc.program.program import Program, Stage
+
+
+def steps_of(program: Program, coordinates: Mapping[str, int]) -> tuple[Step, ...]:
+    """What the rank at these coordinates of the mesh does in one call."""
+    if program.pipeline is None:
+        return program.schedule
+    return tuple(_steps(program.pipeline, program.stages, coordinates[program.pipeline.axis]))
+
+
+def items_of(program: Program, coordinates: Mapping[str, int]) -> tuple[Item | None, ...]:
+    """What a timeline calls each of these steps; None for one that belongs to the run before it, such as adding to a sum."""
+    pipeline = program.pipeline
+    if pipeline is None:
+        return tuple(Run(step.stage, step.microbatch) if step.op == "run" else None for step in program.schedule)
+    rank = coordinates[pipeline.axis]
+    found: list[Item | None] = [*_handed(pipeline.shared, rank), *(Run(step.stage) for step in _once(f"before_{rank}", program.stages))]
+    for item in pipeline.schedule.lists[rank]:
+        _, *more = _step(pipeline, program.stages, item)
+        found += [item, *[None for _ in more]]
+    return (*found, *_handed(pipeline.returned, rank), *(Run(step.stage) for step in _once(f"after_{rank}", program.stages)))
+
+
+def _handed(moves: Sequence[Move], rank: int) -> Iterator[Handed]:
+    for move in moves:
+        for step in _moves((move,), rank):
+            yield Handed(step.op.upper(), move.key, move.source, move.target)
+
+
+def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
+    """For each instruction, the values of its microbatch, and of all microbatches together, that it is the last to read."""
+    found: list[frozenset[str]] = []
+    seen: set[str] = set()
+    for step in reversed(steps):
+        keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
+        slots = {slot(key, step.microbatch) for key in keys if key.startswith((FLOW, *WHOLES))}
+        found.append(frozenset(slots - seen))
+        seen |= slots
+    return found[::-1]
+
+
+def _steps(pipeline: Pipeline, stages: Mapping[str, Stage], rank: int) -> Iterator[Step]:
+    yield from _moves(pipeline.shared, rank)
+    yield from _once(f"before_{rank}", stages)
+    for item in pipeline.schedule.lists[rank]:
+        yield from _step(pipeline, stages, item)
+    yield from _moves(pipeline.returned, rank)
+    yield from _once(f"after_{rank}", stages)
+
+
+def _once(name: str, stages: Mapping[str, Stage]) -> Iterator[Step]:
+    if name in stages:
+        yield Step("run", name)
+
+
+def _moves(moves: tuple[Move, ...], rank: int) -> Iterator[Step]:
+    for move in moves:
+        if rank == move.source:
+            yield Step("send", keys=(move.key,), peer=move.target)
+        elif rank == move.target:
+            yield Step("recv", keys=(move.key,), peer=move.source)
+
+
+def _step(pipeline: Pipeline, stages: Mapping[str, Stage], item: Instruction) -> Iterator[Step]:
+    if isinstance(item, Action):
+        stage = stages[stage_name(item)]
+        yield Step("run", stage.name, item.microbatch)
+        for key in stage.outputs:
+            if (found := whole_of(key)) is not None:
+                yield Step(found[0], stage.name, item.microbatch, key, found[1])
+        return
+    keys, of = pipeline.messages[item.message.link], item.message.of
+    if isinstance(item, Recv):
+        yield Step("recv", stage_name(of), of.microbatch, keys=keys, peer=pipeline.schedule.rank_of(of.stage))
+    else:
+        yield Step("send", stage_name(of), of.microbatch, keys=keys, peer=pipeline.schedule.rank_of(item.message.to))

@@ -1,0 +1,1 @@
+"""What is said of a program: its summary and account."""

@@ -1,0 +1,126 @@
+"""What is told of a pipeline in a summary: what each stage covers, takes and holds, and what goes over each link in a call."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from meshc.cost import memory
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.predict import costs_of, flow_bytes, saved_bytes
+from meshc.ir import calls, records
+from meshc.pipelining.activations import held
+from meshc.pipelining.cut import Pipeline
+from meshc.pipelining.timing import Costs
+from meshc.program.program import Program
+
+
+@dataclass(frozen=True)
+class StageAccount:
+    """One stage.
+
+    modules          that it runs: `h.0-2`, `lm_head`; one that is cut in two is `part of h.3`
+    parameter_bytes  that its rank keeps for it
+    forward_s, backward_s  predicted, for one microbatch; no backward in an inference
+    saved_bytes      that it keeps of one microbatch until its backward
+    in_flight        microbatches that wait for their backward at a time, at most
+    """
+
+    stage: int
+    rank: int
+    modules: tuple[str, ...]
+    parameter_bytes: int
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class LinkAccount:
+    """What one rank of the pipeline axis sends to another in a call, beside the gradient norm and the like."""
+
+    source: int
+    target: int
+    messages: int
+    bytes: int
+
+
+def stage_accounts(program: Program, device: Device | None = None) -> list[StageAccount]:
+    """All stages of a program that has a pipeline, in order."""
+    pipeline = _pipeline(program)
+    schedule = pipeline.schedule
+    costs = costs_of(pipeline, program.stages, program.mesh, device or for_mesh(program.mesh))
+    names = _modules(program, schedule.stages)
+    kept = saved_bytes(program.stages, schedule.stages)
+    found = []
+    for stage in range(schedule.stages):
+        rank = schedule.rank_of(stage)
+        read = set(program.stages[f"forward_{stage}"].inputs)
+        mine = [port for port in program.inputs if port.kind == "parameter" and port.key in read and pipeline.owners[port.key] == rank]
+        actions = [action for action in schedule.actions[rank] if action.stage == stage]
+        in_flight = int(max(held(actions), default=0))
+        size = sum(memory.port_bytes(port, program.axis_sizes) for port in mine)
+        forward, backward = (_seconds(costs, stage, ops) for ops in ("F", "BIW"))
+        found.append(StageAccount(stage, rank, tuple(names[stage]), size, forward, backward, kept[stage], in_flight))
+    return found
+
+
+def _seconds(costs: Costs, stage: int, ops: str) -> float:
+    """What these ops take; a backward that is there whole and in halves counts once."""
+    present = [op for op in ops if (op, stage) in costs.seconds]
+    return sum(costs.seconds[op, stage] for op in (["B"] if "B" in present else present))
+
+
+def _modules(program: Program, stages: int) -> list[list[str]]:
+    """The modules of each stage, as deep as to the first number: layers of a model are `h.0`, `h.1`, ..."""
+    inside: list[dict[str, None]] = []
+    for stage in range(stages):
+        nodes = calls(program.stages[f"forward_{stage}"].graph)
+        inside.append(dict.fromkeys(layer for node in nodes if (layer := _layer(records(node)[0].source.module))))
+    often = Counter(name for names in inside for name in names)
+    return [list(_ranges(names, {name for name in names if often[name] > 1})) for names in inside]
+
+
+def _layer(module: str) -> str:
+    words = module.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: number + 1])
+
+
+def _ranges(names: Iterable[str], cut: set[str]) -> Iterator[str]:
+    """`h.0, h.1, h.2` as `h.0-2`."""
+    run: list[str] = []
+    for name in [*names, ""]:
+        head, _, number = name.rpartition(".")
+        last_head, _, last = run[-1].rpartition(".") if run else ("", "", "")
+        if run and name not in cut and number.isdigit() and head == last_head and last.isdigit() and int(number) == int(last) + 1:
+            run.append(name)
+            continue
+        if run:
+            yield run[0] if len(run) == 1 else f"{run[0]}-{last}"
+        run = [name] if name and name not in cut else []
+        if name in cut:
+            yield f"part of {name}"
+
+
+def link_accounts(program: Program) -> list[LinkAccount]:
+    """All pairs of ranks between which anything goes, in order."""
+    pipeline = _pipeline(program)
+    flows, sizes = flow_bytes(program.stages), memory.value_bytes(program)
+    count: Counter[tuple[int, int]] = Counter()
+    total: dict[tuple[int, int], int] = defaultdict(int)
+    for link, keys in pipeline.messages.items():
+        pair = pipeline.schedule.rank_of(link.source), pipeline.schedule.rank_of(link.target)
+        count[pair] += pipeline.schedule.microbatches
+        total[pair] += pipeline.schedule.microbatches * sum(flows[key] for key in keys)
+    for move in (*pipeline.shared, *pipeline.returned):
+        count[move.source, move.target] += 1
+        total[move.source, move.target] += sizes[move.key]
+    return [LinkAccount(*pair, count[pair], total[pair]) for pair in sorted(count)]
+
+
+def _pipeline(program: Program) -> Pipeline:
+    assert program.pipeline is not None, "a program with an axis of pipeline stages"
+    return program.pipeline

@@ -1,0 +1,389 @@
+"""Tables about a program: where parameters lie, what is communicated and why, what a rank keeps in memory, how long a call takes.
+
+Everything is read off the program's own graphs and figures of devices; nothing is measured, and nothing needs a process group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from meshc import ir
+from meshc.cost import memory, work
+from meshc.cost.call import MODES, predicted
+from meshc.cost.devices import for_mesh
+from meshc.cost.flops import flops
+from meshc.cost.links import payload
+from meshc.cost.padding import padding
+from meshc.cost.program import program_seconds
+from meshc.cost.work import collapsed
+from meshc.ir import PHASES, Source, spmd
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.spmd import MICROBATCH
+from meshc.program import packing
+from meshc.program.program import Port, Program
+from meshc.report.account import link_accounts, stage_accounts
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """One collective of a program.
+
+    bytes_per_rank  of its operand on each rank; of an all_gather its result, which is the larger side; of halo and halo_sum what moves
+                    (what the rank that needs most gets, or sends)
+    times           how often a call of the program runs it (once a microbatch, for instance)
+    """
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    bytes_per_rank: int
+    node: str
+    reason: str
+    source: Source
+    stage: str = ""
+    times: int = 1
+
+
+def collectives(program: Program) -> list[CollectiveUse]:
+    """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'."""
+    runs = memory.runs(program)
+    found = []
+    for stage in program.stages.values():
+        for node in stage.graph.nodes:
+            if not spmd.is_collective(node.target) or tuple(node.args[1]) == (MICROBATCH,):
+                continue
+            record = ir.record(node)
+            size = payload(node, program.axis_sizes)
+            kind = node.target.__name__
+            found.append(
+                CollectiveUse(
+                    record.phase, kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, runs[stage.name]
+                )
+            )
+    return found
+
+
+def summary(program: Program) -> str:
+    """What a user wants to know of a compiled program before running it."""
+    tables = (_head, _parameters, _pipeline, _collectives, _memory, _time, _work, _padding, _notes)
+    blocks = [table(program) for table in tables]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _head(program: Program) -> str:
+    ranks = program.mesh.world_size
+    what = MODES.get(program.mode, program.mode)
+    batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
+    return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}\n" + "\n".join(
+        f"  {line}" for line in str(program.plan).splitlines()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------- parameters
+
+
+def _parameters(program: Program) -> str:
+    sizes = program.axis_sizes
+    gradients = gradient_shardings(program)
+    states: dict[str, list[Port]] = defaultdict(list)
+    for port in program.inputs:
+        if port.kind == "state":
+            states[port.of].append(port)
+    groups: dict[tuple[Any, ...], list[Port]] = defaultdict(list)
+    for port in program.inputs:
+        if port.kind == "parameter":
+            kept = [state for state in states[port.name] if state.shape == port.shape]
+            others = (
+                _placement(gradients.get(port.name), port.sharding, sizes),
+                _placement(kept[0].sharding if kept else None, port.sharding, sizes),
+            )
+            groups[(collapsed(port.name), port.shape, placement(port.sharding, port.shape), others, port.dtype)].append(port)
+    if not groups:
+        return ""
+    rows = []
+    axis = "" if program.pipeline is None else f"rank of {program.pipeline.axis}"
+    for (name, _, text, (gradient, state), dtype), ports in groups.items():
+        here, size = _on_ranks(program, ports, [[port] for port in ports])
+        _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
+        kind = str(dtype).removeprefix("torch.")
+        rows.append((name, len(ports), kind, text, gradient, state, here, bytes_text(size), bytes_text(state_size)))
+    headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", axis, "bytes/rank", "state/rank"]
+    drop = [column for column in (4, 5, 6, 8) if all(row[column] in ("", "0 B") for row in rows)]
+    keep = [column for column in range(len(headers)) if column not in drop]
+    return _table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
+
+
+def _on_ranks(program: Program, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
+    """Bytes of values on the rank of the pipeline axis that has most of them, and the ranks that have any: each is where `owned` says."""
+    found: Counter[int | None] = Counter()
+    for port, mine in zip(owned, values, strict=True):
+        owner = None if program.pipeline is None else program.pipeline.owners.get(port.key)
+        found[owner] += sum(memory.port_bytes(value, program.axis_sizes) for value in mine)
+    ranks = sorted(owner for owner in found if owner is not None)
+    whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks)), max(found.values())
+
+
+def _placement(other: Sharding | None, own: Sharding | None, sizes: Mapping[str, int]) -> str:
+    """The placement of a gradient or of state where it is not the parameter's."""
+    if other is None or own is None or local_shape(other, sizes) == local_shape(own, sizes):
+        return ""
+    return placement(other, other.shape)
+
+
+def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
+    """`[ffn 688/tp, hidden 256]`. Factors whose only name is a parameter's show their size alone, so that layers look alike."""
+    if sharding is None:
+        return f"[{', '.join(map(str, shape))}]"
+    return f"[{', '.join(' * '.join(map(_part, parts)) or '1' for parts in sharding.dims)}]"
+
+
+def _part(part: Part) -> str:
+    plain = "." in part.factor or not part.factor or re.fullmatch(r"f\d+", part.factor)
+    return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
+
+
+def gradient_shardings(program: Program) -> dict[str, Sharding]:
+    """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
+    found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
+    for stage in program.stages.values():
+        keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+        for node in stage.graph.nodes:
+            for parameter, gradient in memory.updates(node):
+                while packing.is_view(parameter):  # the update of a tile of a parameter that is stored whole
+                    parameter = parameter.all_input_nodes[0]
+                name = keys.get(parameter, "").removeprefix("parameter:")
+                sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
+                if name and sharding is not None:
+                    found[name] = sharding.without_pending()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------------- pipeline
+
+
+def _pipeline(program: Program) -> str:
+    """The schedule, its stages, and what goes between its ranks."""
+    pipeline = program.pipeline
+    if pipeline is None:
+        return ""
+    line = predicted(program)
+    rows = [
+        [
+            one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
+            seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}",
+        ]
+        for one in stage_accounts(program)
+    ]  # fmt: skip
+    headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
+    schedule = pipeline.schedule
+    title = (
+        f"pipeline over {pipeline.axis}, schedule {schedule.name or 'of your own'}: {schedule.microbatches} "
+        f"microbatch{'es' * (schedule.microbatches > 1)}, {100 * line.bubble:.1f} % bubble predicted"
+    )
+    if not schedule.trains:
+        headers, rows = headers[:5], [row[:5] for row in rows]
+    links = [(f"{one.source} to {one.target}", one.messages, bytes_text(one.bytes)) for one in link_accounts(program)]
+    return f"{_table(rows, headers, title)}\n{_table(links, ['ranks', 'messages', 'bytes'], '  sent between stages in a call')}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- collectives
+
+
+def _collectives(program: Program) -> str:
+    groups: dict[tuple[str, str, str], list[CollectiveUse]] = defaultdict(list)
+    for use in collectives(program):
+        groups[(use.phase, use.kind, ", ".join(use.axes))].append(use)
+    if not groups:
+        return "no collectives: ranks do not communicate"
+    rows = []
+    for (phase, kind, axes), uses in sorted(groups.items(), key=lambda item: PHASES.index(item[0][0])):
+        why: Counter[str] = Counter()
+        for use in uses:
+            why[_why(use)] += use.times * use.bytes_per_rank
+        total = sum(use.bytes_per_rank * use.times for use in uses)
+        largest = max(use.bytes_per_rank for use in uses)
+        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), why.most_common(1)[0][0]))
+    headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
+    of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
+    return _table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo)")
+
+
+def _why(use: CollectiveUse) -> str:
+    """The reason without the plan's line, which stands above the table by axis, and without what is sent along."""
+    said = use.reason.partition("; ")[0].partition(" together: ")
+    if said[1]:
+        return said[0] + " together"
+    where = f" in {use.source.module}" if use.source.module and " of " not in said[0] else ""
+    return " ".join(collapsed(word) if "." in word else word for word in f"{said[0]}{where}".split(" "))
+
+
+# --------------------------------------------------------------------------------------------------------------------------- memory
+
+
+def _memory(program: Program) -> str:
+    most = memory.worst(program)
+    peak, kept = most.peak, most.kept
+    waste: dict[str, float] = defaultdict(float)
+    coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
+    for port in program.inputs:
+        if port.kind in memory.KEPT and program.owns(port.key, coordinates):
+            waste[port.kind] += memory.port_bytes(port, program.axis_sizes) - memory.real_bytes(port, program.axis_sizes)
+    names = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
+    rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept.get(kind)]
+    if peak.total:
+        if peak.gradients:
+            rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
+        rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
+    rows.append(("together", bytes_text(most.total), _share(sum(waste.values()), sum(kept.values()))))
+    whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
+    lines = [_table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
+    if peak.at:
+        lines.append(f"  peak at {peak.at}")
+    if program.pipeline is not None:
+        lines.append(f"  together by rank: {', '.join(bytes_text(one.total) for one in memory.by_rank(program))}")
+    return "\n".join(lines)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if part > 0 and whole else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- time
+
+
+def _time(program: Program) -> str:
+    device = for_mesh(program.mesh)
+    takes = program_seconds(program, device)
+    rows = [("computing", takes.compute), *((f"communicating over {axes}", one) for axes, one in takes.communication.items())]
+    if program.pipeline is not None:
+        rows.append(("waiting for other stages", takes.idle))
+        rows[0] = ("computing, on the rank that does so longest", takes.compute)
+    rows.append(("together", takes.total))
+    title = f"predicted time of a call ({device.name}: {device.source})"
+    lines = [_table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
+    if takes.communication:
+        lines.append(f"  {seconds_text(takes.hidden)} of the communication while something is computed")
+    return "\n".join(lines)
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 0.0) / 1e-6:.1f} us"
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- work
+
+
+def _work(program: Program) -> str:
+    """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
+    title = "work (matrix products, convolutions, attention)"
+    rows = work.of(program)
+    if rows is None:
+        return f"{title}\n  not known: the program was made by a meshc that did not keep it; compile again"
+    total = sum(row.flops for row in rows)
+    if not total:
+        return ""
+    axes = [axis for axis in program.mesh.axes if axis.size > 1 and (program.pipeline is None or axis.name != program.pipeline.axis)]
+    shares = [
+        (axis.name, axis.size, _percent(work.share(rows, axis.name)), _percent(work.share(rows, axis.name, legal=True))) for axis in axes
+    ]
+    lines = [_table(shares, ["axis", "ranks", "of the arithmetic split", "of what it could split"], title) if shares else title]
+    lines += [
+        f"  {axis.name} splits nothing of {row}: {100 * row.flops / total:.1f} %, "
+        f"{'which another entry of the plan may split' if row.by_axis[axis.name] == work.COULD else 'which has no legal split'}"
+        for axis in axes
+        for row in work.largest_whole(rows, axis.name)
+    ]
+    repeated = f"all ranks together do {_done(program) / total:.2f} times that (padding, and what is repeated)"
+    lines.append(f"  {bytes_text(total, 'FLOP')} a call; {repeated}")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _done(program: Program) -> float:
+    """What all ranks do in one call, as their graphs have it."""
+    runs = memory.runs(program)
+    one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
+    pipelines = 1 if program.pipeline is None else program.pipeline.schedule.ranks  # what runs on one rank of the axis runs on no other
+    return one * program.mesh.world_size / pipelines
+
+
+# -------------------------------------------------------------------------------------------------------------------------- padding
+
+
+def _padding(program: Program) -> str:
+    rows = [
+        (
+            _part(Part(row.factor, row.size, row.axes)), row.tile, f"{100 * row.share:.1f} %", bytes_text(row.kept_bytes),
+            f"{100 * row.compute_share:.1f} %",
+        )
+        for row in padding(program)
+    ]  # fmt: skip
+    headers = ["factor", "tile", "padding", "kept bytes/rank", "of the arithmetic"]
+    return _table(rows, headers, "what padding wastes (averages over the ranks)") if rows else ""
+
+
+# ------------------------------------------------------------------------------------------------------------------- notes, factors
+
+
+def _notes(program: Program) -> str:
+    return "\n".join(["notes", *(f"  {note}" for note in program.notes)]) if program.notes else ""
+
+
+def factors(names: Any, found: Any, program: Program) -> str:
+    """What a plan can name: a row a name, with sizes, the number of classes and some members.
+
+    names  `of`: class -> name, `also`: class -> all its names        found  `dims`: (node, result) -> classes of each dim, `size`
+    """
+    members: dict[int, list[str]] = defaultdict(list)
+    graph = next((node.graph for node, _ in found.dims), None)
+    if graph is not None:
+        placeholders = graph.find_nodes(op="placeholder")
+        for port, node in zip(program.inputs, placeholders, strict=True):
+            if port.kind in ("parameter", "input", "buffer"):
+                shown = collapsed(port.name) if port.kind != "input" else f"input:{port.name}"
+                for dim, row in enumerate(found.dims[(node, 0)]):
+                    for factor in row:
+                        members[factor].append(f"{shown}[{dim}]")
+    groups: dict[str, list[int]] = defaultdict(list)
+    for factor in sorted(found.size):
+        groups[collapsed(names.of[factor])].append(factor)
+    rows = []
+    for name, classes in groups.items():
+        aliases = sorted({alias for factor in classes for alias in names.also[factor]} - {names.of[factor] for factor in classes})
+        inside = list(dict.fromkeys(member for factor in classes for member in members[factor]))
+        if inside or not re.fullmatch(r"f\d+", name):
+            extents = sorted({found.size[factor] for factor in classes})
+            shown = ", ".join(inside[:3]) + (f", ... {len(inside) - 3} more" if len(inside) > 3 else "")
+            rows.append((name, ", ".join(aliases), ", ".join(map(str, extents)), len(classes), shown))
+    rows.sort(key=lambda row: "." in row[0])
+    return _table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
+
+
+def _table(rows: Any, headers: list[str], title: str) -> str:
+    text = tabulate(rows, headers=headers, disable_numparse=True)
+    return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def bytes_text(count: float, unit: str = "B") -> str:
+    """`12.3 MB`: decimal units."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {prefix}{unit}"
+    return f"{count:.0f} {unit}"
+
+
+__all__ = ["CollectiveUse", "collapsed", "collectives", "factors", "gradient_shardings", "summary"]

@@ -1,0 +1,1 @@
+"""A program as text: printed, parsed, and which operators it may name."""

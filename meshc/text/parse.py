@@ -1,0 +1,369 @@
+"""Reading a program's text back: `ast` finds the assignments, the allow-list the operators; nothing in a text is ever executed.
+
+The grammar is what `meshc.text` prints: one function a stage, one call an assignment, arguments that are names, literals, constants, lists.
+Everything else is refused with the line, what is wrong there, and what may stand there.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc import ir
+from meshc.errors import ArtifactError
+from meshc.ir import PHASES, Record, Source
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.sizes import Dynamic, from_ast
+from meshc.ir.sizes import parse as parse_size
+from meshc.program.program import Origin, Stage
+from meshc.text.allowed import resolve
+from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD
+
+REDUCTIONS: Final = ("sum", "max", "min")
+TYPE_EXAMPLE: Final = "for example f32[batch 8/dp, heads 4/tp * head 32] pending(sum: cp), i64[8, 128], int"
+ARGUMENT: Final = (
+    "an argument is a value's name, a number, a string, True, False, None, inf, nan, a dtype, layout, device, or a list of these"
+)
+
+_ONE_TYPE: Final = re.compile(
+    r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\](?P<rest>(?: (?:whole|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
+)
+_TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
+_CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
+_WORD: Final = WORD.pattern
+_SIZE: Final = r"\d{1,18}|n_\w+|\{[^{}]*\}"
+_PIECE: Final = re.compile(r"(?:[^,*{}]|\{[^{}]*\})+")
+_ITEM: Final = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
+_PART: Final = re.compile(rf"({_WORD}) ({_SIZE})((?:/{_WORD})*)")
+_SIZES: Final = re.compile(r"([A-Za-z_]\w*) (\d{1,18})\.\.(\d{1,18}) (\d{1,18})", re.ASCII)
+_PENDING: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
+_AXIS: Final = re.compile(rf"({_WORD}?)=([1-9][0-9]{{0,8}})")
+
+
+def parse_stage(text: str, side_table: Mapping[str, Any] | None = None, where: str = "program text") -> Stage:
+    """The stage that a text describes, its sources, reasons and phases from `side_table`; `where` names the text in messages.
+
+    Raises ArtifactError. The text of the result is `text`, without the comments of which the side table knows nothing.
+    """
+    return _Reader(text, side_table or {}, where).stage()
+
+
+def parse_type(
+    text: str, axis_sizes: Mapping[str, int] | None = None, hints: Mapping[str, int] | None = None
+) -> Record | tuple[Record, ...]:
+    """The record that a type describes; with `axis_sizes` its shape is a rank's; `hints` are symbols that may stand in it.
+
+    Raises ArtifactError.
+    """
+    hints = hints or {}
+    text = text.strip()
+    if text.startswith("("):
+        if not _TYPES.fullmatch(text):
+            raise ArtifactError(f"{text!r} is no list of types; (f32[8], i64[8]) is one")
+        return tuple(_record(match, axis_sizes, hints) for match in _ONE_TYPE.finditer(text[1:-1]))
+    match = _ONE_TYPE.fullmatch(text)
+    if match is None:
+        raise ArtifactError(f"{text!r} is no type; {TYPE_EXAMPLE}")
+    return _record(match, axis_sizes, hints)
+
+
+def parse_sizes(text: str) -> tuple[Dynamic, ...]:
+    """What `print_sizes` printed. Raises ArtifactError."""
+    found = []
+    for item in text.split(", ") if text else []:
+        match = _SIZES.fullmatch(item)
+        if match is None:
+            raise ArtifactError(f"{item!r} is no dynamic size: NAME LEAST..GREATEST STANDS_FOR, for example seq 2..512 37")
+        low, high, hint = (int(match[group]) for group in (2, 3, 4))
+        if low > high or hint < 2:
+            raise ArtifactError(f"{item!r} is no dynamic size: its least is above its greatest, or 0 or 1 stands for it")
+        found.append(Dynamic(match[1], low, high, hint))
+    return tuple(found)
+
+
+def parse_one_type(text: str, hints: Mapping[str, int] | None = None) -> Record:
+    """The record of a type that is not a list of types, its shape global."""
+    found = parse_type(text, None, hints)
+    if isinstance(found, tuple):
+        raise ArtifactError(f"{text!r} is a list of types where one value is meant")
+    return found
+
+
+def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: Mapping[str, int]) -> Record:
+    text = match[0]
+    if match["int"]:
+        return Record()
+    dtype = DTYPES.get(match["dtype"])
+    if dtype is None:
+        raise ArtifactError(f"{text!r} is no type: {match['dtype']} is no dtype; these are: {', '.join(DTYPES)}")
+    dims = [_dim(dim.strip(), text, hints) for dim in _ITEM.findall(match["dims"])] if match["dims"].strip() else []
+    clauses: dict[str, str] = {}
+    for clause in _CLAUSE.finditer(match["rest"]):
+        if clause[1] not in ("pending", "pad", "whole", "local") or clause[1] in clauses:
+            raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
+        clauses[clause[1]] = clause[2] or ""
+    plain = all(isinstance(dim, int) for dim in dims)
+    if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"pending", "pad", "whole"}):
+        if clauses:
+            raise ArtifactError(f"{text!r} is no type: a value without factors has no {', '.join(clauses)}")
+        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype)
+    if any(isinstance(dim, int) and dim != 1 for dim in dims):
+        raise ArtifactError(f"{text!r} is no type: dims have factors in all places (1 aside) or in none; {TYPE_EXAMPLE}")
+    sharding = Sharding(
+        tuple(() if isinstance(dim, int) else dim for dim in dims), _pending(clauses.get("pending"), text), _zero(clauses.get("pad"), text)
+    )
+    if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
+        raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
+    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding)
+
+
+def _shape(
+    sharding: Sharding, local: str | None, axis_sizes: Mapping[str, int] | None, text: str, hints: Mapping[str, int]
+) -> tuple[int, ...]:
+    if local is not None:
+        items = [item.strip() for item in _ITEM.findall(local)]
+        if not all(re.fullmatch(_SIZE, item, re.ASCII) for item in items):
+            raise ArtifactError(f"{text!r} is no type: local() holds a shape")
+        return tuple(_size(item, hints) for item in items)
+    if axis_sizes is None:
+        return sharding.shape
+    unknown = sorted(sharding.split_axes() - axis_sizes.keys())
+    if unknown:
+        raise ArtifactError(f"{text!r} is split over {', '.join(unknown)}, but @ranks has {', '.join(axis_sizes)}")
+    return local_shape(sharding, axis_sizes)
+
+
+def _size(text: str, hints: Mapping[str, int]) -> int:
+    found: int = parse_size(text[1:-1] if text.startswith("{") else text, hints)
+    return found
+
+
+def _dim(dim: str, text: str, hints: Mapping[str, int]) -> int | tuple[Part, ...]:
+    if re.fullmatch(_SIZE, dim, re.ASCII):
+        return _size(dim, hints)
+    parts = []
+    for piece in _PIECE.findall(dim):
+        match = _PART.fullmatch(piece.strip())
+        if match is None:
+            raise ArtifactError(f"{text!r} is no type: {piece.strip()!r} is not FACTOR SIZE/AXIS/...; {TYPE_EXAMPLE}")
+        parts.append(Part(match[1], _size(match[2], hints), tuple(match[3].split("/")[1:])))
+    return tuple(parts)
+
+
+def _pending(clause: str | None, text: str) -> tuple[tuple[str, str], ...]:
+    pending = []
+    for item in [] if clause is None else clause.split(", "):
+        match = _PENDING.fullmatch(item)
+        if match is None:
+            raise ArtifactError(f"{text!r} is no type: {item!r} is not REDUCTION: AXIS, with a reduction of {', '.join(REDUCTIONS)}")
+        pending.append((match[2], match[1]))
+    return tuple(pending)
+
+
+def _zero(clause: str | None, text: str) -> frozenset[tuple[int, int]]:
+    if clause is None:
+        return frozenset()
+    if not re.fullmatch(r"zero: \d{1,9}\.\d{1,9}(, \d{1,9}\.\d{1,9})*", clause, re.ASCII):
+        raise ArtifactError(f"{text!r} is no type: pad(zero: 0.1, 2.0) lists parts as DIM.POSITION")
+    return frozenset((int(dim), int(position)) for dim, position in re.findall(r"(\d+)\.(\d+)", clause, re.ASCII))
+
+
+class _Reader:
+    """One text on its way to a stage."""
+
+    def __init__(self, text: str, side_table: Mapping[str, Any], where: str) -> None:
+        self.lines = text.split("\n")
+        self.side_table = side_table
+        self.where = where
+        self.graph = Graph()
+        self.values: dict[str, Node] = {}
+        self.at: dict[str, int] = {}
+        self.axis_sizes: dict[str, int] | None = None
+        self.hints: dict[str, int] = {}
+        try:
+            self.tree = ast.parse(text)
+        except SyntaxError as error:
+            self.fail(error.lineno or 1, f"this is no Python: {error.msg}")
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise ArtifactError(f"{where}: this is no Python: {error}") from None
+
+    def fail(self, at: ast.AST | int, why: str) -> NoReturn:
+        number = at if isinstance(at, int) else getattr(at, "lineno", 1)
+        line = self.lines[number - 1].strip() if 0 < number <= len(self.lines) else ""
+        raise ArtifactError(f"{self.where}, line {number}: {why}\n    {line[:200]}") from None
+
+    def stage(self) -> Stage:
+        body = self.tree.body
+        if len(body) != 1 or not isinstance(function := body[0], ast.FunctionDef):
+            self.fail(body[1] if len(body) > 1 else 1, "a stage's text is one function and nothing else")
+        self.ranks(function)
+        inputs = self.parameters(function)
+        *assignments, last = function.body
+        for statement in assignments:
+            self.assignment(statement)
+        if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
+            self.fail(last, 'a stage ends with its results: return {"output:loss": loss}')
+        outputs = [self.string(key or last, "a result's key") for key in last.value.keys]
+        self.at |= {f"return {key}": getattr(at, "lineno", 1) for key, at in zip(outputs, last.value.keys, strict=True)}
+        self.graph.output(tuple(self.argument(value) for value in last.value.values))
+        origin = Origin(self.where, tuple(self.lines), self.at, self.axis_sizes)
+        return Stage(function.name, self.graph, tuple(inputs), tuple(outputs), origin)
+
+    def ranks(self, function: ast.FunctionDef) -> None:
+        for decorator in function.decorator_list:
+            if self.open_sizes(decorator):
+                continue
+            if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Name) or decorator.func.id != "ranks":
+                self.fail(decorator, 'the only decorators are @ranks("dp=2,tp=4") and @sizes("seq 2..512 37")')
+            if len(decorator.args) != 1 or decorator.keywords or self.axis_sizes is not None:
+                self.fail(decorator, 'there is one @ranks, with one text: @ranks("dp=2,tp=4")')
+            text = self.string(decorator.args[0], "the axes")
+            matches = [_AXIS.fullmatch(item) for item in text.split(",")]
+            self.axis_sizes = {match[1]: int(match[2]) for match in matches if match is not None}
+            if len(self.axis_sizes) != len(matches):
+                self.fail(decorator, f"{text!r} lists no axes: AXIS=SIZE,AXIS=SIZE")
+
+    def open_sizes(self, decorator: ast.expr) -> bool:
+        """Whether this is @sizes, and then what it lists."""
+        match decorator:
+            case ast.Call(func=ast.Name(id="sizes"), args=[argument], keywords=[]) if not self.hints:
+                try:
+                    self.hints = {size.symbol: size.hint for size in parse_sizes(self.string(argument, "the dynamic sizes"))}
+                except ArtifactError as error:
+                    self.fail(decorator, str(error))
+                return True
+        return False
+
+    def parameters(self, function: ast.FunctionDef) -> list[str]:
+        arguments = function.args
+        if arguments.posonlyargs or arguments.kwonlyargs or arguments.vararg or arguments.kwarg or function.returns is not None:
+            self.fail(function, 'a parameter is NAME: "TYPE" = "KEY", nothing else')
+        if len(arguments.defaults) != len(arguments.args):
+            self.fail(function, 'every parameter has a key: x: "f32[8]" = "input:x"')
+        keys = []
+        for argument, default in zip(arguments.args, arguments.defaults, strict=True):
+            keys.append(self.string(default, "a parameter's key"))
+            self.define(argument, argument.arg, argument.annotation, None)
+        return keys
+
+    def assignment(self, statement: ast.stmt) -> None:
+        target: ast.expr
+        annotation: ast.expr | None = None
+        value: ast.expr | None
+        if isinstance(statement, ast.AnnAssign):
+            target, annotation, value = statement.target, statement.annotation, statement.value
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, value = statement.targets[0], statement.value
+        else:
+            self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
+        if not isinstance(target, ast.Name) or not isinstance(value, ast.Call):
+            self.fail(statement, 'a line is NAME: "TYPE" = OPERATOR(ARGUMENTS), nothing else')
+        try:
+            operator = resolve(self.dotted(value.func))
+        except ArtifactError as error:
+            self.fail(value.func, str(error))
+        arguments = tuple(self.argument(item) for item in value.args)
+        keywords: dict[str, Any] = {}
+        for item in value.keywords:
+            if item.arg is None:
+                self.fail(value, "** may not stand here")
+            keywords[item.arg] = self.argument(item.value)
+        self.define(statement, target.id, annotation, (operator, arguments, keywords))
+
+    def define(self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None) -> None:
+        """A parameter, or the result of `call`: operator, arguments, keywords."""
+        if name in self.values:
+            self.fail(at, f"{name} is assigned twice")
+        if name in RESERVED:
+            self.fail(at, f"{name} is a word of the language and no name for a value")
+        node = (
+            self.graph.create_node("placeholder", name, name=name) if call is None else self.graph.create_node("call_function", *call, name)
+        )
+        if node.name != name:  # fx gives no value the name of a builtin; a graph may hold one all the same
+            node.name = name
+        self.values[name] = node
+        self.at[name] = getattr(at, "lineno", 1)
+        if annotation is None:
+            return
+        try:
+            found = parse_type(self.string(annotation, "a type"), self.axis_sizes, self.hints)
+        except ArtifactError as error:
+            self.fail(annotation, str(error))
+        row = self.side_table.get(name, {})
+        if isinstance(found, tuple):
+            rows = row if isinstance(row, list) and len(row) == len(found) else [row] * len(found)
+            ir.set_record(node, tuple(self.told(name, record, row) for record, row in zip(found, rows, strict=True)))
+        else:
+            ir.set_record(node, self.told(name, found, row))
+
+    def told(self, name: str, record: Record, row: Any) -> Record:
+        """The record with what the side table says of it."""
+        try:
+            source = Source(**row.get("source", {}))
+            reason, phase = row.get("reason", ""), row.get("phase", record.phase)
+            if not all(isinstance(words, str) for words in (source.file, source.code, source.module, reason)):
+                raise TypeError
+            if type(source.line) is not int or not isinstance(phase, str) or phase not in PHASES:
+                raise TypeError
+            return Record(record.shape, record.dtype, record.sharding, source, reason, phase)
+        except (TypeError, AttributeError):
+            raise ArtifactError(f"{self.where}: the side table's entry for {name} is no source, reason and phase: {row!r}") from None
+
+    def argument(self, value: ast.expr) -> Any:
+        match value:
+            case ast.Name(id=name) if name in self.values:
+                return self.values[name]
+            case ast.Name(id=name) if name in CONSTANTS:
+                return CONSTANTS[name]
+            case ast.Name(id=name) if name in DEVICES:
+                return torch.device(name)
+            case ast.Name(id=name) if name not in self.hints:
+                self.fail(value, f"{name} is not defined above; {ARGUMENT}")
+            case ast.Constant(value=None | bool() | int() | float() | str()):
+                return value.value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if not isinstance(number, bool):
+                return -number
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
+                return -math.inf
+            case ast.List(elts=items):
+                return [self.argument(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.argument(item) for item in items)
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as index)) if name in DEVICES:
+                return torch.device(name, index)
+            case _:
+                if self.hints and (number := self.size(value)) is not None:
+                    return number
+                self.fail(value, f"{_shown(value)} may not stand here; {ARGUMENT}")
+
+    def size(self, value: ast.expr) -> Any:
+        try:
+            return from_ast(value, self.hints)
+        except (ArtifactError, ArithmeticError, RecursionError) as error:
+            self.fail(value, str(error))
+
+    def string(self, value: ast.AST, what: str) -> str:
+        if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+            self.fail(value, f"{what} is a string")
+        return value.value
+
+    def dotted(self, function: ast.expr) -> str:
+        if isinstance(function, ast.Attribute):
+            return f"{self.dotted(function.value)}.{function.attr}"
+        if not isinstance(function, ast.Name):
+            self.fail(function, f"{_shown(function)} is no operator's name")
+        return function.id
+
+
+def _shown(value: ast.expr) -> str:
+    text = ast.unparse(value)
+    return text if len(text) <= 60 else f"{text[:60]} ..."
+
+
+__all__ = ["parse_one_type", "parse_stage", "parse_type"]

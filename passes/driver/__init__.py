@@ -1,0 +1,1 @@
+"""The list of passes, what runs them, and what is done after each."""

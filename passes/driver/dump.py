@@ -1,0 +1,198 @@
+"""The program as text after each pass: numbered files that two runs can be compared by.
+
+    00_plan.txt           what each axis does, and the notes
+    01_capture.py ...     torch's graph of the model: calls as the model wrote them
+    04_differentiate.py   the global view: one graph with its backward and update; factors and shardings appear as passes find them
+    09_partition.py ...   what each rank runs: local shapes, collectives, and why each is there
+
+Nothing here looks at a clock, an address or an id, and nothing changes what it prints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph, Node
+
+from meshc import ir
+from meshc.files.folders import write_text, writing
+from meshc.frontend.capture import source_of
+from meshc.ir import Record, spmd
+from meshc.ir.sharding import Part, Sharding
+from meshc.plan.recipes import explain
+from meshc.program.program import Program, Stage
+from meshc.text.show import print_program, print_stage, print_type, value_names
+
+Hook = Callable[[str, Any], None]
+"""Called as hook(name of a pass, the draft that it left)."""
+
+PLAN = "00_plan.txt"
+
+
+def dumper(path: str | Path) -> Hook:
+    """A hook for one compilation: writes `NN_pass.py` after each pass and keeps `00_plan.txt` up to date.
+
+    Of several ranks the first writes. Files of an earlier dump in the folder are removed first, so that all there is one compilation.
+    """
+    folder = Path(path)
+    done: list[str] = []
+
+    def write(name: str, draft: Any) -> None:
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        if not done:
+            _clear(folder)
+        done.append(name)
+        write_text(folder / f"{len(done):02}_{name}.py", draft_text(name, draft), lasting=False)
+        write_text(folder / PLAN, plan_text(draft), lasting=False)
+
+    return write
+
+
+def _clear(folder: Path) -> None:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / PLAN).is_file():
+            for old in folder.iterdir():
+                if re.fullmatch(r"\d\d_\w+\.py", old.name):
+                    old.unlink()
+
+
+def plan_text(draft: Any) -> str:
+    """Mesh, what each axis does and where that comes from, notes so far."""
+    lines = [f"mesh {draft.mesh}", "", explain(draft.plan, draft.mesh)]
+    if draft.request.count > 1:
+        lines.append(f"{draft.request.count} microbatches")
+    if draft.notes:
+        lines += ["", "notes", *(f"  {note}" for note in draft.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def draft_text(name: str, draft: Any) -> str:
+    """The text of what a pass left: torch's graph, the global view, or what each rank runs."""
+    if draft.stages:
+        program = Program(
+            draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), draft.schedule, draft.constants, draft.sizes,
+            draft.request.count, "step" if draft.request.train else "autograd" if draft.request.grad else "forward",
+            pipeline=draft.pipeline,
+        )  # fmt: skip
+        count = sum(spmd.is_collective(node.target) for stage in draft.stages.values() for node in stage.graph.nodes)
+        return f"# after {name}: what each of {draft.mesh.world_size} ranks runs, {count} collectives\n\n{print_program(program)}"
+    if draft.graph is not None:
+        return f"# after {name}: the global view, {_count(draft.graph)} values\n\n{print_stage(global_view(draft))}"
+    graph = draft.traced.module.graph
+    return f"# after {name}: the model's graph as torch traced it, {_count(graph)} values\n\n{torch_text(graph)}"
+
+
+def _count(graph: Graph) -> int:
+    return sum(node.op not in ("placeholder", "output") for node in graph.nodes)
+
+
+def global_view(draft: Any) -> Stage:
+    """A copy of the draft's graph whose records say what is known so far: factors, how each value lies, and who decided."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(draft.graph, copies))
+    ports = dict(zip(draft.graph.find_nodes(op="placeholder"), draft.inputs, strict=True))
+    for node, made in copies.items():
+        if not ir.has_record(node):
+            continue
+        lies = ports[node].sharding if node in ports else None
+        known = tuple(
+            replace(found, sharding=lies or _sharding(draft, value, found), reason=found.reason or _reason(draft, node))
+            for found, value in zip(ir.records(node), _values(node), strict=True)
+        )
+        ir.set_record(made, known if isinstance(node.meta[ir.KEY], tuple) else known[0])
+    return Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
+
+
+def _values(node: Node) -> list[tuple[Node, int]]:
+    return [ir.value_of(node)] if ir.is_getitem(node) else [(node, index) for index in range(len(ir.records(node)))]
+
+
+def _sharding(draft: Any, value: tuple[Node, int], found: Record) -> Sharding | None:
+    """How a value lies; where nothing has an opinion yet, its factors."""
+    if draft.factors is None or found.dtype is None or value not in draft.factors.dims:
+        return None
+    given = None if draft.assignment is None else draft.assignment.given.get(value)
+    if given is not None:
+        return given
+    names, sizes = draft.names.of, draft.factors.size
+    return Sharding(tuple(tuple(Part(names[factor], sizes[factor]) for factor in row) for row in draft.factors.dims[value]))
+
+
+def _reason(draft: Any, node: Node) -> str:
+    return "" if draft.assignment is None else draft.assignment.reasons.get(node, "")
+
+
+# Torch's own graph, before it is one of operators.
+
+
+def torch_text(graph: Graph) -> str:
+    """A torch-level graph: a call a line with its value's type and source. To be read only; it has no grammar."""
+    names = value_names(graph)
+    arguments = [f"    {names[node]}{_type(node)}," for node in graph.find_nodes(op="placeholder")]
+    lines = ["def model(", *arguments, "):"] if arguments else ["def model():"]
+    above = ("", 0)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            lines.append(f"    return {_argument(node.args[0], names)}")
+            continue
+        source = source_of(node)
+        place = (source.file, source.line)
+        if source.code and place != above:
+            lines.append(f"    # {source.code}")
+        above = place
+        lines.append(f"    {names[node]}{_type(node)} = {_call(node, names)}{f'  # {source}' if str(source) else ''}")
+    return "\n".join(lines) + "\n"
+
+
+def _type(node: Node) -> str:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f': "{print_type(Record(tuple(map(int, value.shape)), value.dtype))}"'
+
+
+def _call(node: Node, names: dict[Node, str]) -> str:
+    if node.op == "get_attr":
+        return f"self.{node.target}"
+    arguments = [_argument(value, names) for value in node.args]
+    if node.op == "call_method":
+        receiver, *arguments = arguments
+        function = f"{receiver}.{node.target}"
+    elif node.op == "call_module":
+        function = f"self.{node.target}"
+    else:
+        function = _function(node.target)
+    arguments += [f"{name}={_argument(value, names)}" for name, value in node.kwargs.items()]
+    return f"{function}({', '.join(arguments)})"
+
+
+def _function(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{str(target).removesuffix('.default')}"
+    module = (getattr(target, "__module__", None) or "torch").removeprefix("_").replace("torch._C._nn", "torch.nn.functional")
+    return f"{module}.{getattr(target, '__name__', type(target).__name__)}"
+
+
+def _argument(value: Any, names: dict[Node, str]) -> str:
+    if isinstance(value, Node):
+        return names[value]
+    if isinstance(value, list):
+        return f"[{', '.join(_argument(item, names) for item in value)}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(_argument(item, names) for item in value)}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_argument(item, names)}' for key, item in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice({', '.join(_argument(item, names) for item in (value.start, value.stop, value.step))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

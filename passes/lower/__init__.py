@@ -1,0 +1,1 @@
+"""Passes over the per-rank graph: collectives, sizes, updates in place."""

@@ -1,0 +1,90 @@
+"""Specialise: a backward stage for the outputs that did receive a gradient.
+
+    g = sqrt_backward(tangent:root, r)                                          from `sum` alone
+    h = expand(tangent:sum)                                     becomes         h = expand(tangent:sum)
+    d = add(g, h);  s = all_reduce(d)                                           s = all_reduce(h)
+
+What depends on absent tangents only is absent too: it is linear in them, and torch would never call it. It is taken out, not computed from
+zeros, since zero times an infinite derivative is NaN, and since its collectives would be paid for. An addition keeps its other operand;
+where another operator reads both kinds, the absent one is zero, as torch makes it there. Gradients behind absent tangents only are no
+outputs any more: such a parameter keeps no gradient at all, as in torch, so that weight decay and momentum leave it alone.
+
+It assumes the per-rank graph as `cut` leaves it, so what a forward call saves is the same for every set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import Record, record, set_record
+from meshc.passes.microbatches.microbatch import Splitter
+from meshc.program.program import Stage
+
+aten = torch.ops.aten
+TANGENT = "tangent:"
+
+
+def specialise(stage: Stage, received: Collection[str]) -> Stage:
+    """The backward stage for gradients of the outputs named in `received`; its outputs are the gradients behind at least one of them."""
+    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    pruned = _Pruned({node for node, key in keys.items() if key.startswith(TANGENT)}, {TANGENT + name for name in received})
+    for node in stage.graph.nodes:
+        if node.op == "placeholder":
+            pruned.placeholder(node, keys[node])
+        elif node.op == "call_function":
+            pruned.call(node)
+    (output,) = stage.graph.find_nodes(op="output")
+    kept = [(key, node) for key, node in zip(stage.outputs, output.args[0], strict=True) if node in pruned.behind - pruned.absent]
+    split = Splitter(pruned.graph, {pruned.made[node]: key for node, key in keys.items() if node in pruned.made})
+    return split.stage(stage.name, {key: pruned.made[node] for key, node in kept}, {})
+
+
+class _Pruned:
+    """A copy of a graph in the making. `behind`: nodes that depend on a tangent; `absent`: on absent ones only, so they are not made."""
+
+    def __init__(self, tangents: Collection[Node], received: Collection[str]) -> None:
+        self.graph = Graph()
+        self.made: dict[Node, Node] = {}
+        self.zeros: dict[Node, Node] = {}
+        self.behind: set[Node] = set(tangents)
+        self.absent: set[Node] = set()
+        self.received = received
+
+    def placeholder(self, node: Node, key: str) -> None:
+        if node in self.behind and key not in self.received:
+            self.absent.add(node)
+            return
+        self.made[node] = self.graph.placeholder(node.name)
+        self.made[node].meta = dict(node.meta)
+
+    def call(self, node: Node) -> None:
+        linear = [operand for operand in node.all_input_nodes if operand in self.behind]
+        if linear:
+            self.behind.add(node)
+        if linear and all(operand in self.absent for operand in linear):
+            self.absent.add(node)
+            return
+        self.made[node] = self._other_term(node) or self.graph.node_copy(node, self._operand)
+
+    def _other_term(self, node: Node) -> Node | None:
+        """What remains of an addition when one operand is absent."""
+        if node.target is not aten.add.Tensor or node.kwargs or not self.absent.intersection(node.all_input_nodes):
+            return None
+        (other,) = [operand for operand in node.all_input_nodes if operand not in self.absent]
+        mine, whole = record(other), record(node)
+        return self.made[other] if (mine.shape, mine.dtype) == (whole.shape, whole.dtype) else None
+
+    def _operand(self, node: Node) -> Node:
+        if node not in self.absent:
+            return self.made[node]
+        if node not in self.zeros:
+            like = record(node)
+            options: dict[str, Any] = dict(dtype=like.dtype, device=torch.device("cpu"), pin_memory=False)
+            self.zeros[node] = self.graph.call_function(aten.full.default, (list(like.shape), 0.0), options)
+            reason = "its output received no gradient"
+            set_record(self.zeros[node], Record(like.shape, like.dtype, like.sharding, like.source, reason, like.phase))
+        return self.zeros[node]

@@ -1,0 +1,1 @@
+"""A step cut into microbatches."""

@@ -1,0 +1,88 @@
+"""Cut: a graph with its backward becomes two stages, so that autograd can run them at different times.
+
+    forward:  inputs, parameters -> outputs, saved values            backward: tangents, saved values, parameters -> gradients
+
+A node belongs to the backward stage if it was traced or made there. Values of the forward stage that it reads are saved, except layouts of
+parameters and integers, which are made again. From here on a node's phase is that of its stage: what brings outputs together was made last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from meshc.ir import KEY, record, records, set_record
+from meshc.passes.microbatches.microbatch import Splitter
+from meshc.passes.phases.draft import Draft
+from meshc.program.program import Instruction, Stage
+
+
+def cut_backward(draft: Draft) -> Draft:
+    """Two stages for a program in autograd mode; others are left alone."""
+    stage = next(iter(draft.stages.values()))
+    if draft.request.train or not draft.request.grad or not any(key.startswith("tangent:") for key in stage.inputs):
+        return draft
+    graph = stage.graph
+    keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    (output,) = graph.find_nodes(op="output")
+    results = dict(zip(stage.outputs, output.args[0], strict=True))
+    late: set[Node] = {node for node, key in keys.items() if key.startswith("tangent:")}
+    for node in graph.nodes:
+        if node.op == "call_function" and (any(x in late for x in node.all_input_nodes) or records(node)[0].phase == "backward"):
+            late.add(node)
+    light = _remade(graph, keys, late)
+    saved: dict[Node, str] = {}
+    work = [results[key] for key in stage.outputs if key.startswith("gradient:")]
+    seen: set[Node] = set()
+    while work:
+        node = work.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in late or node in light:
+            work += node.all_input_nodes
+        elif node.op == "call_function":
+            saved[node] = f"saved:{node.name}"
+    split = Splitter(graph, keys)
+    ordered = sorted(saved, key=list(graph.nodes).index)
+    outputs = {key: node for key, node in results.items() if not key.startswith("gradient:")}
+    gradients = {key: node for key, node in results.items() if key not in outputs}
+    forward = split.stage("forward", outputs | {saved[node]: node for node in ordered}, {})
+    draft.stages = {"forward": _of_one_phase(forward), "backward": _of_one_phase(split.stage("backward", gradients, saved))}
+    if sum(key.startswith("tangent:") for key in stage.inputs) > 1:
+        draft.backward = _of_one_phase(split.stage("backward", gradients, saved))  # a copy: later passes work in place
+    draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
+    return draft
+
+
+def _of_one_phase(stage: Stage) -> Stage:
+    for node in stage.graph.nodes:
+        if node.op == "call_function":
+            found = tuple(replace(one, phase=stage.name) for one in records(node))
+            set_record(node, found if isinstance(node.meta[KEY], tuple) else found[0])
+    return stage
+
+
+def _remade(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
+    """Forward nodes that the backward stage makes itself: integers, and layouts of parameters."""
+    light: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node in late:
+            continue
+        if isinstance(node.meta["meshc"], tuple):
+            continue
+        if record(node).dtype is None:
+            light.add(node)
+        elif all(x in light or keys.get(x, "").startswith("parameter:") for x in node.all_input_nodes) and _is_view(node):
+            light.add(node)
+    return light
+
+
+def _is_view(node: Node) -> bool:
+    target = str(node.target)
+    return bool(node.all_input_nodes) and target in {
+        "aten.t.default", "aten.view.default", "aten.reshape.default", "aten.transpose.int", "aten.permute.default",
+        "aten.unsqueeze.default",
+    }  # fmt: skip

@@ -1,0 +1,160 @@
+"""Microbatch: a step over M microbatches as three stages.
+
+    per-rank graph with the sequential axis mb          before:  what depends on no parameter and no microbatch (counts of labels)
+                                               becomes  each:    forward and backward of microbatch k; partial sums leave
+                                                        after:   reductions of gradients, clipping, the update
+
+A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over it is accumulation. Where an operator needs the whole
+batch in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused. A step that
+is the mean of its microbatches has no such operator: its graph is one microbatch's, and only gradients and loss are reduced over `mb`.
+Buffers that a microbatch writes are what the next one reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from meshc.errors import CompileError
+from meshc.ir import is_integer, record, spmd
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.microbatches.rows import rows_of, whole_rows
+from meshc.passes.phases.draft import Draft
+from meshc.program.accumulate import OF_REDUCTION, whole_of
+from meshc.program.program import Instruction, Stage
+
+
+def split_microbatches(draft: Draft) -> Draft:
+    """Three stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
+    (stage,) = draft.stages.values()
+    count = draft.sizes.get(MICROBATCH, 1)
+    if count == 1:
+        draft.schedule = (Instruction("run", stage.name),)
+        return draft
+    graph = stage.graph
+    keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
+    rows = rows_of(draft, stage)
+    if not sums and not rows:
+        return _as_one(draft, count)
+    parts = [node.args[0] for node in sums]
+    (output,) = graph.find_nodes(op="output")
+    written = _written_by_each(draft, stage, output)
+    varies = _reach([n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH], stop=set(sums))
+    varies |= _reach([node for node, key in keys.items() if key in written], stop=set(sums))
+    done = _reach(sums, stop=set())
+    _refuse_mixing(graph, varies, done, sums)
+    learned = _reach([node for node, key in keys.items() if key.startswith(("parameter:", "state:"))], stop=set())
+    repeated = {*varies, *done, *learned, *parts}
+    early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
+    split = Splitter(graph, keys)
+    late = {key: node for key, node in zip(stage.outputs, output.args[0], strict=True) if key not in written}
+    wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
+    for node in wanted_late:
+        if node in varies and node not in sums and node not in rows.values():
+            raise CompileError(
+                f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it\n"
+                "  what to do: microbatches=1, or return only the loss"
+            )
+    integers = {n for n in early if is_integer(n)}
+    later = {*varies, *done, *learned, output}
+    shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
+    given = {n: f"value:{n.name}" for n in shared}
+    before = split.stage("before", {key: n for n, key in given.items()}, given={})
+    leaving = {f"{OF_REDUCTION[total.args[2]]}:{part.name}": part for total, part in zip(sums, parts, strict=True)}
+    leaving |= {f"rows:{node.name}": node for node in rows.values()}
+    each = split.stage("each", leaving | written, given=given)
+    whole = {total: _whole(f"{OF_REDUCTION[total.args[2]]}:{part.name}") for total, part in zip(sums, parts, strict=True)}
+    whole |= {node: _whole(f"rows:{node.name}") for node in rows.values()}
+    after = split.stage("after", late, given={**given, **whole})
+    whole_rows(draft, after)
+    draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
+    schedule = [Instruction("run", "before")] if before.outputs else []
+    for k in range(count):
+        schedule.append(Instruction("run", "each", k))
+        schedule += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
+    draft.schedule = (*schedule, Instruction("run", "after")) if after.outputs else tuple(schedule)
+    return draft
+
+
+def _as_one(draft: Draft, count: int) -> Draft:
+    """Nothing carries a batch that has parts: one microbatch, for what follows as well; stages would add up the whole `count` times."""
+    (stage,) = draft.stages.values()
+    draft.notes.append(f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch")
+    draft.request = replace(draft.request, microbatches=1)
+    draft.sizes = {axis: size for axis, size in draft.sizes.items() if axis != MICROBATCH}
+    draft.schedule = (Instruction("run", stage.name),)
+    return draft
+
+
+def _whole(key: str) -> str:
+    found = whole_of(key)
+    assert found is not None
+    return found[1]
+
+
+def _reach(start: list[Node], stop: set[Node]) -> set[Node]:
+    """Nodes that depend on any of `start`, themselves included; not beyond `stop`."""
+    found = set(start)
+    work = list(start)
+    while work:
+        for user in work.pop().users:
+            if user not in found and user not in stop and user.op != "output":
+                found.add(user)
+                work.append(user)
+    return found
+
+
+def _written_by_each(draft: Draft, stage: Stage, output: Node) -> dict[str, Node]:
+    """Where each microbatch is a step of its own: the buffers that it writes, by key."""
+    if draft.parts is None:
+        return {}
+    results: Any = output.args[0]
+    return {key: node for key, node in zip(stage.outputs, results, strict=True) if key.startswith("buffer:")}
+
+
+def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[Node]) -> None:
+    for node in graph.nodes:
+        clash = node in varies and node in done
+        other = spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]
+        if clash or other:
+            cause = next((s for s in sums if node in _reach([s], set())), node) if clash else node
+            found = record(cause)
+            raise CompileError(
+                f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
+                "microbatches without changing the result.\n"
+                '  what to do: TrainStep(..., batch_mix="mean_of_parts") if the step may be the mean of what each microbatch gives alone, '
+                "microbatches=1, or a norm that does not mix the batch, such as group norm"
+            )
+
+
+class Splitter:
+    def __init__(self, graph: Graph, keys: dict[Node, str]) -> None:
+        self.graph, self.keys = graph, keys
+
+    def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
+        """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
+        needed: set[Node] = set()
+        work = list(results.values())
+        while work:
+            node = work.pop()
+            if node not in needed:
+                needed.add(node)
+                if node not in given:
+                    work += node.all_input_nodes
+        copy = Graph()
+        env: dict[Node, Node] = {}
+        inputs: list[str] = []
+        for node in self.graph.nodes:
+            if node in needed and (node.op == "placeholder" or node in given):
+                env[node] = copy.placeholder(node.name)
+                env[node].meta = dict(node.meta)
+                inputs.append(given.get(node) or self.keys[node])
+        for node in self.graph.nodes:
+            if node in needed and node not in env and node.op == "call_function":
+                env[node] = copy.node_copy(node, lambda n: env[n])
+        copy.output(tuple(env[node] for node in results.values()))
+        return Stage(name, copy, tuple(inputs), tuple(results))

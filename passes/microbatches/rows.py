@@ -1,0 +1,113 @@
+"""Microbatches of an inference: each gives its rows of the outputs, which are put together after the last one.
+
+    each:   y = f(rows k of x)          leaves as rows:y
+    after:  all rows, one microbatch's after the other's; what the last one was padded with is cut off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.errors import CompileError
+from meshc.ir import record, set_record, spmd
+from meshc.ir.sharding import Part, Sharding, local_size
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.draft import Draft
+from meshc.program.program import Stage
+
+aten = torch.ops.aten
+
+
+def rows_of(draft: Draft, stage: Stage) -> dict[str, Node]:
+    """Outputs of which a microbatch gives some rows, by key. CompileError: these rows are no rows of a dim."""
+    (output,) = stage.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    nodes = dict(zip(stage.outputs, results, strict=True))
+    found = {}
+    for port in draft.outputs:
+        place = _place(port.sharding)
+        if place is None or port.sharding is None:
+            continue
+        dim, position = place
+        part = port.sharding.dims[dim][position]
+        stays = draft.request.inputs == "local" and len(part.axes) > 1
+        if position or dim or part.axes[-1] != MICROBATCH or (stays and part.size % prod(draft.sizes[axis] for axis in part.axes)):
+            raise CompileError(
+                f"{port.name}: the rows of a microbatch do not lie together in this output, {part}\n"
+                "  what to do: microbatches=1, or a batch that the ranks and the microbatches divide"
+            )
+        found[port.key] = nodes[port.key]
+    return found
+
+
+def whole_rows(draft: Draft, after: Stage) -> None:
+    """Makes the values that come in under `joined:` what they are, rows of all microbatches, and of these the outputs."""
+    count = draft.sizes[MICROBATCH]
+    graph = after.graph
+    for node, key in zip(graph.find_nodes(op="placeholder"), after.inputs, strict=True):
+        if not key.startswith("joined:"):
+            continue
+        made = record(node)
+        assert made.sharding is not None
+        part = made.sharding.dims[0][0]
+        axes = [axis for axis in part.axes if axis != MICROBATCH]
+        set_record(node, replace(made, shape=(made.shape[0] * count, *made.shape[1:]), sharding=None))
+        rows = _Rows(graph, node, partial(_rows, part, draft.sizes))
+        rows.cut(axes)
+        while axes and draft.request.inputs != "local":
+            rows.gather(axes.pop(), draft.sizes)
+            rows.cut(axes)
+        if rows.made:
+            node.replace_all_uses_with(rows.last, delete_user_cb=lambda user, rows=rows: user not in rows.made)
+    local = draft.request.inputs == "local"
+    draft.outputs = [port if port.sharding is None else replace(port, sharding=_without(port.sharding, local)) for port in draft.outputs]
+
+
+def _rows(part: Part, sizes: Mapping[str, int], axes: Sequence[str]) -> int:
+    return local_size(replace(part, axes=tuple(axes)), sizes)
+
+
+class _Rows:
+    """Rows of an output: axis by axis together, each time without the padding. `size`: a tile's rows where these axes split them."""
+
+    def __init__(self, graph: Graph, node: Node, size: Callable[[Sequence[str]], int]) -> None:
+        self.graph, self.last, self.size = graph, node, size
+        self.place = graph.find_nodes(op="placeholder")[-1]
+        self.made: list[Node] = []
+
+    def cut(self, axes: Sequence[str]) -> None:
+        if record(self.last).shape[0] != self.size(axes):
+            self._emit(self.size(axes), aten.slice.Tensor, 0, 0, self.size(axes))
+
+    def gather(self, axis: str, sizes: Mapping[str, int]) -> None:
+        self._emit(record(self.last).shape[0] * sizes[axis], spmd.all_gather, [axis], 0)
+
+    def _emit(self, rows: int, target: Callable[..., Any], *args: Any) -> None:
+        like = record(self.last)
+        with self.graph.inserting_after(self.place):
+            self.place = self.graph.call_function(target, (self.last, *args))
+        set_record(self.place, replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches"))
+        self.last = self.place
+        self.made.append(self.place)
+
+
+def _place(sharding: Sharding | None) -> tuple[int, int] | None:
+    """Dim and position of the part that microbatches split."""
+    parts = sharding.parts() if sharding is not None else ()
+    return next(((dim, position) for dim, position, part in parts if MICROBATCH in part.axes), None)
+
+
+def _without(sharding: Sharding, local: bool) -> Sharding:
+    """As an output leaves: whole, or this rank's part of the batch."""
+    place = _place(sharding)
+    if place is None:
+        return sharding
+    axes = sharding.dims[place[0]][place[1]].axes
+    return sharding.with_axes(*place, tuple(axis for axis in axes if local and axis != MICROBATCH))

@@ -1,0 +1,1 @@
+"""Who splits what: factors, names, the plan's words, propagation."""

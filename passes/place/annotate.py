@@ -1,0 +1,84 @@
+"""Annotate: the plan's words become factor classes and pins; everything that does not fit is refused together.
+
+    tp: heads, ffn, vocab                                  classes 7, 9 (heads), 11 (ffn), 3 (vocab)
+    pin *.up_proj.weight: ffn/tp, _            becomes     value model.layers.0.mlp.up_proj.weight: dim 0 split by tp
+
+A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error. An axis
+that is larger than anything it may split leaves ranks without work, which a note says; so does one whose only factors have size 1, where
+ranks do the same work (a batch of one row).
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from meshc.errors import PlanError
+from meshc.passes.phases.draft import Draft
+from meshc.passes.place.pins import apply_pins
+
+
+def annotate(draft: Draft) -> Draft:
+    """Fills `pins` (value -> (dim, position) -> axes), `storage_pins` and `spread_pins`; raises PlanError with every fault found."""
+    faults = [*_unknown_factors(draft), *apply_pins(draft)]
+    if faults:
+        raise PlanError("the plan does not fit this model:\n  " + "\n  ".join(faults))
+    draft.notes += _large_axes(draft)
+    return draft
+
+
+def _known(draft: Draft) -> dict[str, set[int]]:
+    assert draft.names is not None
+    known: dict[str, set[int]] = {}
+    for factor, names in draft.names.also.items():
+        for name in names:
+            known.setdefault(name, set()).add(factor)
+    return known
+
+
+def _unknown_factors(draft: Draft) -> list[str]:
+    assert draft.plan is not None and draft.names is not None
+    known = _known(draft)
+    faults = []
+    for entry in draft.plan.axes:
+        for term in entry.terms:
+            if any(term.covers(name) for name in (*known, *draft.names.ones)):
+                continue
+            if entry.source != "hand":
+                draft.notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")
+                continue
+            close = get_close_matches(term.factor, known, 3)
+            hint = f"did you mean {', '.join(close)}?" if close else "program.factors() lists what can be named: " + ", ".join(
+                sorted(name for name in known if "." not in name)
+            )
+            faults.append(f"{entry.where}: the model has no factor {term.factor!r}; {hint}")
+    return faults
+
+
+def _large_axes(draft: Draft) -> list[str]:
+    """What to say of axes larger than anything that their entries could split."""
+    assert draft.plan is not None and draft.names is not None and draft.factors is not None
+    notes = []
+    known = _known(draft)
+    for axis in draft.mesh.axes:
+        entry = draft.plan.entry(axis.name)
+        if entry is None or axis.size == 1:
+            continue
+        sizes = {
+            name: max(draft.factors.size[factor] for factor in factors)
+            for name, factors in known.items()
+            if any(term.covers(name) for term in entry.terms)
+        }
+        ones = sorted(name for name in draft.names.ones if any(term.covers(name) for term in entry.terms))
+        if ones and not sizes:
+            notes.append(
+                f"axis {axis.name} has nothing to split ({', '.join(f'{name} 1' for name in ones)}): each of its {axis.size} ranks "
+                "does the whole work; give it a larger factor in the plan, or larger inputs"
+            )
+        if sizes and 0 < max(sizes.values()) < axis.size:
+            found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)
+            largest = max(sizes.values())
+            notes.append(
+                f"axis {axis.name} has {axis.size} ranks, more than anything it could split ({found}): {axis.size - largest} of them hold "
+                f"nothing but padding; make it at most {largest}, or give it a larger factor in the plan"
+            )
+    return notes

@@ -1,0 +1,451 @@
+"""Propagate: each operator's letters, each use's and each value's sharding, by the plan's local meaning.
+
+    tp: heads, ffn, vocab          for each axis, an operator that computes takes one of the axis's factors that is among its letters;
+                                   it wants its operands split so and gives its result split so
+  gives
+    mm(x, w1)   wants x [.., hidden], w1 [hidden, ffn/tp]          gives [.., ffn/tp]
+    mm(h, w2)   wants h [.., ffn/tp], w2 [ffn/tp, hidden]          gives [.., hidden] pending(sum: tp)
+
+Layout operators have no opinion: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed
+in whatever sharding is asked. A pending sum rides where that saves a collective. No fixpoint is needed: one walk in graph order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import is_getitem, records
+from meshc.ir.sharding import Sharding, tile_sizes
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Factors, Instance, Token, Value
+from meshc.passes.phases.names import Names
+from meshc.passes.place.stored_updates import computed_whole, where_stored
+from meshc.passes.rules.layout import is_grown
+from meshc.plan.plan import Plan
+from meshc.program.program import Port
+
+ADDITIONS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
+
+
+@dataclass(frozen=True)
+class Interest:
+    """What an axis may take: class -> (rank, regions); region None is everywhere."""
+
+    axis: str
+    ranks: Mapping[int, tuple[tuple[int, str | None], ...]]
+
+    def rank(self, factor: int, node: Node, names: Names) -> int | None:
+        best: int | None = None
+        for rank, region in self.ranks.get(factor, ()):
+            if (region is None or in_region(node, region, names)) and (best is None or rank < best):
+                best = rank
+        return best
+
+    def only_in_region(self, factor: int) -> bool:
+        return all(region is not None for _, region in self.ranks.get(factor, ((0, None),)))
+
+
+def in_region(node: Node, region: str, names: Names) -> bool:
+    if region == "attention":
+        return node in names.attention
+    if region == "products":
+        return node in names.products
+    return fnmatchcase(records(node)[0].source.module, region)
+
+
+def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Interest]:
+    found = {}
+    for axis in axes:
+        ranks: dict[int, list[tuple[int, str | None]]] = {}
+        if axis == MICROBATCH:
+            for factor, aliases in names.also.items():
+                if "batch" in aliases:
+                    ranks.setdefault(factor, []).append((0, None))
+        else:
+            entry = plan.entry(axis)
+            for rank, terms in enumerate(entry.ranks if entry else ()):
+                for term in terms:
+                    for factor, aliases in names.also.items():
+                        if any(term.covers(alias) for alias in aliases):
+                            ranks.setdefault(factor, []).append((rank, term.region))
+        found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()})
+    return found
+
+
+class Propagator:
+    def __init__(self, graph: Graph, factors: Factors, names: Names, plan: Plan, sizes: Mapping[str, int], inputs: Sequence[Port]) -> None:
+        self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
+        self.axes = [axis for axis in sizes if sizes[axis] > 1]
+        self.interest = interests(plan, names, list(sizes))
+        self.ports = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
+        self.first_use: dict[str, Sharding] = {}
+        self.local_batch: tuple[str, ...] = ()
+        self.updates: Mapping[Node, str] = {}
+        self.whole_updates: set[Node] = set()
+        self.fixed: Mapping[str, Sharding] = {}
+        self.pins: Mapping[Value, Mapping[tuple[int, int], tuple[str, ...]]] = {}
+        self.storage_pins: Mapping[str, Mapping[tuple[int, int], tuple[str, ...]]] = {}
+        self.spread_pins: Mapping[int, tuple[str, ...]] = {}
+
+    # ------------------------------------------------------------------------------------------------------------------ sources
+
+    def _source(self, node: Node) -> None:
+        port = self.ports[node]
+        whole = self.result.whole((node, 0))
+        given: Sharding | None = whole
+        if port.kind == "parameter":
+            given = self._settled(port.name, node)
+        elif port.kind == "state":
+            given = None
+        elif port.kind == "input" and self.local_batch:
+            given = self._split_batch(whole, node)
+        self.result.given[(node, 0)] = given
+        floating = port.dtype.is_floating_point or port.dtype.is_complex
+        if port.kind in ("constant", "random", "buffer", "number") or (port.kind == "input" and not floating):
+            self.result.free.add(node)
+
+    def _split_batch(self, whole: Sharding, node: Node) -> Sharding:
+        for dim, parts in enumerate(self.factors.dims[(node, 0)]):
+            for position, factor in enumerate(parts):
+                if "batch" in self.names.also[factor]:
+                    return whole.with_axes(dim, position, self.local_batch)
+        return whole
+
+    # ---------------------------------------------------------------------------------------------------------------- operators
+
+    def run(self) -> Assignment:
+        self.whole_updates = computed_whole(self.updates, self.factors.instances)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._source(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._operator(self.factors.instances[node])
+        return self.result
+
+    def _operator(self, instance: Instance) -> None:
+        node = instance.node
+        recomputed = node not in self.updates and not instance.rule.accumulates
+        if recomputed and all(value[0] in self.result.free for value in instance.values):
+            self.result.free.add(node)
+            for index in range(len(instance.results)):
+                self.result.given[(node, index)] = None
+            return
+        if instance.kind == "layout":
+            for index in range(len(instance.results)):
+                source = self.given(instance.values[0])
+                whole = self.result.whole((node, index))
+                self.result.given[(node, index)] = forward_map(instance, index, source, whole) if source else None
+            return
+        if instance.kind == "unknown":
+            self.result.replicated.append(node)
+        chosen = self._stored(instance) if node in self.updates else self._choose(instance)
+        riding = self._riding(instance, chosen)
+        self.result.chosen[node] = chosen
+        wanted = []
+        for value, dims in zip(instance.values, instance.operands, strict=True):
+            want = spread(self.result.whole(value), dims, chosen)
+            pending = riding.get(value, ())
+            wanted.append(replace(want, pending=pending))
+            self._note_use(value, want)
+        self.result.wanted[node] = tuple(wanted)
+        for index, dims in enumerate(instance.results):
+            given = spread(self.result.whole((node, index)), dims, chosen)
+            owed = dict.fromkeys(p for rides in riding.values() for p in rides)
+            for token, reduction in instance.sums[index].items():
+                owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ())))
+            if instance.rule.accumulates:
+                owed[(MICROBATCH, "sum")] = None
+            order = list(self.sizes)
+            self.result.given[(node, index)] = replace(given, pending=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
+        said = [f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes]
+        self.result.reasons[node] = ", ".join(dict.fromkeys(said))
+
+    def given(self, value: Value) -> Sharding | None:
+        return self.result.given.get(value)
+
+    def _choose(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+        lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
+        chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in self._pinned(instance).items()}
+        taken = {axis for axes in chosen.values() for axis in axes}
+        for axis in self.axes:
+            if axis in taken or self._all_pending(instance, axis):
+                continue
+            token = self._carried(instance, axis, lying) if instance.kind == "carry" else None
+            if token is None or not self._fits(instance, token, chosen):
+                token = self._preferred(instance, axis, lying, chosen)
+            if token is not None:
+                chosen.setdefault(token, []).append(axis)
+            if token is not None and token in instance.tied:
+                chosen.setdefault(instance.tied[token], []).append(axis)
+        ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
+        for one in instance.rule.windows:  # its partner is split in the same order
+            if (one, 0) in instance.tied and (one, 0) in ordered:
+                ordered[instance.tied[(one, 0)]] = ordered[(one, 0)]
+        return ordered
+
+    def _pinned(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+        found: dict[Token, tuple[str, ...]] = {}
+        for index, dims in enumerate(instance.results):
+            for (dim, position), axes in self.pins.get((instance.node, index), {}).items():
+                token = dims[dim][position]
+                if axes and token not in instance.whole:
+                    found[token] = axes
+                    if token in instance.tied:
+                        found[instance.tied[token]] = axes
+        return found
+
+    def _kept_whole(self, instance: Instance) -> set[Token]:
+        """Tokens that a pin of this operator's result keeps whole."""
+        kept = {
+            dims[dim][position]
+            for index, dims in enumerate(instance.results)
+            for (dim, position), axes in self.pins.get((instance.node, index), {}).items()
+            if not axes
+        }
+        return kept | {instance.tied[token] for token in kept if token in instance.tied}
+
+    def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
+        """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order."""
+        order = list(self.sizes)
+        return tuple(sorted(axes, key=lambda a: (self.interest[a].only_in_region(factor), order.index(a))))
+
+    def _fits(self, instance: Instance, token: Token, chosen: Mapping[Token, Sequence[str]]) -> bool:
+        counts = [self.sizes[axis] for axis in chosen.get(token, ())]
+        tokens = {token, instance.tied.get(token, token)}
+        return not tokens & instance.whole and all(tile_sizes(instance.size[t], counts)[-1] > 1 for t in tokens)
+
+    def _lying(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token]:
+        """axis -> the token of this operand that it splits already."""
+        given = self.given(value)
+        if given is None or value[0] in self.result.free or value[0].op == "placeholder":
+            return {}
+        return {axis: dims[dim][position] for dim, position, part in given.parts() for axis in part.axes}
+
+    def _computed(self, instance: Instance) -> list[int]:
+        return [
+            index
+            for index, value in enumerate(instance.values)
+            if value[0] not in self.result.free and value[0].op != "placeholder" and self.given(value)
+        ]
+
+    def _carried(self, instance: Instance, axis: str, lying: list[dict[str, Token]]) -> Token | None:
+        tokens = {lying[i].get(axis) for i in self._computed(instance)}
+        return tokens.pop() if len(tokens) == 1 else None
+
+    def _preferred(
+        self, instance: Instance, axis: str, lying: list[dict[str, Token]], chosen: Mapping[Token, Sequence[str]]
+    ) -> Token | None:
+        interest = self.interest[axis]
+        best: tuple[float, ...] | None = None
+        found: Token | None = None
+        kept = self._kept_whole(instance)
+        for position, token in enumerate(instance.size):
+            rank = interest.rank(instance.factor[token], instance.node, self.names)
+            if axis in self.spread_pins.get(instance.factor[token], ()):
+                rank = -1
+            if token in kept:
+                continue
+            if rank is None or not self._fits(instance, token, chosen):
+                continue
+            split = sum(_bytes(value) for value, axes in zip(instance.values, lying, strict=True) if axes.get(axis) == token)
+            summed = any(token in sums for sums in instance.sums)
+            fits = tile_sizes(instance.size[token], [self.sizes[a] for a in chosen.get(token, ())])[-1] >= self.sizes[axis]
+            key = (rank, not fits, -split, summed, position)
+            if best is None or key < best:
+                best, found = key, token
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------ pending sums
+
+    def _riding(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]]) -> dict[Value, tuple[tuple[str, str], ...]]:
+        """Pending sums that operands may keep: those that come out pending again, with no collective between."""
+        linear = instance.rule.linear
+        if not linear or instance.node in self.updates:
+            return {}
+        taken = {axis for axes in chosen.values() for axis in axes}
+        pending = {value: dict((self.given(value) or Sharding()).pending) for value in instance.values}
+        waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
+        if linear in ("each", "first"):
+            value = instance.values[0]
+            if instance.values.count(value) > 1:  # x * x is not linear in x
+                return {}
+            rides = tuple((axis, "sum") for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum")
+            small = prod(records(value[0])[value[1]].shape) <= 1
+            return {value: rides} if rides and (small or self._only_user(value, instance.node)) else {}
+        rides_over: list[str] = []
+        mixed: list[str] = []
+        for axis in self.axes:
+            if axis not in waiting:
+                continue
+            have = [value for value in instance.values if pending[value].get(axis) == "sum"]
+            if not self._lonely(instance, have):
+                continue
+            if len(have) == len(instance.values):
+                rides_over.append(axis)
+            elif have:
+                mixed.append(axis)
+        if mixed and (rides_over or self._feeds_addition(instance.node)):
+            rides_over += mixed
+        if not rides_over:
+            return {}
+        rides = tuple((axis, "sum") for axis in self.axes if axis in rides_over)
+        return {value: rides for value in instance.values}
+
+    def _all_pending(self, instance: Instance, axis: str) -> bool:
+        """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
+        if instance.rule.linear != "all" or instance.node in self.updates:
+            return False
+        pending = [dict((self.given(value) or Sharding()).pending).get(axis) for value in instance.values]
+        return all(how == "sum" for how in pending) and self._lonely(instance, instance.values)
+
+    def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
+        """Whether nobody else reads these operands, nor has a layout made them larger."""
+        return all(self._only_user(value, instance.node) and not is_grown(value[0]) for value in values)
+
+    def _only_user(self, value: Value, user: Node) -> bool:
+        """Whether `user` is the only operator that reads `value`, or what it is a layout of."""
+        node = value[0]
+        while True:
+            users = {u for u in node.users}
+            if any(is_getitem(u) for u in users):
+                return False
+            if len(users) != 1:
+                return False
+            instance = self.factors.instances.get(node)
+            if instance is None or instance.kind != "layout":
+                return True
+            node = instance.values[0][0]
+
+    def _feeds_addition(self, node: Node) -> bool:
+        while len(node.users) == 1:
+            user = next(iter(node.users))
+            if user.target in ADDITIONS:
+                return True
+            instance = self.factors.instances.get(user)
+            if instance is None or instance.kind != "layout" or is_grown(user):
+                return False
+            node = user
+        return False
+
+    # ------------------------------------------------------------------------------------------------------------------- storage
+
+    def _note_use(self, value: Value, want: Sharding) -> None:
+        """The first use of a parameter gives its storage."""
+        node, index = value
+        while node.op == "call_function":
+            instance = self.factors.instances[node]
+            if instance.kind != "layout":
+                return
+            value = instance.values[0]
+            want = backward_map(instance, index, want, self.result.whole(value))[0]
+            node, index = value
+        port = self.ports.get(node)
+        if port is not None and port.kind == "parameter":
+            self.first_use.setdefault(port.name, replace(want, pending=()))
+
+    def _settled(self, name: str, node: Node) -> Sharding | None:
+        """The storage that another program has settled; one that did not use the parameter has no names for what it keeps whole."""
+        base = self.fixed.get(name)
+        return self.result.whole((node, 0)) if base is not None and not base.split_axes() else base
+
+    def storage(self, name: str, kind: str) -> Sharding:
+        """How a parameter (kind parameter), its gradient or its state lies between steps."""
+        key = (name, kind)
+        if key not in self.result.storage:
+            node = self.parameter(name)
+            base = self._settled(name, node) if kind == "parameter" else None
+            if base is None:
+                base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
+                base = self._with_pins(name, _without_axis(base, MICROBATCH))
+                clause = {"parameter": "params", "gradient": "grads", "state": "state"}[kind]
+                for axis in self.axes:
+                    entry = None if axis == MICROBATCH else self.plan.entry(axis)
+                    if entry is not None and clause in entry.store and axis not in base.split_axes():
+                        base = split_further(base, axis, self.sizes)
+            self.result.storage[key] = base
+        return self.result.storage[key]
+
+    def _with_pins(self, name: str, base: Sharding) -> Sharding:
+        pins = self.storage_pins.get(name, {})
+        moved = {axis for axes in pins.values() for axis in axes}
+        for dim, position, part in base.parts():
+            kept = tuple(axis for axis in part.axes if axis not in moved)
+            if (dim, position) in pins:
+                kept = pins[(dim, position)]
+            base = base.with_axes(dim, position, kept)
+        return base
+
+    def _stored(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+        """An update computes where the state lies, or whole."""
+        name = self.updates[instance.node]
+        if instance.node in self.whole_updates:
+            return {}
+        return where_stored(instance, self.storage(name, "state"), self.factors.dims[(self.parameter(name), 0)])
+
+    def parameter(self, name: str) -> Node:
+        """The placeholder of a parameter."""
+        return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
+
+
+def split_further(base: Sharding, axis: str, sizes: Mapping[str, int]) -> Sharding:
+    """Split one more part of a stored value: a dim's major factor if it divides, else one that pads, else an inner one."""
+    choices = []
+    for dim, position, part in base.parts():
+        size = tile_sizes(part.size, [sizes[a] for a in part.axes])[-1]
+        if size < 2:
+            continue
+        choices.append((bool(part.axes), size % sizes[axis] != 0, position != 0, size < sizes[axis], dim, position, part.axes))
+    if not choices:
+        return base
+    *_, dim, position, axes = min(choices)
+    return base.with_axes(dim, position, (*axes, axis))
+
+
+def _without_axis(sharding: Sharding, axis: str) -> Sharding:
+    dims = tuple(tuple(replace(p, axes=tuple(a for a in p.axes if a != axis)) for p in parts) for parts in sharding.dims)
+    return Sharding(dims)
+
+
+def spread(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
+    """The sharding of an operand or result whose dims have these tokens."""
+    rows = tuple(
+        tuple(replace(part, axes=chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
+        for parts, tokens in zip(whole.dims, dims, strict=True)
+    )
+    return Sharding(rows)
+
+
+def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:
+    """How the result of a layout operator lies if its operand lies as `source`. A split of a dim that must be whole is lost."""
+    axes = {}
+    for parts, tokens in zip(source.dims, instance.operands[0], strict=True):
+        for part, token in zip(parts, tokens, strict=True):
+            if token not in instance.whole:
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
+    return replace(spread(whole, instance.results[index], axes), pending=() if instance.rule.settles else source.pending)
+
+
+def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
+    """How the operand must lie for result `index` to lie as `want`; and whether the operator itself can give all of `want`."""
+    axes = {}
+    complete = not (instance.rule.settles and want.pending)
+    for parts, tokens in zip(want.dims, instance.results[index], strict=True):
+        for part, token in zip(parts, tokens, strict=True):
+            if token in instance.whole:
+                complete = complete and not part.axes
+            else:
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
+    return replace(spread(whole, instance.operands[0], axes), pending=want.pending), complete
+
+
+def _bytes(value: Value) -> int:
+    found = records(value[0])[value[1]]
+    return prod(found.shape) * (found.dtype.itemsize if found.dtype else 0)

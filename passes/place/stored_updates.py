@@ -1,0 +1,81 @@
+"""Where the operators of an update compute: where the state lies, or whole.
+
+    m1 = lerp(m, grad, 0.1)        elementwise: on the tile that a rank keeps of m
+    n = norm(m1); x = m1 / n       on its way to a product of matrices: whole, so m1 is gathered once
+    a = mm(x, x^T); ...            whole, on every rank
+    w1 = add(w, y, alpha=-lr)      elementwise again: a rank's tile of y
+
+A product between two halves of one matrix (Muon's Newton-Schulz steps, in bfloat16) would send something for every product, and round
+otherwise than one device does; what leads to one is computed from the whole instead. An operator without a product keeps the tiles, and
+what it sums over them (Adafactor's rows and columns) is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import Node
+
+from meshc.ir.sharding import Sharding
+from meshc.passes.phases.factors import Instance, Token
+
+
+def computed_whole(updates: Iterable[Node], instances: Mapping[Node, Instance]) -> set[Node]:
+    """The operators of updates that lead from what is no longer elementwise to a product, products included."""
+    order = [node for node in updates if node in instances]
+    mixed: set[Node] = set()
+    for node in order:
+        if _mixes(instances[node]) or any(source in mixed for source in node.all_input_nodes):
+            mixed.add(node)
+    leading: set[Node] = set()
+    for node in reversed(order):
+        if _is_product(instances[node]) or any(user in leading for user in node.users):
+            leading.add(node)
+    return mixed & leading
+
+
+def _mixes(instance: Instance) -> bool:
+    """Whether an entry of the result depends on more than one entry of an operand."""
+    kept = {token for dims in instance.results for row in dims for token in row}
+    taken = {token for dims in instance.operands for row in dims for token in row}
+    return not instance.known or bool(instance.whole) or not taken <= kept
+
+
+def _is_product(instance: Instance) -> bool:
+    """Whether it sums over a letter that two of its operands have."""
+    summed = {token for sums in instance.sums for token in sums}
+    return any(sum(any(token in row for row in dims) for dims in instance.operands) > 1 for token in summed)
+
+
+def where_stored(instance: Instance, storage: Sharding, classes: tuple[tuple[int, ...], ...]) -> dict[Token, tuple[str, ...]]:
+    """The axes of an update's letters, as the state of a parameter with dims of these factor classes lies.
+
+    An operand of the parameter's rank says which letter stands for a dim; where it has none of that class (a mean over the dim, a
+    transposed matrix), the first letter of the class does.
+    """
+    chosen: dict[Token, tuple[str, ...]] = {}
+    for dim, position, part in storage.parts():
+        if not part.axes:
+            continue
+        wanted = classes[dim][position]
+        places = [dims[dim][position] for dims in instance.operands if len(dims) == len(storage.dims) and position < len(dims[dim])]
+        tokens = [token for token in (*places, *instance.size) if instance.factor[token] == wanted]
+        token = next((token for token in tokens if token not in chosen), None)
+        if token is not None and token not in instance.whole and token not in instance.tied:
+            chosen[token] = part.axes
+    return chosen
+
+
+def state_storage(whole: Sharding, mine: tuple[tuple[int, ...], ...], storage: Sharding, theirs: tuple[tuple[int, ...], ...]) -> Sharding:
+    """How a state lies whose parameter's states lie as `storage`: dim by dim like it, where the dim is the same.
+
+    whole  the state's dims, split by nothing; `mine` are their factor classes, `theirs` the parameter's
+    """
+    if len(mine) != len(theirs):
+        return whole
+    found = whole
+    for dim, (own, other) in enumerate(zip(mine, theirs, strict=True)):
+        if own == other:
+            for position, part in enumerate(storage.dims[dim]):
+                found = found.with_axes(dim, position, part.axes)
+    return found

@@ -1,0 +1,44 @@
+"""Work: which matrix products, convolutions and attentions each axis splits, and which it could have split.
+
+    mm [batch 4, ffn 32] of mlp.up_proj on dp=2,tp=2       becomes       ("mlp.up_proj", "aten.mm", 2048.0, {"dp": "split", "tp": "split"})
+
+For the summary: read off what `propagate` chose, on the global view. Operators on values that depend on no parameter and no floating input
+(rotary angles) are left out: each rank makes what it needs of those.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from meshc import ir
+from meshc.cost.flops import flops
+from meshc.cost.work import CANNOT, COULD, SPLIT, Work, collapsed
+from meshc.ir.sharding import tile_sizes
+from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.factors import Instance, Token
+
+
+def account(draft: Draft) -> list[Work]:
+    """One row for equal operators of equal modules, as `meshc.cost.work` reads them."""
+    assignment = draft.assignment
+    assert assignment is not None
+    times = draft.parts.count if draft.parts is not None else 1
+    axes = [axis.name for axis in draft.mesh.axes if axis.size > 1]
+    found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)
+    for node in ir.calls(draft.the_graph()):
+        count = flops(node)
+        if not count or node not in assignment.chosen:
+            continue
+        instance, chosen = assignment.factors.instances[node], assignment.chosen[node]
+        taken = {axis for token_axes in chosen.values() for axis in token_axes}
+        states = tuple(SPLIT if axis in taken else COULD if has_split(instance, chosen, draft.sizes) else CANNOT for axis in axes)
+        record = ir.records(node)[0]
+        found[(collapsed(record.source.module), ir.op_name(node), record.phase, states)] += count * times
+    return [Work(*key[:3], count, dict(zip(axes, key[3], strict=True))) for key, count in found.items()]
+
+
+def has_split(instance: Instance, chosen: Mapping[Token, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
+    """Whether the operator has a letter left that one more axis may split."""
+    tiles = {token: tile_sizes(size, [sizes[axis] for axis in chosen.get(token, ())])[-1] for token, size in instance.size.items()}
+    return any(tile > 1 for token, tile in tiles.items() if token not in instance.whole)

@@ -1,0 +1,302 @@
+"""Autocast: regions of automatic mixed precision become casts that one can read.
+
+    enter = _enter_autocast('cuda', bf16, True, None)
+    h = linear(x, w, b)                                    h = linear(x.to(bf16), w.to(bf16), b.to(bf16))
+    y = layer_norm(h, (8,), g)            becomes          y = layer_norm(h.to(f32), (8,), g)
+    z = multi_head_attention_forward(y, ...)               z = its ATen calls, each with its casts
+    _exit_autocast(enter)
+
+Torch casts by dispatch key: above autograd, at the outermost ATen operator that is on the device's list. So each call of a region is run on
+fake tensors under a mode that sees ATen calls at that same height (below autograd, composites off the list taken apart) and records them
+and their casts. If the call, given cast operands and no autocast, makes the same ATen calls on the same dtypes, the casts go in front of
+it; else the recorded ATen calls take its place. The lists are data (`meshc.frontend.autocast_policy`), so the machine that
+compiles does not matter.
+
+A float32 leaf (a parameter, mostly) has one cast in a region, as in torch's cache: its gradients add up in the lower dtype.
+Runs right after capture, because later passes replace torch's functions by operators that know no autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from meshc.errors import CompileError
+from meshc.frontend.autocast_policy import Region, eligible, entered
+from meshc.frontend.capture import TorchGraph, source_of
+from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
+from meshc.passes.trace.raise_flex import FLEX
+
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
+    """Take the autocast regions out of the graph, in place, and put casts in.
+
+    `device` is the mesh's device type. Capture traces on CPU stand-ins, so a region whose device the model read from a tensor says "cpu":
+    it means `device` then, or else that of the region around it. Every other region follows the lists of the device that it names.
+    """
+    if not any(_has_region(module) for module in traced.module.modules() if isinstance(module, GraphModule)):
+        return traced
+    placeholders = traced.module.graph.find_nodes(op="placeholder")
+    inputs = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]  # an unused one has only "val"
+    lowering = Lowering(traced.module, traced.fake_mode, device)
+    with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
+        lowering.run(inputs, [])
+    traced.notes += lowering.notes()
+    return traced
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """oneDNN's own variants of operators are off, as in capture; the gradient mode, which the graph sets as it goes, comes back."""
+    onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+
+
+def _has_region(module: GraphModule) -> bool:
+    return bool(module.graph.find_nodes(op="call_function", target=ENTER))
+
+
+class Lowering:
+    """A graph (the model's, or the body of a checkpoint), walked once in order with a fake value for every node."""
+
+    def __init__(self, module: GraphModule, fake_mode: FakeTensorMode, device: str | None) -> None:
+        self.module, self.graph, self.fake_mode, self.device = module, module.graph, fake_mode, device
+        self.values: dict[Node, Any] = {}
+        self.casts = Casts()
+        self.erased: set[Node] = set()
+        self.emitted: set[Node] = set()
+        self.retyped: set[torch.dtype] = set()
+        self.bodies: list[Lowering] = []
+
+    def run(self, inputs: Sequence[Any], around: list[Region]) -> Any:
+        """Lower the graph, whose call lies in the regions `around`, outermost first; gives its fake outputs."""
+        stack = list(around)
+        outside: dict[Any, int] = {}
+        feed = iter(inputs)
+        result = None
+        for node in list(self.graph.nodes):
+            if node in self.erased:
+                continue
+            if node.op == "placeholder":
+                self.values[node] = next(feed)
+            elif node.op == "get_attr":
+                self.values[node] = self._attribute(node)
+            elif node.op == "output":
+                result = self._value(node.args[0])
+            elif node.target is ENTER:
+                outside[node] = len(stack)
+                stack.append(self._at(node, entered, stack, self.device, *node.args))
+            elif node.target is EXIT:
+                del stack[outside[node.args[0]] :]
+                if not stack:  # torch clears its cache
+                    self.casts.of_leaf.clear()
+            else:
+                self._at(node, self._call, node, stack)
+                self._retype(node)
+        for target in (EXIT, ENTER):
+            for node in self.graph.find_nodes(op="call_function", target=target):
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self.module.recompile()
+        return result
+
+    def _at(self, node: Node, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (Refused, RuntimeError, TypeError, ValueError) as error:
+            name = getattr(node.target, "__name__", node.target)
+            raise CompileError(
+                f"{name}() at {source_of(node)} cannot be compiled under autocast: {error}\n"
+                "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
+            ) from error
+
+    def _value(self, argument: Any) -> Any:
+        return map_arg(argument, lambda node: self.values[node])
+
+    def _attribute(self, node: Node) -> Any:
+        value = operator.attrgetter(str(node.target))(self.module)
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            return self.fake_mode.from_tensor(value)
+        return value
+
+    def _call(self, node: Node, stack: list[Region]) -> None:
+        region = stack[-1] if stack and stack[-1].enabled else None
+        args, kwargs = self._value(node.args), self._value(node.kwargs)
+        if node.target is CHECKPOINT:
+            self.bodies.append(Lowering(args[0], self.fake_mode, self.device))
+            self.values[node] = self.bodies[-1].run(args[1:], stack)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            if region and node.target is FLEX:
+                args, region = self._flex(node, args, region), None
+            if region or any(_has_region(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
+                raise Refused("of the operators that take functions, meshc lowers autocast in checkpoint only")
+            self.values[node] = _apply(node, args, kwargs)
+        elif region is None:
+            self.values[node] = _apply(node, args, kwargs)
+        else:
+            with Watch(region.device, region, self.casts) as watch:
+                self.values[node] = _apply(node, args, kwargs)
+            if watch.made and not self._hoist(node, watch, args, kwargs):
+                self._expand(node, watch)
+
+    def _flex(self, node: Node, args: Any, region: Region) -> Any:
+        """torch casts queries, keys and values of flex_attention, and what functions do to scores takes place outside the region."""
+        cast = []
+        for used, value in zip(node.args[:3], args[:3], strict=True):
+            assert isinstance(used, Node)
+            if eligible(value.dtype) and value.dtype != region.dtype:
+                value = self.casts.make(value, region.dtype, region)
+                used = self._cast_node(value, used, node)
+            cast.append((used, value))
+        node.args = (*(used for used, _ in cast), *node.args[3:])
+        return (*(value for _, value in cast), *args[3:])
+
+    def _hoist(self, node: Node, watch: Watch, args: Any, kwargs: Any) -> bool:
+        """Put the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
+        operands = tensors((args, kwargs))
+        uses = Counter(map(id, operands))
+        made: dict[int, list[Tensor]] = {}
+        for cast in {id(cast): cast for cast in watch.made}.values():
+            made.setdefault(id(self.casts.source[id(cast)]), []).append(cast)
+        if any(len(casts) not in (1, uses[source]) for source, casts in made.items()):
+            return False  # cast several times inside, and each cast has a gradient of its own
+
+        def turns() -> dict[int, Iterator[Tensor]]:
+            return {source: iter(casts * (uses[source] // len(casts))) for source, casts in made.items()}
+
+        turn = turns()
+        cast_args, cast_kwargs = pytree.tree_map(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
+        try:
+            with Watch(watch.device, None, self.casts) as plain:
+                result = _apply(node, cast_args, cast_kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        first = {id(operand): position for position, operand in reversed(list(enumerate(operands)))}
+        names = [first[id(operand)] for operand in operands]
+        if trace(watch, operands, names, self.values[node]) != trace(plain, tensors((cast_args, cast_kwargs)), names, result):
+            return False
+        turn = turns()
+
+        def argument(used: Node) -> Any:
+            if not any(id(leaf) in turn for leaf in tensors(self.values[used])):
+                return used
+            wires = self._wires([used], node)
+
+            def leaf_argument(leaf: Any) -> Any:
+                source = wires.get(id(leaf), leaf)
+                return self._cast_node(next(turn[id(leaf)]), source, node) if id(leaf) in turn else source
+
+            return pytree.tree_map(leaf_argument, self.values[used])
+
+        node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
+        return True
+
+    def _expand(self, node: Node, watch: Watch) -> None:
+        """Let the recorded ATen calls, with their casts, take the place of the call."""
+        wires = self._wires(node.all_input_nodes, node)
+
+        def wire(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in wires:
+                source = self.casts.source.get(id(leaf))
+                if source is None or id(source) not in wires:
+                    raise Refused("it uses a tensor that is no operand")
+                wires[id(leaf)] = self._cast_node(leaf, wires[id(source)], node)
+            return wires[id(leaf)]
+
+        for call in watch.calls:
+            name = call.function.name()
+            if torch.Tag.nondeterministic_seeded in call.function.tags and name not in WHOLE:
+                raise Refused(f"it draws random numbers by {name}")
+            args, kwargs = pytree.tree_map(wire, (call.args, call.kwargs))
+            new = self._emit("call_function", WHOLE.get(name, call.function), args, kwargs, call.out, node)
+            wires.update(self._wires([new], node))
+        structure = pytree.tree_map(wire, self.values[node])
+        for user in list(node.users):
+            part = structure[user.args[1]] if user.target is operator.getitem else None
+            if isinstance(part, Node):
+                user.replace_all_uses_with(part)
+                self._erase(user)
+            elif isinstance(structure, (Node, tuple, list)) and user.target is not getattr:
+                user.args = map_arg(user.args, lambda used: structure if used is node else used)
+                user.kwargs = map_arg(user.kwargs, lambda used: structure if used is node else used)
+            else:
+                raise Refused("its result is used in a way that meshc does not know")
+        self._erase(node)
+
+    def _erase(self, node: Node) -> None:
+        self.erased.add(node)
+        self.graph.erase_node(node)
+
+    def _wires(self, nodes: Sequence[Node], near: Node) -> dict[int, Node]:
+        """The node of every tensor that `nodes` hold, themselves or in a list."""
+        wires: dict[int, Node] = {}
+
+        def visit(node: Node, value: Any) -> None:
+            if isinstance(value, Tensor):
+                wires[id(value)] = node
+            elif isinstance(value, (tuple, list)):
+                for index, item in enumerate(value):
+                    if tensors(item):
+                        visit(self._emit("call_function", operator.getitem, (node, index), {}, item, near), item)
+
+        for node in nodes:
+            visit(node, self.values[node])
+        return wires
+
+    def _cast_node(self, cast: Tensor, source: Node, near: Node) -> Node:
+        if id(cast) not in self.casts.node:
+            self.casts.node[id(cast)] = self._emit("call_method", "to", (source, cast.dtype), {}, cast, near)
+        return self.casts.node[id(cast)]
+
+    def _emit(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, near: Node) -> Node:
+        with self.graph.inserting_before(near):
+            node = self.graph.create_node(op, target, args, kwargs)
+        node.meta = {key: near.meta[key] for key in ("stack_trace", "nn_module_stack") if key in near.meta}
+        node.meta["example_value"] = self.values[node] = value
+        self.emitted.add(node)
+        return node
+
+    def _retype(self, node: Node) -> None:
+        old, new = node.meta.get("example_value"), self.values[node]
+        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype != new.dtype:
+            node.meta["example_value"] = new
+            self.retyped.add(old.dtype)
+
+    def notes(self) -> list[str]:
+        """Lines of the model that seem to read a tensor's dtype, in a graph where tensors had other dtypes as traced than on the device."""
+        found = [note for body in self.bodies for note in body.notes()]
+        for node in self.graph.nodes:
+            source = source_of(node)
+            named = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.dtype)}
+            for dtype in named & self.retyped if node not in self.emitted else ():
+                word = str(dtype).removeprefix("torch.")
+                if word not in source.code and word.removesuffix("32") + "(" not in source.code:
+                    place = f"{source.file.rsplit('/', 1)[-1]}:{source.line}: {source.code}"
+                    found.append(f"{place}\n  {dtype} here may be a tensor's dtype as traced; under autocast it is another on the device")
+        return list(dict.fromkeys(found))
+
+
+def _apply(node: Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

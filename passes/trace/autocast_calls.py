@@ -1,0 +1,142 @@
+"""A torch-level call seen where torch's autocast sees it: as ATen calls above autograd, with the casts of their operands.
+
+A `TorchDispatchMode` below autograd is handed the very operators that autocast's dispatch key is handed above it, as long as it takes
+apart, by torch's own kernels, each composite that is not on the device's list. A listed operator ends the descent, as in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy, Region, eligible, operand_dtype
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "aten::dropout": torch.dropout,
+    "aten::feature_dropout": torch.feature_dropout,
+    "aten::alpha_dropout": torch.alpha_dropout,
+    "aten::feature_alpha_dropout": torch.feature_alpha_dropout,
+    "aten::scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+}
+"""Composites that are not taken apart, because later passes know them by these names."""
+
+
+@dataclass
+class Call:
+    """One ATen call with its fake operands (after their casts) and results."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+@dataclass
+class Casts:
+    """The casts of a graph so far, by the identity of fake tensors, which it keeps alive."""
+
+    source: dict[int, Tensor] = field(default_factory=dict)
+    node: dict[int, Node] = field(default_factory=dict)
+    of_leaf: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+
+    def make(self, tensor: Tensor, dtype: torch.dtype, region: Region) -> Tensor:
+        """torch's `cached_cast`: float32 leaves that require a gradient share one cast to the region's dtype."""
+        leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        shared = leaf and region.cache and dtype == region.dtype
+        if shared and (id(tensor), dtype) in self.of_leaf:
+            return self.of_leaf[id(tensor), dtype]
+        cast = tensor.to(dtype)
+        self.source[id(cast)] = tensor
+        self.alive += [tensor, cast]
+        if shared:
+            self.of_leaf[id(tensor), dtype] = cast
+        return cast
+
+
+class Watch(TorchDispatchMode):
+    """Records the ATen calls that a torch-level call comes down to; with a region, casts their operands as torch would."""
+
+    def __init__(self, device: str, region: Region | None, casts: Casts) -> None:
+        super().__init__()
+        self.device, self.region, self.casts = device, region, casts
+        self.calls: list[Call] = []
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function.name()
+        if function.namespace == "prim":  # a question (`prim::device`), no call
+            return function(*args, **kwargs)
+        policy = _policy(self.device, name)
+        if policy is None and name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if self.region is not None and policy is not None:
+            args, kwargs = self._cast(name, policy, self.region, args, kwargs)
+        elif self.region is not None and name in INSIDE[self.device]:
+            before = len(self.made)
+            self._cast(name, INSIDE[self.device][name], self.region, args, kwargs)
+            if len(self.made) > before:
+                raise Refused(f"torch casts inside the kernel of {name}, where autograd does not see it")
+        out = function(*args, **kwargs)
+        self.calls.append(Call(function, args, kwargs, out))
+        return out
+
+    def _cast(self, name: str, policy: Policy, region: Region, args: Any, kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        dtypes = [leaf.dtype for leaf in tensors(leaves) if eligible(leaf.dtype)]
+        try:
+            dtype = operand_dtype(policy, region, dtypes, any(isinstance(leaf, torch.dtype) for leaf in leaves))
+        except ValueError as error:
+            raise Refused(f"{name}: {error}") from None
+
+        def cast(leaf: Any) -> Any:
+            if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype == dtype or not eligible(leaf.dtype):
+                return leaf
+            self.made.append(self.casts.make(leaf, dtype, region))
+            return self.made[-1]
+
+        return pytree.tree_map(cast, (args, kwargs))
+
+
+class Refused(Exception):
+    """Why a call of a region cannot be lowered."""
+
+
+@functools.cache
+def _policy(device: str, name: str) -> Policy | None:
+    policy = POLICIES[device].get(name)
+    if policy is None and torch._C._dispatch_has_kernel_for_dispatch_key(name, DISPATCH_KEYS[device]):
+        raise Refused(f"{name} has an autocast rule for {device} that meshc does not know")
+    return policy
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -> list[Any]:
+    """What a call did, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
+    name_of: dict[int, Any] = dict(zip(map(id, operands), names, strict=True))
+
+    def name(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        source = leaf if id(leaf) in name_of else watch.casts.source.get(id(leaf), leaf)
+        if id(source) not in name_of:
+            raise Refused("it uses a tensor that is no operand")
+        return name_of[id(source)], leaf.dtype
+
+    rows: list[Any] = []
+    for number, call in enumerate(watch.calls):
+        rows.append((call.function.name(), [name(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))]))
+        name_of.update({id(leaf): (number, position) for position, leaf in enumerate(tensors(call.out))})
+    return [*rows, [name(leaf) for leaf in pytree.tree_leaves(result)]]

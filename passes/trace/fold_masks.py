@@ -1,0 +1,105 @@
+"""Fold masks: a mask that is provably causal, windowed or full becomes an attribute of attention.
+
+    le = aten.le.Tensor(keys, queries)
+    where = aten.where.self(le, zero, minus_infinity)                                   becomes
+    attention = meshc.attention(q, k, v, where, False, 0.35)        attention = meshc.attention(q, k, v, None, True, 0.35)
+
+A stock causal model passes a dense mask with `is_causal=False`: quadratic memory, and work on what nobody sees. A mask is evaluated where
+it depends on nothing but positions; what depends on an input (padded tokens) is left alone, and so is what would be too large to evaluate.
+Runs right after `differentiate`: values are pure there, and forward and backward have a node each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from meshc import ir
+from meshc.passes.phases.draft import Draft
+from meshc.passes.trace.known_values import KnownValues
+
+meshc = torch.ops.meshc
+
+BIAS: dict[object, int] = {meshc.attention.default: 3, meshc.attention_backward.default: 4}
+"""Operator -> the position of its bias."""
+CAUSAL: dict[object, int] = {meshc.attention.default: 4, meshc.attention_backward.default: 7}
+NEVER = -1e30
+"""A score that is lowered by this or more has no weight beside any other (the least float32 and bfloat16, which many models use)."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Query i sees every key (not causal), or keys j <= i + offset, of these the last `window` if that is not 0."""
+
+    causal: bool
+    window: int = 0
+    offset: int = 0
+
+
+def fold_masks(draft: Draft) -> Draft:
+    """Change the attention operators of the joint graph in place; what only made their masks goes."""
+    graph = draft.the_graph()
+    ports = draft.placeholders()
+    known = KnownValues({node: draft.constants[key.split(":", 1)[1]] for key, node in ports.items() if key.startswith("constant:")})
+    patterns: dict[tuple[Node, int], Pattern | None] = {}
+    for node in graph.nodes:
+        if node.target not in BIAS or not isinstance(node.args[BIAS[node.target]], Node):
+            continue
+        bias = node.args[BIAS[node.target]]
+        key = (bias, _queries(node))
+        if key not in patterns:
+            patterns[key] = pattern_of(known.of(bias), _queries(node))
+        found = patterns[key]
+        if found is not None and not node.args[CAUSAL[node.target]]:
+            _fold(node, found)
+    graph.eliminate_dead_code()
+    return draft
+
+
+def _queries(node: Node) -> int:
+    return ir.records(node)[0].shape[2]  # of the output, or of the queries' gradient
+
+
+def _fold(node: Node, found: Pattern) -> None:
+    bias, causal = BIAS[node.target], CAUSAL[node.target]
+    args = list(node.args[: causal + 2])
+    args[bias], args[causal] = None, found.causal
+    if found.window or found.offset:
+        args += [found.window, found.offset]
+    node.args = tuple(args)
+
+
+def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:
+    """What a bias [batch|1, heads|1, q|1, k] says, if that is one of the patterns, the same for all of the batch and all heads."""
+    if bias is None:
+        return None
+    seen = bias == 0
+    if not bool((seen | (bias <= NEVER)).all()):
+        return None
+    first = seen[:1, :1]
+    if not bool((seen == first).all()):
+        return None
+    rows = first[0, 0].expand(queries, -1)
+    if bool(rows.all()):
+        return Pattern(False)
+    return _causal(rows)
+
+
+def _causal(seen: Tensor) -> Pattern | None:
+    """[queries, keys]: whether each row is a range that ends, and begins, one key further than the row before."""
+    queries, keys = seen.shape
+    ends = keys - seen.flip(1).int().argmax(1)
+    counts = seen.sum(1)
+    offset = int(ends[0]) - 1
+    at = torch.arange(queries) + offset
+    if offset < 0 or not bool((ends == at + 1).all()):
+        return None
+    window = int(counts.max())
+    for pattern in (Pattern(True, 0, offset), Pattern(True, window, offset)):
+        first = (at - (pattern.window or keys + queries) + 1).clamp(min=0)
+        if bool((counts == ends - first).all()) and bool((seen.int().argmax(1) == first).all()):
+            return pattern
+    return None

@@ -1,0 +1,88 @@
+"""Inline: the body of a checkpointed region takes the place of its call.
+
+    h = tag_activation_checkpoint(body, x, w, use_reentrant=False)         h = gelu(linear(x, w))
+    y = getitem(h, 0)                                             becomes  y = h
+
+`torch.utils.checkpoint` says how much is kept for backward, never what is computed. Later passes replace calls one by one (random draws get
+their numbers in the order of the model, attention becomes one operator), so they must see all of them; what is kept is the program's own
+affair. Runs after `autocast`, which casts within a body by the regions around its call.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from meshc.frontend.capture import TorchGraph
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def inline_checkpoints(traced: TorchGraph) -> TorchGraph:
+    """Replace the calls in place, bodies within bodies included."""
+    module = traced.module
+    calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    while calls:
+        for call in calls:
+            _inline(module, call)
+        calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    module.graph.lint()
+    module.recompile()
+    return traced
+
+
+def _inline(module: GraphModule, call: Node) -> None:
+    body = _body(module, call)
+    operands = iter(call.args[1:])
+    env: dict[Node, Any] = {}
+    result: Any = None
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(operands)
+        elif node.op == "output":
+            result = map_arg(node.args[0], lambda used: env[used])
+        else:
+            env[node] = _copy(module, body, node, call, env)
+    _replace(module.graph, call, result)
+
+
+def _body(module: GraphModule, call: Node) -> GraphModule:
+    name = call.args[0]
+    assert isinstance(name, Node)
+    body = module.get_submodule(str(name.target))
+    assert isinstance(body, GraphModule)
+    return body
+
+
+def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: dict[Node, Any]) -> Node:
+    """A node of the body, before the call. What the body reads by name, the model reads by a name of its own."""
+    with module.graph.inserting_before(call):
+        made = module.graph.node_copy(node, lambda used: env[used])
+    if node.op == "get_attr":
+        held = operator.attrgetter(str(node.target))(body)
+        made.target = f"{call.name}_{str(node.target).replace('.', '_')}"
+        setattr(module, made.target, held)
+    if "nn_module_stack" not in made.meta and "nn_module_stack" in call.meta:
+        made.meta["nn_module_stack"] = call.meta["nn_module_stack"]
+    return made
+
+
+def _replace(graph: Graph, call: Node, result: Any) -> None:
+    """Readers of the call read what the body returns: a value, or some by number."""
+    for user in list(call.users):
+        if user.target is operator.getitem and isinstance(result, list | tuple):
+            index = user.args[1]
+            assert isinstance(index, int)
+            user.replace_all_uses_with(result[index])
+            graph.erase_node(user)
+    if call.users:
+        assert isinstance(result, Node)
+        call.replace_all_uses_with(result)
+    body = call.args[0]
+    graph.erase_node(call)
+    if isinstance(body, Node) and not body.users:
+        graph.erase_node(body)

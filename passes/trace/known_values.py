@@ -1,0 +1,128 @@
+"""Values that depend on no parameter, no input and no buffer, computed while compiling: positions, and the masks made of them.
+
+    arange, le, where  ->  the tensor itself, with size 1 in dims that `expand` only repeats
+
+What depends on a size that calls choose is not known, unless that size only repeats it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir.sizes import Ratio, Size
+
+aten = torch.ops.aten
+
+LARGEST = 1 << 24
+"""Elements of the largest value that is computed: a mask of 4096 by 4096, about 0.1 s an operator."""
+
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+FILLED = (
+    aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.full_like.default, aten.zeros_like.default,
+    aten.ones_like.default,
+)  # fmt: skip
+"""What they give does not depend on what their operand holds."""
+
+
+class KnownValues:
+    """`of(node)`: the value, or None if it is not known. `constants` are the constant tensors of the graph by placeholder."""
+
+    def __init__(self, constants: dict[Node, Tensor]) -> None:
+        self._values: dict[Node, Tensor | None] = dict(constants)
+
+    def of(self, node: Node) -> Tensor | None:
+        """Broadcasts to the node's shape."""
+        work = [node]
+        while work:
+            last = work[-1]
+            waiting = [x for x in last.all_input_nodes if x not in self._values]
+            if last in self._values or not waiting:
+                work.pop()
+            if last not in self._values and not waiting:
+                self._values[last] = self._compute(last)
+            work += waiting
+        return self._values[node]
+
+    def _compute(self, node: Node) -> Tensor | None:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not ir.is_tensor(node):
+            return None
+        if node.target in FILLED:
+            values: list[Tensor | None] = [_alike(x) for x in node.all_input_nodes]
+        else:
+            values = [self._values[x] for x in node.all_input_nodes]
+        if any(value is None for value in values) or not _repeats_itself(node.target):
+            return None
+        if node.target not in (aten.expand.default, *RESHAPES) and _holds_open_size((node.args, node.kwargs)):
+            return None
+        if node.target is aten.expand.default:
+            return _padded(values[0], len(ir.record(node).shape))
+        if node.target in RESHAPES:
+            return self._reshaped(node, values[0])
+        if node.target is not aten.unsqueeze.default and node.target not in FILLED and torch.Tag.pointwise not in node.target.tags:
+            values = [_whole(x, self._values[x]) for x in node.all_input_nodes]
+        if any(value is None for value in values):
+            return None
+        given = dict(zip(node.all_input_nodes, values, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        made = not values or node.target in FILLED
+        if made and prod(ir.record(node).shape) > LARGEST or prod(_broadcast(values)) > LARGEST:
+            return None
+        try:
+            found: Any = node.target(*args, **kwargs)
+        except RuntimeError:  # what cannot be computed here is for the program to fail on
+            return None
+        return found if isinstance(found, Tensor) else None
+
+    def _reshaped(self, node: Node, value: Tensor | None) -> Tensor | None:
+        """Dims of size 1 may come and go before what is repeated; else the value is written out."""
+        (x,), shape = node.all_input_nodes, list(ir.record(node).shape)
+        if value is not None and list(ir.record(x).shape) == shape:
+            return value
+        full = _whole(x, value)
+        return None if full is None else full.reshape(shape)
+
+
+def _holds_open_size(arguments: Any) -> bool:
+    """Whether a number among the arguments is one that calls choose: what is made of it is not known while compiling."""
+    if isinstance(arguments, list | tuple):
+        return any(_holds_open_size(item) for item in arguments)
+    if isinstance(arguments, dict):
+        return any(_holds_open_size(item) for item in arguments.values())
+    return isinstance(arguments, Size | Ratio)
+
+
+def _repeats_itself(target: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable and "empty" not in target.name()
+
+
+def _alike(node: Node) -> Tensor | None:
+    """A tensor of the node's shape and dtype that takes no memory."""
+    found = ir.records(node)[0]
+    if found.dtype is None or _holds_open_size(found.shape) or prod(found.shape) > LARGEST:
+        return None
+    return torch.zeros((), dtype=found.dtype).expand(found.shape)
+
+
+def _padded(value: Tensor | None, rank: int) -> Tensor | None:
+    return None if value is None else value.reshape((1,) * (rank - value.dim()) + tuple(value.shape))
+
+
+def _whole(node: Node, value: Tensor | None) -> Tensor | None:
+    """The value in its full shape, if that is not too large."""
+    shape = ir.record(node).shape
+    return None if value is None or _holds_open_size(shape) or prod(shape) > LARGEST else value.expand(shape)
+
+
+def _broadcast(values: list[Tensor | None]) -> tuple[int, ...]:
+    shapes = [value.shape for value in values if value is not None]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes)) if shapes else ()
+    except RuntimeError:  # no pointwise operator
+        return ()

@@ -1,0 +1,232 @@
+"""Parts: a step that is the mean of its microbatches is traced for one microbatch; here is what that takes.
+
+    loss, grad_w                                                        the model on the whole batch
+  becomes
+    l = mul(loss, 1/M);  loss = sum_of_parts(l)                         the model on one microbatch; the tangent is 1/M too
+    grad = sum_of_parts(grad_w)                                         pending (sum: mb), so that accumulation is its reduction
+    dropout(h, seed_step, 0, 0.1, [8, 32], [2, 32], [0, 0])             a microbatch's draws are a tile of the whole batch's
+
+Which inputs carry the batch is read off the forward graph of the whole batch: its factors say where the batch lies. Assumes that the batch
+is the outermost factor of every dim that it lies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.errors import CompileError
+from meshc.ir import record, records, set_record
+from meshc.ir.mesh import DATA_ROLES, role
+from meshc.ir.sharding import Part
+from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
+from meshc.passes.phases.draft import Draft, Request
+from meshc.program.parts import Parts, offsets
+from meshc.program.program import Port
+
+aten = torch.ops.aten
+meshc = torch.ops.meshc
+
+DRAWS: dict[Any, int] = {meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2}
+"""Random operators, and where their call's number stands."""
+
+
+def means(request: Request) -> bool:
+    """Whether the step is the mean of its microbatches, rather than the whole batch's."""
+    return request.batch_mix == "mean_of_parts" and request.count > 1
+
+
+def whole_forward(request: Request) -> Request:
+    """The request whose graph shows where the batch lies: the whole batch, forward only."""
+    return replace(request, microbatches=1, batch_mix="refuse", grad=False, train=False, optimizer=None, inputs="global")
+
+
+def find_parts(whole: Draft, request: Request) -> Parts:
+    """How `request` cuts its batch, from the factors of its forward graph. Raises CompileError where it cannot be cut."""
+    classes = _batch_classes(whole)
+    size = _batch_size(whole, classes)
+    _check_divides(size, request)
+    assert whole.factors is not None
+    dims = tuple(
+        _carrying(port, whole.factors.dims[(node, 0)], set(classes))
+        for port, node in zip(whole.inputs, whole.the_graph().find_nodes(op="placeholder"), strict=True)
+        if port.kind == "input"
+    )
+    draws = {}
+    for node in _draws(whole.the_graph()):
+        rows = whole.factors.dims[(node, 0)]
+        if any(factor in classes for row in rows for factor in row[1:]):
+            raise _unordered(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
+        draws[_call(node)] = tuple(_shape(node, 0))
+    return Parts(request.count, dims, draws)
+
+
+def _source(node: Node) -> str:
+    return str(records(node)[0].source)
+
+
+def _batch_classes(whole: Draft) -> dict[int, str]:
+    """Factor classes of the batch, each with an input that has it: dims that the user named so, else the first ones."""
+    assert whole.factors is not None
+    named = whole.request.names or {}
+    placeholders = whole.placeholders()
+    learned = {
+        factor
+        for key, node in placeholders.items()
+        if key.startswith("parameter:")
+        for row in whole.factors.dims[(node, 0)]
+        for factor in row
+    }
+    found: dict[int, str] = {}
+    for port in whole.inputs:
+        if port.kind != "input" or not port.shape:
+            continue
+        labels = list(named.get(port.name, ()))
+        asked = [dim for dim, label in enumerate(labels) if label == "batch"]
+        rows = whole.factors.dims[(placeholders[port.key], 0)]
+        for dim in asked or ([] if labels and labels[0] else [0]):
+            if rows[dim] and (asked or rows[dim][0] not in learned):
+                found.setdefault(rows[dim][0], port.name)
+    return found
+
+
+def _batch_size(whole: Draft, classes: dict[int, str]) -> int:
+    assert whole.factors is not None
+    sizes = {whole.factors.size[factor]: name for factor, name in classes.items()}
+    if len(sizes) > 1:
+        raise CompileError(
+            "microbatches are rows of the batch, and the inputs do not say how long it is: "
+            + ", ".join(f"{name} begins with {size}" for size, name in sizes.items())
+            + '\n  what to do: name the first dim of what carries no batch, for instance names={"weight": ("classes",)}'
+        )
+    if not sizes:
+        raise CompileError(
+            "microbatches are rows of the batch, but no input has one\n"
+            '  what to do: name its dim, for instance names={"x": ("batch", None)}, or microbatches=1'
+        )
+    return next(iter(sizes))
+
+
+def _check_divides(size: int, request: Request) -> None:
+    ranks = prod(axis.size for axis in request.mesh.axes if role(axis.name) in DATA_ROLES) if request.inputs == "local" else 1
+    count = request.count
+    if size % (ranks * count):
+        rows = f"each rank's part of the batch has {size // ranks} rows" if ranks > 1 else f"the batch has {size} rows"
+        raise CompileError(
+            f'{rows}, which {count} microbatches do not divide: with batch_mix="mean_of_parts" all microbatches are of one size\n'
+            f"  what to do: a batch that divides by {count}, or another number of microbatches"
+        )
+
+
+def _carrying(port: Port, rows: tuple[tuple[int, ...], ...], classes: set[int]) -> int | None:
+    """The dim of an input that carries the batch."""
+    found = [dim for dim, row in enumerate(rows) if classes & set(row)]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise _unordered(f"the input {port.name} of shape {list(port.shape)} carries the batch in dims {found}")
+    if rows[found[0]][0] not in classes:
+        raise _unordered(f"dim {found[0]} of the input {port.name} has the batch inside, not at its beginning")
+    return found[0]
+
+
+def _unordered(fault: str) -> CompileError:
+    return CompileError(
+        f"{fault}, so a microbatch is not a range of its rows\n  what to do: put the batch first (batch_first=True), or microbatches=1"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the graph of one microbatch
+
+
+def number_draws(graph: Graph, parts: Parts) -> None:
+    """Random calls of the first microbatch: the same numbers as in the whole batch. Raises CompileError if the model draws otherwise."""
+    nodes = {_call(node): node for node in _draws(graph)}
+    for call, node in nodes.items():
+        part = _shape(node, 1)
+        whole = parts.draws.get(call, ())
+        if nodes.keys() != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
+            raise CompileError(
+                f"the random call at {_source(node)} draws {part} for a microbatch and {list(whole)} for the whole batch: "
+                "the model draws otherwise for a batch of another size\n  what to do: microbatches=1, or draw outside the model"
+            )
+        at = _global_shape(node)
+        node.args = (*node.args[:at], list(whole), *node.args[at + 1 :])
+
+
+def _draws(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.target in DRAWS]
+
+
+def _call(node: Node) -> int:
+    call: Any = node.args[DRAWS[node.target]]
+    return int(call)
+
+
+def _global_shape(node: Node) -> int:
+    """Where the global shape stands among the arguments; the local one comes after it."""
+    return [argument.name for argument in node.target._schema.arguments].index("global_shape")  # type: ignore[union-attr]
+
+
+def _shape(node: Node, which: int) -> list[int]:
+    shape: Any = node.args[_global_shape(node) + which]
+    return [int(size) for size in shape]
+
+
+def mark_sums(draft: Draft, count: int) -> None:
+    """The loss becomes its share of the mean, and so do metrics; they and each gradient are what microbatches add up."""
+    _refuse_metrics([port for port in draft.outputs if port.kind == "metric"])
+    graph = draft.the_graph()
+    (output,) = graph.find_nodes(op="output")
+    made: dict[Node, Node] = {}
+
+    def call(target: Any, x: Node, *rest: Any) -> Node:
+        with graph.inserting_before(output):
+            node = graph.call_function(target, (x, *rest))
+        set_record(node, record(x))
+        return node
+
+    for port, node in zip(draft.outputs, draft.results(), strict=True):
+        if port.kind in ("output", "gradient", "metric") and node not in made:
+            share = node if port.kind == "gradient" else call(aten.mul.Tensor, node, 1.0 / count)
+            made[node] = call(meshc.sum_of_parts.default, share)
+    pairs = zip(draft.outputs, draft.results(), strict=True)
+    output.args = (tuple(made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs),)
+
+
+def _refuse_metrics(ports: Sequence[Port]) -> None:
+    faults = [f"{port.name} is {str(port.dtype).removeprefix('torch.')} {list(port.shape)}" for port in ports if not _is_mean(port)]
+    if faults:
+        raise CompileError(
+            f'with batch_mix="mean_of_parts" a metric is the mean of what each microbatch gives, so it is one floating-point number: '
+            f"{', '.join(faults)}\n  what to do: return its mean, metric.float().mean(), or microbatches=1"
+        )
+
+
+def _is_mean(port: Port) -> bool:
+    return not port.shape and port.dtype.is_floating_point
+
+
+def cut_inputs(draft: Draft) -> dict[str, int]:
+    """Inputs enter as the whole batch: their ports are changed so. Returns the dim that each microbatch cuts, by key."""
+    assert draft.parts is not None
+    dims = iter(draft.parts.dims)
+    cut = {port.key: dim for port in draft.inputs if port.kind == "input" and (dim := next(dims)) is not None}
+    count = draft.parts.count
+    draft.inputs = [_whole_port(port, cut[port.key], count) if port.key in cut else port for port in draft.inputs]
+    return cut
+
+
+def _whole_port(port: Port, dim: int, count: int) -> Port:
+    """The port of one microbatch's rows as the whole batch enters."""
+    shape = tuple(size * count if d == dim else size for d, size in enumerate(port.shape))
+    assert port.sharding is not None
+    rows = [list(row) for row in port.sharding.dims]
+    first = rows[dim][0] if rows[dim] else Part("batch", 1)
+    rows[dim][:1] = [replace(first, size=first.size * count)]
+    return replace(port, shape=shape, sharding=replace(port.sharding, dims=tuple(map(tuple, rows))))

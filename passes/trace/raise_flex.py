@@ -1,0 +1,114 @@
+"""Raise flex: a call of torch's `flex_attention` becomes its meaning, with the functions that the user gave as graphs.
+
+    flex = torch.ops.higher_order.flex_attention(q, k, v, score, (32, 32, blocks, ..., mask), 0.5, {...}, (table,), ())    becomes
+    flex = flex_attention(q, k, v, score, mask, False, 0.5, (table,), (), False, "model.py:12")
+
+Part of `raise_ops`. Tracing has made a graph of each function, of single numbers; the tensors that they capture are operands of the call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from meshc.errors import CompileError
+from meshc.frontend.capture import source_of
+from meshc.ops.flex import flex_attention
+from meshc.ops.random_calls import draws
+
+FLEX = torch.ops.higher_order.flex_attention
+
+
+def raise_flex(module: GraphModule, node: Node) -> None:
+    """Replace the call in place. What it alone read of the blocks goes."""
+    q, k, v, score, blocks, scale, _options, captured_by_score, captured_by_mask = node.args
+    assert isinstance(blocks, tuple) and isinstance(score, Node) and isinstance(blocks[-1], Node)
+    mask, where = blocks[-1], str(source_of(node))
+    _refuse_draws(_body(module, score), f"the score_mod of flex_attention() at {where}")
+    _refuse_draws(_body(module, mask), f"the mask_mod of flex_attention() at {where}")
+    statistics = any(user.target is operator.getitem and user.args[1] != 0 and _is_read(user) for user in node.users)
+    node.target = flex_attention
+    node.args = (
+        q, k, v, _function(_body(module, score), score, _is_identity), _function(_body(module, mask), mask, _is_full),
+        _is_causal(_body(module, mask)), scale, captured_by_score, captured_by_mask, statistics, where,
+    )  # fmt: skip
+    for given in (score, *blocks):
+        if isinstance(given, Node) and given.op == "get_attr" and not given.users:
+            _forget(module, given)
+
+
+def _body(module: GraphModule, node: Node) -> Graph:
+    body = module.get_submodule(str(node.target))
+    assert isinstance(body, GraphModule)
+    return body.graph
+
+
+def _is_read(node: Node) -> bool:
+    """Whether something depends on a statistic, beyond the change of its unit that torch writes whether it is returned or not."""
+    idle = (operator.getitem, operator.mul, "to")
+    return any(user.target not in idle or _is_read(user) for user in node.users)
+
+
+def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool]) -> Node | None:
+    """A function, ready to be mapped; None for one that changes nothing."""
+    if changes_nothing(body):
+        return None
+    for item in body.find_nodes(op="call_function", target=operator.getitem):
+        item.target = element
+    assert body.owning_module is not None
+    body.owning_module.recompile()
+    return node
+
+
+def _result(body: Graph) -> Any:
+    (output,) = body.find_nodes(op="output")
+    return output.args[0][0] if isinstance(output.args[0], tuple | list) else output.args[0]
+
+
+def _is_identity(body: Graph) -> bool:
+    return _result(body) is body.find_nodes(op="placeholder")[0]
+
+
+def _is_full(body: Graph) -> bool:
+    """What torch's own mask for no mask is traced to."""
+    return isinstance(_result(body), Node) and _result(body).op == "call_method" and _result(body).target == "new_ones"
+
+
+def _is_causal(body: Graph) -> bool:
+    """Whether a mask is `i >= j` as it is written: that one is folded whatever its size, known or open."""
+    _, _, i, j, *_ = body.find_nodes(op="placeholder")
+    result = _result(body)
+    return isinstance(result, Node) and (result.target, result.args) in ((operator.ge, (i, j)), (operator.le, (j, i)))
+
+
+def _refuse_draws(body: Graph, what: str) -> None:
+    for node in body.nodes:
+        if node.op in ("call_function", "call_method") and draws(node.target, node.args, node.kwargs):
+            name = getattr(node.target, "__name__", node.target)
+            raise CompileError(
+                f"{what} draws random numbers ({name}), which meshc numbers by call, not by score\n"
+                "  what to do: draw outside of it, and read the numbers at the score's position (noise[b, h, i, j])"
+            )
+
+
+def element(x: Any, index: Any) -> Any:
+    """x[index] where tensors among the indices are positions, not numbers that a trace may read."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, Tensor) or not any(isinstance(entry, Tensor) for entry in entries):
+        return x[index]
+    if not all(isinstance(entry, Tensor | int) for entry in entries):
+        return x[index]
+    at = [e if isinstance(e, Tensor) else torch.full((), e, dtype=torch.int64, device=x.device) for e in entries]
+    return torch.ops.aten.index.Tensor(x, at)
+
+
+def _forget(module: GraphModule, node: Node) -> None:
+    name = str(node.target)
+    module.graph.erase_node(node)
+    if not any(other.op == "get_attr" and other.target == name for other in module.graph.nodes):
+        delattr(module, name)

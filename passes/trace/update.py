@@ -1,0 +1,261 @@
+"""Update: gradient norm, clipping and the optimizer become part of the graph.
+
+    loss, grad_w
+  becomes
+    norm = sqrt(square_sum(grad_w) + ...)     c = clamp(max_norm / (norm + 1e-6), max=1)     w, m, v = adam(w, grad_w * c, m, v, lr, ...)
+
+Everything is written on the global view, so the norm is global whatever the mesh: its sum is pending over the axes that split gradients.
+Parameters without a gradient are left alone, as torch.optim does. Clipping follows `torch.nn.utils.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.errors import CompileError
+from meshc.frontend.train_step import METRICS
+from meshc.ir import Record, Source, record, set_record
+from meshc.ir import update as set_reason
+from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
+from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec, update_nodes
+from meshc.passes.phases.draft import Draft
+from meshc.program.program import Port
+
+aten = torch.ops.aten
+meshc = torch.ops.meshc
+
+
+class Appender:
+    """Adds global-view nodes before a graph's output; shapes and dtypes come from meta tensors."""
+
+    def __init__(self, graph: Graph, phase: str, source: Source | None = None) -> None:
+        self.graph, self.phase, self.source = graph, phase, source or Source()
+        self.meta: dict[Node, Any] = {}
+        (self.output,) = graph.find_nodes(op="output")
+        self.made: list[Node] = []
+
+    def value(self, argument: Any) -> Any:
+        if isinstance(argument, Node):
+            if argument not in self.meta:
+                found = record(argument)
+                self.meta[argument] = torch.empty(found.shape, dtype=found.dtype, device="meta")
+            return self.meta[argument]
+        if isinstance(argument, list | tuple):
+            return type(argument)(self.value(item) for item in argument)
+        return argument
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.output):
+            node = self.graph.call_function(target, args, kwargs)
+        given = {key: self.value(item) for key, item in kwargs.items()}
+        if "device" in given:
+            given["device"] = "meta"
+        result = target(*self.value(args), **given)
+        self.meta[node] = result
+        self.made.append(node)
+        if isinstance(result, list | tuple):
+            set_record(node, tuple(self._record(item) for item in result))
+        else:
+            set_record(node, self._record(result))
+        return node
+
+    def _record(self, result: Any) -> Record:
+        if isinstance(result, torch.Tensor):
+            return Record(tuple(result.shape), result.dtype, source=self.source, phase=self.phase)
+        return Record(source=self.source, phase=self.phase)
+
+    def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder("".join(c if c.isalnum() else "_" for c in name))
+        set_record(node, Record(shape, dtype, phase=self.phase))
+        return node
+
+
+def close_loss(draft: Draft) -> Draft:
+    """The loss's tangent is one, or its share of a mean: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
+    graph = draft.the_graph()
+    kept_inputs, kept_outputs, results = [], [], []
+    for port, node in zip(list(draft.inputs), graph.find_nodes(op="placeholder"), strict=True):
+        if port.kind != "tangent":
+            kept_inputs.append(port)
+            continue
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            share = 1.0 / (draft.parts.count if draft.parts is not None else 1)
+            one = graph.call_function(aten.full.default, ([], share), {"dtype": port.dtype, "device": torch.device("cpu")})
+        set_record(one, Record((), port.dtype, phase="backward"))
+        node.replace_all_uses_with(one)
+        graph.erase_node(node)
+    for port, node in zip(draft.outputs, draft.results(), strict=True):
+        if port.kind == "gradient" and ":" in port.name:
+            continue
+        if port.kind == "output" and port.name.startswith(f"{METRICS}."):
+            port = replace(port, kind="metric", name=port.name.removeprefix(f"{METRICS}."))
+        kept_outputs.append(port)
+        results.append(node)
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tuple(results),)
+    draft.inputs, draft.outputs = kept_inputs, kept_outputs
+    _check_gradients(draft)
+    return draft
+
+
+def _check_gradients(draft: Draft) -> None:
+    trainable = {port.name for port in draft.inputs if port.kind == "parameter" and port.requires_grad}
+    given = {port.name for port in draft.outputs if port.kind == "gradient"}
+    missing = sorted(trainable - given)
+    if missing and not given:
+        raise CompileError("the loss reaches no trainable parameter: is it detached, or computed under no_grad?")
+    if missing:
+        draft.notes.append(f"{len(missing)} trainable parameters do not reach the loss and stay as they are: {', '.join(missing[:5])}")
+
+
+def append_update(draft: Draft) -> Draft:
+    """Norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
+    spec = draft.request.optimizer
+    if spec is None:
+        return draft
+    graph = draft.the_graph()
+    add = Appender(graph, "update")
+    placeholders = draft.placeholders()
+    kept = [(port, node) for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind != "gradient"]
+    gradients = {port.name: node for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind == "gradient"}
+    modules = dict(draft.request.module.named_parameters())
+    if not gradients:
+        _refuse_frozen(list(modules))
+    total = _global_norm(add, gradients, draft)
+    for node in add.made:
+        set_reason(node, reason="the gradient norm")
+    kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
+    coefficient = _clip_coefficient(add, total, draft.request.clip_grad_norm)
+    if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
+        raise CompileError(
+            f"{spec.optimizer} updates none of the model's parameters\n"
+            "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
+        )
+    _refuse_idle(spec, gradients, modules)
+    numbers = _number_inputs(add, draft, spec)
+    unwritten: dict[str, str] = {}
+    for name, gradient in gradients.items():
+        parameter = modules[name]
+        group = _group_of(spec, parameter)
+        if group is None:
+            continue
+        before = len(add.made)
+        if coefficient is not None:
+            gradient = add.call(aten.mul.Tensor, gradient, coefficient)
+            if record(gradient).dtype != parameter.dtype:
+                gradient = add.call(aten._to_copy.default, gradient, dtype=parameter.dtype)
+        state: dict[str, Node] = {}
+        for slot in group.slots_of(parameter):
+            shape = tuple(parameter.shape) if slot.shape == "like_param" else tuple(slot.size)
+            state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
+            draft.inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
+        like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+        new, after = update_nodes(group, placeholders[f"parameter:{name}"], gradient, state, numbers[group.index], add.call, like)
+        if new is placeholders[f"parameter:{name}"]:
+            unwritten[name] = group.optimizer
+        kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
+        for slot in group.slots_of(parameter):
+            value = after[slot.name]
+            kept.append((Port("state", f"{name}/{slot.name}", record(value).shape, slot.dtype, of=name), value))
+        for node in add.made[before:]:
+            if node.target is not operator.getitem:
+                draft.updates[node] = name
+    _refuse_unwritten(unwritten)
+    _note_strangers(draft, spec, gradients, modules)
+    add.output.args = (tuple(node for _, node in kept),)
+    draft.outputs = [port for port, _ in kept]
+    graph.lint()
+    return draft
+
+
+def _refuse_frozen(names: list[str]) -> None:
+    """A step of a model in which nothing takes a gradient: one device would refuse it in backward."""
+    why = f"{_listed(names)}: requires_grad is False" if names else "the model has no parameters"
+    raise CompileError(
+        f"there is nothing to train\n  why: {why}\n"
+        "  what to do: requires_grad_(True) on what is to be trained, before meshc.compile; a model that is only to be evaluated is\n"
+        "  compiled without a TrainStep, under torch.no_grad()"
+    )
+
+
+def _global_norm(add: Appender, gradients: dict[str, Node], draft: Draft) -> Node:
+    total: Node | None = None
+    for name, gradient in gradients.items():
+        square = add.call(meshc.square_sum.default, gradient)
+        draft.updates[square] = name
+        total = square if total is None else add.call(aten.add.Tensor, total, square)
+    assert total is not None
+    return add.call(aten.sqrt.default, total)
+
+
+def _clip_coefficient(add: Appender, total: Node, limit: float | None) -> Node | None:
+    if limit is None:
+        return None
+    ratio = add.call(aten.mul.Tensor, add.call(aten.reciprocal.default, add.call(aten.add.Tensor, total, 1e-6)), float(limit))
+    return add.call(aten.clamp.default, ratio, None, 1.0)
+
+
+def _number_inputs(add: Appender, draft: Draft, spec: OptimizerSpec) -> list[dict[str, Node]]:
+    found: list[dict[str, Node]] = []
+    for group in spec.groups:
+        row = {}
+        for entry in group.numbers:
+            row[entry] = add.placeholder(f"number_{group.index}_{entry}", (), torch.float64)
+            draft.inputs.append(Port("number", f"{group.index}.{entry}", (), torch.float64, of=f"{group.index}.{entry}"))
+        found.append(row)
+    return found
+
+
+def _group_of(spec: OptimizerSpec, parameter: Any) -> GroupSpec | None:
+    return next((group for group in spec.groups if any(p is parameter for p in group.params)), None)
+
+
+def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> None:
+    """Parameters with a gradient that an optimizer holds and no step reaches."""
+    holders = {id(parameter): holder for parameter, holder in spec.idle}
+    faults = {name: holders[id(modules[name])] for name in gradients if id(modules[name]) in holders}
+    if faults:
+        raise CompileError(
+            f"{_listed(faults)}: held by {_holders(faults)}, whose step is not called, so they would never be updated\n"
+            f"  why: what steps is {spec.optimizer}\n"
+            "  what to do: call its step too, or give TrainStep(optimizer=[...]) with all optimizers that are to step; parameters\n"
+            "  that are to stay as they are: leave them out, or set requires_grad_(False)"
+        )
+
+
+def _refuse_unwritten(faults: Mapping[str, str]) -> None:
+    if faults:
+        raise CompileError(
+            f"{_listed(faults)}: held by {_holders(faults)}, and have a gradient, but its step leaves them as they are\n"
+            f"  why: {_holders(faults)}.step was traced for parameters of their shape, and writes nothing to them\n"
+            "  what to do: give them to an optimizer that updates them, TrainStep(optimizer=[first, second]); parameters\n"
+            "  that are to stay as they are: leave them out, or set requires_grad_(False)"
+        )
+
+
+def _note_strangers(draft: Draft, spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> None:
+    held = {id(p) for group in spec.groups for p in group.params}
+    free = [name for name in gradients if id(modules[name]) not in held]
+    if free:
+        draft.notes.append(f"no optimizer holds {_listed(free)}: they have a gradient and are not updated")
+    mine = {id(p) for p in modules.values()}
+    others = sum(id(p) not in mine for group in spec.groups for p in group.params)
+    if others:
+        draft.notes.append(f"{spec.optimizer} holds {others} parameters that are not the model's: a compiled step leaves them as they are")
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+
+
+def _holders(faults: Mapping[str, str]) -> str:
+    return " and ".join(dict.fromkeys(faults.values()))

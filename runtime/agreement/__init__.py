@@ -1,0 +1,1 @@
+"""What ranks must have alike, compared."""

@@ -1,0 +1,207 @@
+"""What ranks must have alike before they compile or load a program, as text by field: compared once, before anything is compiled or sent.
+
+    the versions             torch 2.13.0; meshc 0.1.0; python 3.11
+    the environment          MESHC_TRACE: set; NCCL_ALGO: not set; ...
+    torch's settings         default dtype: torch.float32; deterministic algorithms: False; ...
+    the option check_inputs  None
+    ...
+    inputs                   x float32 [6, 24], target int64 [6]
+
+One field for each thing that somebody sets, so that a message names it. The program that comes of it is compared when it is compiled.
+
+Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_DEVICES, the name in MESHC_TRACE),
+what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its network or its devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshc import environment
+from meshc.frontend import calling
+from meshc.frontend.train_step import TrainStep
+from meshc.optimizer.optimizer import numbers
+from meshc.package import FOLDER, __version__
+from meshc.program.program import Program as Compiled
+from meshc.text import show
+
+VARIABLES: Final = (
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",  # how a device rounds
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE",  # how ranks talk
+)  # fmt: skip
+"""Variables of others that alter what a rank computes, or how it sends."""
+
+INPUTS: Final = "inputs"
+COMPILED: Final = "the compiled program"
+ADVICE: Final[Mapping[str, str]] = {
+    "the versions": "install the same versions on every machine",
+    "the environment": "set these variables alike on every rank: in the launcher's environment, before it starts",
+    "torch's settings": "make the same settings on every rank, before meshc.compile",
+    "the optimizer's numbers": "build the optimizer with the same numbers on every rank",
+    "the saved program": "give every rank the same folder, on storage that all share, or the same copy on each machine",
+    "the saved state": "give every rank the same state, on storage that all share, or the same copy on each machine",
+    COMPILED: "see what a rank's own code has made different: a branch on the rank, or values that forward reads",
+}
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def surroundings() -> dict[str, str]:
+    """What every program stands in: versions, variables, torch's settings."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    variables = [(environment.TRACE, "set" if environment.trace_file() else "not set")]
+    variables += [(name, os.environ.get(name, "not set")) for name in VARIABLES]
+    return {
+        "the versions": f"torch {torch.__version__}; meshc {_own_version()}; python {python}",
+        "the environment": _listed(variables),
+        "torch's settings": _listed(_settings()),
+    }
+
+
+@functools.cache
+def _own_version() -> str:
+    """With a digest of meshc's files, since a checkout that has been changed keeps its number."""
+    digest = hashlib.blake2b(digest_size=4)
+    for folder, folders, files in os.walk(FOLDER, followlinks=True):
+        folders.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                digest.update(name.encode() + (Path(folder) / name).read_bytes())
+    return f"{__version__} (its files: {digest.hexdigest()})"
+
+
+def _settings() -> list[tuple[str, Any]]:
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    return [
+        ("default dtype", torch.get_default_dtype()),
+        ("default device", torch.get_default_device().type),
+        ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+        ("float32 precision", torch.backends.fp32_precision),  # type: ignore[attr-defined]
+        ("float32 precision of cuda.matmul", cuda.matmul.fp32_precision),
+        ("float32 precision of cudnn", cudnn.fp32_precision),
+        ("float32 precision of mkldnn.matmul", mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
+        ("float16 sums in float16", cuda.matmul.allow_fp16_accumulation),
+        ("reduced precision of float16 sums", cuda.matmul.allow_fp16_reduced_precision_reduction),
+        ("reduced precision of bfloat16 sums", cuda.matmul.allow_bf16_reduced_precision_reduction),
+        ("cudnn.deterministic", cudnn.deterministic),
+        ("flash attention", cuda.flash_sdp_enabled()),
+        ("memory-efficient attention", cuda.mem_efficient_sdp_enabled()),
+        ("cudnn attention", cuda.cudnn_sdp_enabled()),
+        ("math attention", cuda.math_sdp_enabled()),
+    ]
+
+
+def before_compiling(program: Any, args: Any, kwargs: Any, key: Any) -> dict[str, str]:
+    """All that a `meshc.Program` is about to compile from; `key` is what the compilation will be kept under."""
+    (spec, leaves), (_, _, grad, autocast), optimizer = key
+    found = {**surroundings(), **_asked(program), **_model(program.traced.module)}
+    if program.step is not None:
+        found |= _step(program.step, program.traced.module, optimizer)
+    found |= {"grad mode": str(grad), "autocast": stable(autocast)}
+    found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
+    return {**found, INPUTS: calling.describe_inputs(args, kwargs)}
+
+
+def before_running(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, Any]) -> dict[str, str]:
+    """All that `meshc run` begins with. Tensors are compared by the hashes that a program's and a state's own tables hold of them."""
+    found = {**surroundings(), COMPILED: show.hash_program(program), "what the program begins with": stable(program.info)}
+    found |= {f"the option {name}": stable(value) for name, value in given.items()}
+    return found | {"the saved program": _tables(path), "the saved state": "none" if state is None else _tables(state)}
+
+
+def _tables(folder: str | Path) -> str:
+    """A digest of a folder's own tables."""
+    files = [Path(folder) / name for name in ("manifest.json", "program.json", "state.json")]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files if file.is_file()), digest_size=16).hexdigest()
+
+
+def _asked(program: Any) -> dict[str, str]:
+    """What `meshc.compile` was given beside the model and its inputs."""
+    found = {"what is compiled": type(program.what).__qualname__ if isinstance(program.what, TrainStep | nn.Module) else "a function"}
+    found |= {"the mesh": str(program.mesh), "the plan": "; ".join(str(program.plan).replace("; ", ", ").splitlines())}
+    found["names="] = stable(program.names)
+    found |= {f"{name}=": getattr(program, name) for name in ("inputs", "outputs", "backend")}
+    options = program.options
+    return found | {f"the option {entry.name}": stable(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
+
+
+def _model(module: nn.Module) -> dict[str, str]:
+    """Parameters and buffers by name, dtype and shape, and the flags by which a program is kept."""
+    parameters = dict(module.named_parameters())
+    tensors = [(name, f"{t.dtype} {list(t.shape)}") for name, t in (*parameters.items(), *module.named_buffers())]
+    modules = dict(module.named_modules())
+    return {
+        "the model": _listed(tensors),
+        "the modules in evaluation": _among([name or "the model itself" for name, m in modules.items() if not m.training], len(modules)),
+        "the parameters that take no gradient": _among([name for name, p in parameters.items() if not p.requires_grad], len(parameters)),
+    }
+
+
+def _step(train_step: TrainStep, module: nn.Module, key: Any) -> dict[str, str]:
+    """What a TrainStep adds. key: of its optimizer, flags and branches on numbers."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = train_step.optimizers.param_groups
+    held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
+    return {
+        **{f"{name}=": stable(getattr(train_step, name)) for name in ("clip_grad_norm", "microbatches", "batch_mix")},
+        "the optimizer": _listed(key),
+        "the optimizer's parameters": _listed(held),
+        "the optimizer's numbers": _listed(
+            (f"{name} of group {i}", value) for i, row in enumerate(numbers(train_step.optimizers)) for name, value in row.items()
+        ),
+    }
+
+
+def stable(value: Any) -> str:
+    """A description that is the same in every process that has made the value in the same way: no addresses, no order of hashes."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{stable(k)}: {stable(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, AbstractSet):
+        return "{" + ", ".join(sorted(map(stable, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(stable, value)) + "]"
+    if isinstance(value, torch.Tensor):
+        return f"tensor {value.dtype} {list(value.shape)}"
+    if isinstance(value, functools.partial):
+        return f"partial of {stable(value.func)} {stable(value.args)} {stable(value.keywords)}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}({', '.join(f'{f.name}={stable(getattr(value, f.name))}' for f in dataclasses.fields(value))})"
+    if hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    return _ADDRESS.sub("", repr(value))
+
+
+def advice(field: str) -> str:
+    """What to do where ranks differ in a field."""
+    return ADVICE.get(field, f"give every rank the same: {field.removeprefix('the option ')}")
+
+
+def behind(compiled: Compiled, module: nn.Module) -> dict[str, str]:
+    """What may be behind programs that differ: a model's configuration, its modules as they print, the lines of the program."""
+    config: Any = getattr(module, "config", None)
+    given = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
+    return {
+        "the model's config": _listed((name, stable(value)) for name, value in given.items()),
+        "the model's modules": "; ".join(_ADDRESS.sub("", line.strip()) for line in repr(module).splitlines()),
+        "the program's lines": "; ".join(line.strip() for line in show.print_program(compiled, comments=False).splitlines()),
+    }
+
+
+def _listed(entries: Any) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in entries)
+
+
+def _among(names: list[str], count: int) -> str:
+    return "none" if not names else f"all {count}" if len(names) == count else "; ".join(names)

@@ -1,0 +1,308 @@
+"""Ranks agree before they go on: on what to compile, that all have compiled the same, and on what they refuse.
+
+    rank 0  describes its inputs ──> store        reads all descriptions: equal, so it compiles
+    rank 1  describes its inputs ──> store        likewise
+    rank 2  has a program for its inputs already, and runs it: it never describes anything, which ranks 0 and 1 see in its `began`
+
+It goes through the store and not through a collective, since a rank that waits here looks for news of the others all the time.
+
+A refusal (inputs that do not fit, a model that cannot be traced) is met in the same way: a rank that refuses says so in the store. If all
+have refused, before anything was sent, no rank waits for another, and whoever catches the error may go on. A rank that sees another begin
+a call, or do something else, is alone: its refusal is then a failure like any other. Ranks that refuse nothing pay nothing for this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from meshc import errors
+from meshc.errors import MeshcError, PeerError, StateError
+from meshc.runtime.failure.board import FailureBoard
+
+_POLL_S: Final = 0.01
+_LONG_POLL_S: Final = 0.1
+_LOOK_S: Final = 1.0
+"""How often a rank that waits looks for whom."""
+REFUSAL_S: Final = 5.0
+"""A rank that refuses waits so long for the others to refuse, or to be seen doing something else."""
+_ROUNDS: Final = itertools.count()
+_DOING: Final = "what they do"
+_REFUSE: Final = "refuse"
+_LONG: Final = 200
+_DIGEST: Final = "digest "
+
+
+class Disagreement(Exception):
+    """Ranks differ in `field`. `mine` and `theirs` are what this rank and rank `other` described; `alone`: rank `other` has moved on."""
+
+    def __init__(self, field: str, mine: str, other: int, theirs: str, advice: str = "", alone: bool = False) -> None:
+        super().__init__((_difference(field, mine, other, theirs) if not alone else _left_alone(field, mine, other)) + advice)
+        self.field, self.mine, self.other, self.theirs, self.alone = field, mine, other, theirs, alone
+
+
+def _difference(field: str, mine: str, other: int, theirs: str) -> str:
+    """What differs; of two lists with semicolons, no more than where they do."""
+    here, there = mine.split("; "), theirs.split("; ")
+    only_here, only_there = _beyond(here, there), _beyond(there, here)
+    if not only_here and not only_there:
+        only_here = only_there = "the same in another order"
+    return f"ranks differ in {field}: this rank has {only_here or 'no such entry'}, rank {other} has {only_there or 'no such entry'}"
+
+
+def _beyond(items: list[str], others: list[str]) -> str:
+    known = {*others}
+    found = [item for item in items if item not in known]
+    shown = [item if len(item) <= 400 else f"{item[:400]}..." for item in found[:3]]
+    return "; ".join(shown) + (f" and {len(found) - 3} more" if found[3:] else "")
+
+
+def _left_alone(field: str, mine: str, other: int) -> str:
+    return f"ranks differ in {field}: this rank has {mine}, and rank {other} has gone on with what it had before"
+
+
+class _Ahead(Exception):
+    """Rank `rank` runs something that this rank has not begun."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+def agree(
+    board: FailureBoard,
+    doing: str,
+    mine: Mapping[str, str],
+    advice: Callable[[str], str] | None = None,
+    *,
+    ahead: str = "",
+    behind: Callable[[], Mapping[str, str]] = dict,
+    error: Callable[[Disagreement], MeshcError] | None = None,
+) -> None:
+    """Returns when every rank has described the same. All ranks call it in the same order; `doing` is a word for what needs it.
+
+    advice  what to do about a field that differs
+    ahead   the field in which a rank differs that runs already what this one still prepares; the first, if none is named
+    behind  what may explain a difference, and may itself differ where there is none
+    error   what a Disagreement is raised as; StateError, if it is not given
+
+    Raises that on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another rank runs
+    the call that this one still prepares, it is raised at once; if one refuses, PeerError.
+    """
+    try:
+        _agree(board, doing, mine, advice, ahead or next(iter(mine)), behind)
+    except Disagreement as difference:
+        raise (StateError(str(difference)) if error is None else error(difference)) from None
+
+
+def _agree(
+    board: FailureBoard,
+    doing: str,
+    mine: Mapping[str, str],
+    advice: Callable[[str], str] | None,
+    ahead: str,
+    behind: Callable[[], Mapping[str, str]],
+) -> None:
+    try:
+        described = _exchange(board, {_DOING: doing, **{field: _short(text) for field, text in mine.items()}})
+    except _Ahead as found:
+        raise Disagreement(ahead, mine[ahead], found.rank, "", _todo(advice, ahead), alone=True) from None
+    for rank, one in enumerate(described):
+        if one[_DOING] == _REFUSE:
+            raise PeerError(f"rank {rank} failed: {one['kind']}: {one['text']}")
+    for field in (_DOING, *mine):
+        values = [one[field] for one in described]
+        usual, count = Counter(values).most_common(1)[0]
+        if count == len(values):
+            continue
+        if list(Counter(values).values()).count(count) > 1:
+            usual = values[0]
+        unusual = values[board.rank] != usual
+        other = next(rank for rank, value in enumerate(values) if (value == usual) == unusual)
+        if field == _DOING:
+            here, there, more = values[board.rank], values[other], ""
+        else:
+            here, (there, more) = mine[field], _in_full(board, field, {field: mine[field], **behind()}, other)
+            more += _todo(advice, field)
+        if unusual:
+            raise Disagreement(field, here, other, there, more)
+        raise PeerError(f"rank {other} failed to {doing}: {_difference(field, here, other, there)}{more}")
+
+
+def _todo(advice: Callable[[str], str] | None, field: str) -> str:
+    return f"\n  what to do: {advice(field)}" if advice else ""
+
+
+def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: int) -> tuple[str, str]:
+    """What rank `other` has in a field, and what may be behind the difference. All ranks come here, since all see that there is one."""
+    store, turn = _store(board), next(_ROUNDS)
+    store.set(f"in_full/{turn}/{board.rank}", json.dumps(dict(mine)))
+    while not store.check([f"in_full/{turn}/{other}"]):
+        board.check()
+        time.sleep(_POLL_S)
+    theirs = json.loads(store.get(f"in_full/{turn}/{other}"))
+    differing = [name for name in mine if name != field and mine[name] != theirs[name]]
+    return theirs[field], "".join(f"\n  what may be behind it: {_difference(name, mine[name], other, theirs[name])}" for name in differing)
+
+
+def _short(text: str) -> str:
+    """Long descriptions are sent only if they differ: every rank reads those of all."""
+    return text if len(text) <= _LONG else _DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
+    """What every rank describes, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
+    store, turn = _store(board), next(_ROUNDS)
+    store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
+    keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
+    deadline = time.monotonic() + timeout_s
+    with _awaiting(board, store, keys, mine[_DOING]) as check:
+        while not store.check(keys):
+            check()
+            ahead = board.ahead()
+            if ahead is not None and not store.check(keys):  # or it has left this round already
+                raise _Ahead(ahead)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+    described = [json.loads(store.get(key)) for key in keys]
+    store.delete_key(f"{turn - 1}/{board.rank}")  # all have come to this round, so all have read the last one
+    return described
+
+
+def _store(board: FailureBoard) -> dist.Store:
+    return dist.PrefixStore("agreement", board.store)
+
+
+@contextmanager
+def _awaiting(board: FailureBoard, store: dist.Store, keys: Sequence[str], where: str) -> Iterator[Callable[[], None]]:
+    """While this rank waits for a key of each rank, in the order of ranks: gives what to call now and then. It raises PeerError if a rank
+    has failed or left; and the board knows for whom this rank waits, which it says if that lasts."""
+    looked_at = time.monotonic()
+
+    def check() -> None:
+        nonlocal looked_at
+        board.check()
+        if time.monotonic() < looked_at + _LOOK_S:
+            return
+        looked_at = time.monotonic()
+        missing = frozenset(rank for rank, key in enumerate(keys) if not store.check([key]))
+        if board.awaited is None or board.awaited[0] != missing:
+            board.awaited = (missing, where)
+        for rank in missing:
+            board.refuse_gone(rank, lambda rank=rank: store.check([keys[rank]]))  # type: ignore[misc]
+
+    try:
+        yield check
+    finally:
+        board.awaited = None
+
+
+@contextmanager
+def refusable(board: FailureBoard | None) -> Iterator[None]:
+    """A context for what a rank does by itself before it sends anything, in a call or a compilation. An error that it raises stops the
+    others as usual, unless all ranks refuse here: then it is marked `everywhere`, and the run can go on where it is caught."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except MeshcError as error:
+        if board is not None and not error.compared and not board.lost:
+            error.compared = True
+            error.everywhere = all_refuse(board, error)
+        raise
+
+
+@contextmanager
+def together(board: FailureBoard | None, what: str) -> Iterator[None]:
+    """A context for what all ranks do between steps (save, load, the arguments of a compilation): `guard` and `refusable` in one."""
+    if board is None:
+        yield
+        return
+    with board.guard(board.step, what), refusable(board):
+        yield
+
+
+def all_refuse(board: FailureBoard, error: MeshcError) -> bool:
+    """Whether all ranks have raised an error of this kind. Waits for them, but not for ever."""
+    try:
+        described = _exchange(board, {_DOING: _REFUSE, "kind": type(error).__name__, "text": str(error)}, REFUSAL_S)
+    except (_Ahead, TimeoutError):
+        return False
+    return all(one[_DOING] == _REFUSE and one["kind"] == type(error).__name__ for one in described)
+
+
+def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0 (a value that JSON can hold), on every rank. A MeshcError that it raises there is raised on all, and is
+    no failure of a rank: the run can go on where it is caught. All ranks call it, in agreement, and others wait as long as it takes."""
+    if board is None:
+        return work()
+    store, key = _store(board), f"from_rank_0/{next(_ROUNDS)}"
+    if board.rank == 0:
+        try:
+            value = work()
+        except MeshcError as error:
+            error.everywhere = True
+            store.set(key, json.dumps({"kind": type(error).__name__, "text": str(error)}))
+            raise
+        store.set(key, json.dumps({"value": value}))
+        return value
+    while not store.check([key]):
+        board.check()
+        board.refuse_gone(0, lambda: store.check([key]))
+        time.sleep(_LONG_POLL_S)
+    found = json.loads(store.get(key))
+    if "kind" in found:
+        raised: MeshcError = getattr(errors, found["kind"], MeshcError)(found["text"])
+        raised.everywhere = True
+        raise raised
+    return found["value"]
+
+
+def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
+    """What each rank gives, in the order of ranks, on rank 0; None on the others, which go on at once. All ranks call it, in agreement."""
+    if board is None:
+        return [text]
+    store, turn = _store(board), next(_ROUNDS)
+    keys = [f"to_rank_0/{turn}/{rank}" for rank in range(board.world_size)]
+    store.set(keys[board.rank], text)
+    if board.rank != 0:
+        return None
+    with _awaiting(board, store, keys, "hand in what rank 0 collects") as check:
+        while not store.check(keys):
+            check()
+            time.sleep(_POLL_S)
+    found = [store.get(key).decode() for key in keys]
+    for key in keys:
+        store.delete_key(key)
+    return found
+
+
+def to_all(board: FailureBoard | None, text: str) -> list[str]:
+    """What each rank gives, in the order of ranks, on all of them. All ranks call it, in agreement."""
+    texts = to_rank_0(board, text)
+    found: list[str] = from_rank_0(board, lambda: texts)
+    return found
+
+
+def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:
+    """Like `to_rank_0` after a failure: what ranks give within so many seconds on rank 0, which waits no longer."""
+    if board is None:
+        return [text]
+    store = _store(board)
+    store.set(f"behind/{board.rank}", text)
+    if board.rank != 0:
+        return None
+    keys = [f"behind/{rank}" for rank in range(board.world_size)]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not store.check(keys):
+        time.sleep(_POLL_S)
+    return [store.get(key).decode() for key in keys if store.check([key])]

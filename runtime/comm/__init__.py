@@ -1,0 +1,1 @@
+"""Values between ranks: groups, collectives, halos, stages' messages, layouts."""

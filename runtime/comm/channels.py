@@ -1,0 +1,118 @@
+"""Messages between pipeline stages: posted, and not waited for until what they carry is needed.
+
+    recv(flow:h@1)  posted      F1.0 runs      F1.1 reads flow:h@1: now its rank waits
+    send(flow:h@1)  posted      F0.2 runs      a message comes that says that this one has arrived: its memory is free
+
+Each ordered pair of ranks of the pipeline axis is a channel with a process group of its own, so that what goes forward never waits for what
+comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from meshc.ir import record
+from meshc.ir.sharding import local_shape
+from meshc.pipelining.cut import slot
+from meshc.program.accumulate import whole_of
+from meshc.program.program import Instruction, Program
+from meshc.program.receipts import receipts
+from meshc.program.steps import steps_of
+from meshc.runtime.comm import collectives
+from meshc.runtime.comm.groups import Groups
+
+Like = tuple[tuple[int, ...], torch.dtype]
+
+
+class Channels:
+    """The messages of one program on this rank, between its runs of stages."""
+
+    def __init__(self, program: Program, groups: Groups, coordinates: Mapping[str, int], device: torch.device) -> None:
+        pipeline = program.pipeline
+        assert pipeline is not None
+        self.device = device
+        self.here = coordinates[pipeline.axis]
+        self._groups: dict[tuple[int, int], ProcessGroup] = groups.pairs(pipeline.axis, pipeline.pairs())
+        self._like = _likes(program)
+        self._coming: dict[str, tuple[collectives.Pending, int, int]] = {}  # with the rank that sends, and which of its messages it is
+        self._leaving: dict[int, list[list[collectives.Pending]]] = {}  # messages of this call to a rank, those that are over empty
+        self._posted: dict[int, int] = {}
+        peers = {source for source, target in pipeline.pairs() if target == self.here}
+        self._receipts = {
+            peer: receipts(steps_of(program, {**coordinates, pipeline.axis: peer}), program.stages, self.here) for peer in sorted(peers)
+        }
+
+    def groups(self) -> list[ProcessGroup]:
+        return list(self._groups.values())
+
+    def send(self, step: Instruction, env: Mapping[str, Any]) -> None:
+        """Posts the values of a message."""
+        group = self._groups[self.here, step.peer]
+        values = [env[slot(key, step.microbatch)] for key in step.keys]
+        self._leaving.setdefault(step.peer, []).append(collectives.send_all(values, group, _other(group)))
+
+    def receive(self, step: Instruction) -> None:
+        """Posts the receives of a message."""
+        group = self._groups[step.peer, self.here]
+        into = [torch.empty(self._like[key][0], dtype=self._like[key][1], device=self.device) for key in step.keys]
+        slots = [slot(key, step.microbatch) for key in step.keys]
+        number = self._posted.get(step.peer, 0)
+        self._posted[step.peer] = number + 1
+        pending = collectives.receive_all(into, group, _other(group))
+        self._coming |= {name: (one, step.peer, number) for name, one in zip(slots, pending, strict=True)}
+
+    def arrived(self, slots: Sequence[str], env: dict[str, Any]) -> list[str]:
+        """Waits for those of these values that are on their way; they are returned."""
+        late = [name for name in slots if name in self._coming]
+        for name in late:
+            pending, peer, number = self._coming.pop(name)
+            env[name] = pending.wait()
+            for sent in self._leaving.get(peer, [])[: self._receipts[peer][number]]:
+                _wait(sent)
+        return late
+
+    def finish(self, env: dict[str, Any]) -> None:
+        """Waits for what no stage of this rank reads: values that leave the program here."""
+        self.arrived(list(self._coming), env)
+
+    def settle(self) -> None:
+        """Waits until everything posted has left: from then on its memory may be written."""
+        for messages in self._leaving.values():
+            for sent in messages:
+                _wait(sent)
+
+    def begin(self) -> None:
+        """Before a call: everything of the one before is over."""
+        self.settle()
+        self._leaving, self._posted = {}, {}
+
+
+def _wait(sent: list[collectives.Pending]) -> None:
+    """Waits for the sends of a message, and lets go of what they sent."""
+    for pending in sent:
+        pending.wait()
+    sent.clear()
+
+
+def _other(group: ProcessGroup) -> int:
+    return 1 - group.rank()
+
+
+def _likes(program: Program) -> dict[str, Like]:
+    """Local shape and dtype of whatever a message may carry."""
+    found: dict[str, Like] = {}
+    for port in program.inputs:
+        shape = port.shape if port.sharding is None else local_shape(port.sharding, program.axis_sizes)
+        found[port.key] = (shape, port.dtype)
+    for stage in program.stages.values():
+        (output,) = stage.graph.find_nodes(op="output")
+        for key, node in zip(stage.outputs, output.args[0], strict=True):
+            made = record(node)
+            if made.dtype is not None:
+                whole = whole_of(key)
+                found.setdefault(key if whole is None else whole[1], (made.shape, made.dtype))
+    return found

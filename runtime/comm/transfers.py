@@ -1,0 +1,148 @@
+"""Moves one stored tensor at a time between ranks and layouts; no more than one tensor is ever whole on a rank.
+
+Every method is called on all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding, local_shape
+from meshc.runtime.comm import collectives, layouts
+from meshc.runtime.comm.groups import Groups
+
+
+def whole_of(value: DTensor, world: dist.ProcessGroup | None) -> Tensor:
+    """A DTensor whole, on every rank, by the groups of its own DeviceMesh. One that lives on some ranks only (of another pipeline stage)
+    is sent by the first of them, over the group of all ranks."""
+    ranks = value.device_mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return value.full_tensor()
+    there = dist.get_rank() in ranks
+    full = value.full_tensor().contiguous() if there else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return collectives.broadcast(full, world, ranks[0]).wait()
+
+
+class Transfers:
+    """Scatter, gather and convert, for one rank of a mesh (None: not one of its own). `source` is the place in it of global rank 0."""
+
+    def __init__(self, mesh: Mesh, groups: Groups, rank: int | None, device: torch.device) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.sizes = layouts.axis_sizes(mesh)
+        self.groups = groups
+        if rank is not None:
+            self.coordinates = mesh.coordinates(rank)
+            self.source = mesh.ranks.index(0)
+            self._place = mesh.ranks.index(rank)
+
+    def scatter(self, value: Tensor | None, sharding: Sharding, dtype: torch.dtype) -> Tensor:
+        """Each rank's tile of rank 0's `value`, which the other ranks need not have: a new tensor on the device."""
+        group = self._group(self.mesh.names)
+        axes = layouts.splitting_axes(sharding, self.mesh)
+        root = None
+        if self._place == self.source:
+            assert value is not None
+            root = value.detach().to(self.device, dtype)
+        if group is None:
+            assert root is not None
+            return layouts.take_tile(root, sharding, self.sizes, self.coordinates)
+        tile = torch.empty(local_shape(sharding, self.sizes), dtype=dtype, device=self.device)
+        if not axes:
+            if root is not None:
+                tile.copy_(root)
+            return collectives.broadcast(tile, group, self.source).wait()
+        if root is None:
+            return collectives.recv(tile, group, self.source).wait()
+        tiles: dict[tuple[int, ...], Tensor] = {}
+        works = []
+        for place, rank in enumerate(self.mesh.ranks):
+            at = self.mesh.coordinates(rank)
+            key = tuple(at[axis] for axis in axes)
+            if key not in tiles:
+                tiles[key] = layouts.take_tile(root, sharding, self.sizes, at)
+            if place != self._place:
+                works.append(collectives.send(tiles[key], group, place))
+        for work in works:
+            work.wait()
+        return tiles[tuple(self.coordinates[axis] for axis in axes)]
+
+    def whole(self, tile: Tensor, sharding: Sharding) -> Tensor:
+        """The whole tensor on every rank; the tile itself if it is that."""
+        return self.inside(tile, sharding)
+
+    def inside(self, tile: Tensor, sharding: Sharding) -> Tensor:
+        """The whole tensor on every rank of this mesh."""
+        axes = self.splitting(sharding)
+        if not axes:
+            return tile.view(sharding.shape)
+        return layouts.put_tiles(self._gathered(tile, axes), sharding, self.sizes)
+
+    def reshard(self, tile: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
+        """A new tensor: the tile under another sharding of the same shape."""
+        if layouts.same_layout(sharding, wanted, self.mesh):
+            return tile.clone()
+        return layouts.take_tile(self.inside(tile, sharding), wanted, self.sizes, self.coordinates)
+
+    def take_tile(self, full: Tensor, sharding: Sharding) -> Tensor:
+        """This rank's tile of a whole tensor that it has."""
+        return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
+
+    def splitting(self, sharding: Sharding) -> tuple[str, ...]:
+        return layouts.splitting_axes(sharding, self.mesh)
+
+    def to_chunk(self, tile: Tensor, sharding: Sharding) -> Tensor:
+        """The live DTensor's local tensor: a view of the tile where the two are aligned, else of a new tensor."""
+        if layouts.aligned(sharding, self.mesh):
+            return layouts.tile_to_chunk(tile, sharding, self.mesh, self.coordinates)
+        placements = layouts.torch_placements(sharding, self.mesh)
+        return layouts.take_chunk(self.inside(tile, sharding), placements, self.mesh, self.coordinates)
+
+    def to_tile(self, chunk: Tensor, sharding: Sharding) -> Tensor:
+        """The program's tile of a live DTensor's local tensor, zero in the padding; the chunk itself if it is that."""
+        if layouts.aligned(sharding, self.mesh):
+            return layouts.pad_to(chunk, local_shape(sharding, self.sizes))
+        placements = layouts.torch_placements(sharding, self.mesh)
+        padded = layouts.pad_to(chunk, layouts.largest_chunk(sharding.shape, placements, self.mesh))
+        chunks = self._gathered(padded, layouts.splitting_axes(sharding, self.mesh))
+        full = layouts.put_chunks(chunks, sharding.shape, placements, self.mesh)
+        return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
+
+    def chunk_of(self, value: Tensor, placements: Sequence[Placement]) -> Tensor:
+        """A value that a user or a loader left, as the local tensor of a DTensor with these placements (whole, if there are none).
+
+        A DTensor is taken as it lies, on any mesh of these ranks; a plain tensor is the whole value, the same on all ranks.
+        """
+        if isinstance(value, DTensor):
+            if value.device_mesh == self.mesh.device_mesh and tuple(value.placements) == tuple(placements):
+                return value.to_local()
+            value = self.full(value)
+        return layouts.take_chunk(value, placements, self.mesh, self.coordinates) if placements else value
+
+    def full(self, value: DTensor) -> Tensor:
+        """A DTensor whole, on every rank: one on this mesh, in plain shards, by groups of meshc's own."""
+        placements = value.placements
+        plain = all(type(place) in (Shard, Replicate) for place in placements)
+        if value.device_mesh != self.mesh.device_mesh or self.mesh.world_size != dist.get_world_size() or not plain:
+            return whole_of(value, self.groups.world)
+        axes = [axis.name for axis, place in zip(self.mesh.axes, placements, strict=True) if axis.size > 1 and isinstance(place, Shard)]
+        if not axes:
+            return value.to_local()
+        chunk = layouts.pad_to(value.to_local(), layouts.largest_chunk(value.shape, placements, self.mesh))
+        return layouts.put_chunks(self._gathered(chunk, axes), value.shape, placements, self.mesh)
+
+    def _gathered(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:
+        stacked = collectives.all_gather(x.unsqueeze(0), self._group(axes)).wait()
+        for at, piece in zip(layouts.all_coordinates(axes, self.sizes), stacked, strict=True):
+            yield self.coordinates | at, piece
+
+    def _group(self, axes: Sequence[str]) -> torch.distributed.ProcessGroup | None:
+        self.groups.prepare([axes])
+        return self.groups.group(axes)

@@ -1,0 +1,1 @@
+"""Running a rank's program: instructions, compiled regions, autograd, CUDA graphs, recording."""

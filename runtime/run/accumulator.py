@@ -1,0 +1,35 @@
+"""Takes what one microbatch gives into the whole step's value, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+
+from meshc.program.accumulate import ACCUMULATES, whole_of
+
+
+class Accumulator:
+    """For the key of a part. The first part becomes the whole, unless it is `shared` with something else or looks at a larger storage.
+
+    done  is told the key of the whole, after that has taken the part in
+    """
+
+    __slots__ = ("_combine", "_shared", "_whole")
+
+    def __init__(self, key: str, shared: bool) -> None:
+        found = whole_of(key)
+        assert found is not None
+        self._combine, self._whole, self._shared = ACCUMULATES[found[0]], found[1], shared
+
+    def __call__(self, env: MutableMapping[str, Any], part: torch.Tensor, done: Callable[[str], None] | None = None) -> None:
+        whole = env.get(self._whole)
+        if whole is not None:
+            self._combine(whole, part, out=whole)
+        elif self._shared or (part._base is not None and part._base.numel() != part.numel()):
+            env[self._whole] = part.clone()
+        else:
+            env[self._whole] = part
+        if done is not None:
+            done(self._whole)

@@ -1,0 +1,60 @@
+"""The backward programs of one loaded module: one for each set of outputs that received gradients, made when a set first comes up.
+
+Ranks must start from the same outputs, or their collectives would not match. They compare the set whenever it is another one than at the
+last backward of this module: a rank for which it is the same says nothing and goes on, which the others see (`agreement.agree`). So the
+usual case, the same set at each step, costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshc.program.program import Instruction, Program
+from meshc.runtime.agreement.compare import agree
+from meshc.runtime.run.executor import Executor, LoadedStage
+
+Make = Callable[[frozenset[str]], Program]
+"""The program whose backward begins at the outputs with these names."""
+
+
+class Backwards:
+    """`run(received, env, step)` runs the backward stage for gradients of the outputs `received`, and returns its outputs' keys."""
+
+    def __init__(self, program: Program, executor: Executor, make: Make) -> None:
+        self.executor = executor
+        self.make = make
+        self.programs = {frozenset(port.name for port in program.inputs if port.kind == "tangent"): program}
+        """What was made so far, by set; the first is the program itself, for all outputs."""
+        self._loaded: dict[frozenset[str], LoadedStage] = {key: executor.stages["backward"] for key in self.programs}
+        self._last: frozenset[str] | None = None
+
+    def run(self, received: frozenset[str], env: dict[str, Any], step: int) -> tuple[str, ...]:
+        """`env` has the tangents and what the forward call saved; gradients are added to it. All ranks call it with the same set.
+
+        Raises StateError, or PeerError, on ranks that differ in the set.
+        """
+        with self.executor.guarded(step, f"run backward from {', '.join(sorted(received)) or 'no output'}"):
+            self._agree(received)
+            if not received:
+                return ()  # torch comes here too when what follows has given no gradient to any output
+            if received not in self.programs:
+                self.programs[received] = self.make(received)
+            stage = self.programs[received].stages["backward"]
+            if not stage.outputs:
+                return ()  # nothing that takes gradients is behind these outputs
+            if received not in self._loaded:
+                self._loaded[received] = self.executor.load(stage)
+            with self.executor.recording(step), self.executor.doing(Instruction("run", "backward")):
+                self._loaded[received].perform(env)
+        return stage.outputs
+
+    def _agree(self, received: frozenset[str]) -> None:
+        board = self.executor.board
+        if board is None:
+            return
+        if received != self._last:
+            outputs = {"the outputs that backward starts from": "; ".join(sorted(received)) or "none"}
+            agree(board, "run backward", outputs, lambda _: "call backward from the same outputs on every rank, in the same order")
+            self._last = received
+        board.begin("backward")

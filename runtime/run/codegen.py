@@ -1,0 +1,316 @@
+"""A stage as one Python function: each node a line, collectives started where they stand and waited for where they are first used.
+
+    v7 = f7(v5, v6)                # aten.mm
+    v8 = all_reduce(v7, g8, 'sum') # starts
+    v9 = f9(v1)                    # runs meanwhile
+    v8 = v8.wait()
+    v10 = f10(v8, v9); del v8, v9
+    a11(env, v10); del v10         # part:g, a gradient of one microbatch: into sum:g
+
+Integers that stand for a rank's place are computed once, at load. The function is made from a checked graph; no text of a program is
+executed.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.fx import Node
+
+from meshc.check.failed import failed
+from meshc.check.guards import guarded
+from meshc.errors import MeshcError
+from meshc.ir import record, spmd
+from meshc.ops.implementations import direct
+from meshc.program.accumulate import is_added
+from meshc.program.packing import escapes, in_place, is_alone, pieces, stays
+from meshc.program.program import Origin, Stage
+from meshc.runtime.comm import collectives, halo
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.run.accumulator import Accumulator
+from meshc.runtime.run.early import EARLY
+
+
+def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
+    """Values of the integer nodes that do not depend on the microbatch."""
+    found: dict[Node, int] = {}
+    for node in stage.graph.nodes:
+        if node.op != "call_function" or node.target not in spmd.INTEGERS.values():
+            continue
+        if node.target is spmd.coordinate:
+            if node.args[0] in coordinates:
+                found[node] = coordinates[node.args[0]]
+        elif all(operand in found for operand in node.all_input_nodes):
+            found[node] = node.target(*torch.fx.node.map_arg(node.args, lambda n: found[n]))
+    return found
+
+
+def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Tensor], collectives.Pending]:
+    """A function that starts this node's collective on its operand, which an all-reduce `overwrites` or not."""
+    group = groups.group(node.args[1])  # type: ignore[arg-type]
+    name = node.target.__name__  # type: ignore[union-attr]
+    rest = node.args[2:]
+    if name == "all_reduce":
+        how = rest[0]
+        if overwrites:
+            return lambda x: collectives.all_reduce(x, group, how, out=x if x.is_contiguous() else None)  # type: ignore[arg-type]
+        return lambda x: collectives.all_reduce(x, group, how)  # type: ignore[arg-type]
+    if name == "broadcast":
+        return lambda x: collectives.broadcast(x.contiguous(), group, rest[0])  # type: ignore[arg-type]
+    if name == "all_gather":
+        return lambda x: collectives.gather_dim(x, rest[0], group)  # type: ignore[arg-type]
+    if name == "reduce_scatter":
+        return lambda x: collectives.scatter_dim(x, rest[0], group, rest[1])  # type: ignore[arg-type]
+    if name in ("halo", "halo_sum"):
+        return _halo(node, [groups.sizes[axis] for axis in node.args[1]], group)  # type: ignore[union-attr, index]
+    return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
+
+
+def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable[[torch.Tensor], collectives.Pending]:
+    dim, size, window, *fill = node.args[2:]
+    exchange = halo.Exchange(size, window, counts, group)  # type: ignore[arg-type]
+    if node.target is spmd.halo:
+        return lambda x: exchange.windows(x, dim, fill[0])  # type: ignore[arg-type]
+    return lambda x: exchange.tiles(x, dim)  # type: ignore[arg-type]
+
+
+def function_of(node: Node, device: torch.device, origin: Origin | None = None) -> Callable[..., Any]:
+    """What a node that is no collective calls; of a stage that was read from a text, after its guard."""
+    if stays(node):
+        made = record(node)
+        memory = torch.empty(made.shape, dtype=made.dtype, device=device)
+
+        def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, y, out=memory)
+
+        return product
+    function = direct(node.target, device)
+    return function if origin is None else guarded(node.target, function)
+
+
+class Source:
+    """Lines of the function, and the objects that they name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.makes: list[str] = []
+        """What each line makes, as far as it calls an operator."""
+
+    def label(self, name: str = "") -> None:
+        """The lines that have been added since make the value of this name."""
+        self.makes += [name] * (len(self.lines) - len(self.makes))
+
+    def bind(self, value: Any, prefix: str) -> str:
+        name = f"{prefix}{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def literal(self, value: Any, env: Mapping[Node, str]) -> str:
+        if isinstance(value, Node):
+            return env[value]
+        if isinstance(value, list):
+            return "[" + ", ".join(self.literal(item, env) for item in value) + "]"
+        if isinstance(value, tuple):
+            return "(" + "".join(self.literal(item, env) + ", " for item in value) + ")"
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        return self.bind(value, "c")
+
+    def function(self, arguments: str) -> Callable[..., Any]:
+        text = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in self.lines)
+        scope = dict(self.names)
+        exec(compile(text, "<meshc stage>", "exec"), scope)  # made above from a checked graph, with numbered names only
+        made: Callable[..., Any] = scope["run"]
+        return made
+
+
+def generate(
+    stage: Stage,
+    groups: Groups,
+    coordinates: Mapping[str, int],
+    device: torch.device,
+    here: Callable[[str], None] | None = None,
+    overwrites: Collection[Node] = (),
+    own: Collection[Node] = (),
+) -> Callable[..., list[Any]]:
+    """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failures).
+
+    Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made, and `done`
+    is told the sum's key. Inputs that are collectives on their way are waited for where they are first read, and such outputs not at all.
+    `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both beside those of which
+    the graph shows it.
+    """
+    return _Writer(stage, groups, coordinates, device, here, overwrites, own).function()
+
+
+class _Writer:
+    """Writes a stage's function line by line."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        groups: Groups,
+        coordinates: Mapping[str, int],
+        device: torch.device,
+        here: Callable[[str], None] | None,
+        overwrites: Collection[Node],
+        own: Collection[Node],
+    ) -> None:
+        self.overwrites, self.own = set(overwrites), set(own)
+        self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
+        self.origin = stage.origin
+        self.known = integers(stage, coordinates)
+        self.source = Source()
+        self.env: dict[Node, str] = {}
+        self.flying: set[Node] = set()
+        self.pieces = pieces(stage.graph)
+        self.memory: dict[Node, str] = {}
+        """Memory that several values are made in, by the `cat` that joins them."""
+        self.kept: set[Node] = set()
+        """Of these, what lives between calls."""
+        (output,) = stage.graph.find_nodes(op="output")
+        given = list(zip(stage.outputs, output.args[0], strict=True))
+        self.inputs = stage.inputs
+        self.leaving = {value for key, value in given if key.startswith(EARLY)}
+        self.returned = [value for key, value in given if not is_added(key)]
+        self.added: dict[Node, list[str]] = defaultdict(list)
+        """Values that go into sums, with their keys."""
+        for key, value in given:
+            if is_added(key):
+                self.added[value].append(key)
+        self.last = {operand: node for node in stage.graph.nodes if node is not output for operand in node.all_input_nodes}
+        """What reads a value last; a sum that takes it in does not count."""
+        self.last |= {value: output for value in self.returned if isinstance(value, Node)}
+        self.dying: dict[Node, list[Node]] = defaultdict(list)
+        for operand, node in self.last.items():
+            self.dying[node].append(operand)
+
+    def function(self) -> Callable[..., list[Any]]:
+        lines = self.source.lines
+        placeholders = self.graph.find_nodes(op="placeholder")
+        for position, node in enumerate(placeholders):
+            self.env[node] = f"v{position}"
+        self.flying |= {node for node, key in zip(placeholders, self.inputs, strict=True) if key.startswith(EARLY)}
+        if placeholders:
+            lines.append(", ".join(self.env[node] for node in placeholders) + ", = inputs; inputs.clear()")
+        for number, node in enumerate(self.graph.nodes):
+            if node.op == "placeholder":
+                self._add(node)
+                continue
+            if node in self.known:
+                self.env[node] = repr(self.known[node])
+                continue
+            if node.op == "output":
+                for value in node.all_input_nodes:  # collectives that nothing here has waited for
+                    if value not in self.leaving:
+                        self._wait_for(value)
+                lines.append("return " + self.source.literal(self.returned, self.env))
+                break
+            for operand in node.all_input_nodes:
+                self._wait_for(operand)
+            self.source.label()
+            self._line(node, f"w{number}")
+            self.source.label("" if spmd.is_collective(node.target) else node.name)
+            if node not in self.flying:
+                self._add(node)
+            self._forget([*self.dying.pop(node, []), *([] if node in self.last else [node])])
+        run = self.source.function("inputs, mb=0, env=None, done=None")
+        return run if self.origin is None else _naming(run, self.origin, self.source.makes)
+
+    def _wait_for(self, value: Node) -> None:
+        if value in self.flying:
+            self.source.lines.append(f"{self.env[value]} = {self.env[value]}.wait()")
+            self.flying.discard(value)
+            self._add(value)
+
+    def _add(self, node: Node) -> None:
+        """What this value is a microbatch's part of takes it in, if there is such a thing."""
+        keys = self.added.get(node, ())
+        shared = len(keys) > 1 or node in self.last or not (node in self.own or is_alone(node))
+        for key in keys:
+            self.source.lines.append(f"{self.source.bind(Accumulator(key, shared), 'a')}(env, {self.env[node]}, done)")
+
+    def _line(self, node: Node, name: str) -> None:
+        if node in self.pieces:
+            if node.args[0] not in self.pieces:  # else it is the reshape of a piece, which has been made flat
+                self._make_inside(node, name)
+            return
+        self.env[node] = self.memory.get(node, name)
+        if node in self.memory:
+            return
+        if node.target is spmd.coordinate:
+            self.source.lines.append(f"{name} = mb")
+        elif spmd.is_collective(node.target):
+            start = self.source.bind(starter(node, self.groups, node in self.overwrites or in_place(node)), "g")
+            if self.here is not None:
+                note = self.source.bind(self.here, "h")
+                label = self.source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]
+                self.source.lines.append(f"{note}({label})")
+            self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
+            self.flying.add(node)
+        elif getattr(node.target, "boxed", False):  # it empties the list that it takes: what is read here for the last time goes meanwhile
+            self.source.lines.append(f"box = {self.source.literal(node.args[0], self.env)}")
+            self._forget(self.dying.pop(node, []))
+            self.source.lines.append(f"{name} = {self.source.bind(function_of(node, self.device, self.origin), 'f')}(box)")
+        else:
+            self.source.lines.append(f"{name} = {self._call(node)}")
+
+    def _call(self, node: Node) -> str:
+        arguments = [self.source.literal(argument, self.env) for argument in node.args]
+        arguments += [f"{key}={self.source.literal(_moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
+        return f"{self.source.bind(function_of(node, self.device, self.origin), 'f')}({', '.join(arguments)})"
+
+    def _make_inside(self, node: Node, name: str) -> None:
+        """A value in the memory of the `cat` that will join it with others."""
+        piece, made = self.pieces[node], record(node)
+        if piece.whole not in self.memory:
+            allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
+            if escapes(piece.whole):
+                self.memory[piece.whole] = name
+                self.source.lines.append(f"{name} = {self.source.bind(allocate, 'f')}()")
+            else:  # each call may use the same memory; fresh pages cost more than what is written to them
+                self.memory[piece.whole] = self.source.bind(allocate(), "b")
+                self.kept.add(piece.whole)
+        place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
+        self.source.lines.append(f"{place}.copy_({self._call(node)})")
+
+    def _forget(self, values: Collection[Node]) -> None:
+        alive = (self.known, self.flying, self.pieces, self.kept)
+        dead = [self.env[value] for value in values if value in self.env and not any(value in some for some in alive)]
+        if dead:
+            self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
+
+
+def _naming(run: Callable[..., list[Any]], origin: Origin, makes: Sequence[str]) -> Callable[..., list[Any]]:
+    """`run`, whose operators' errors name the line of the text that they stand on."""
+
+    def run_of_text(*args: Any, **kwargs: Any) -> list[Any]:
+        try:
+            return run(*args, **kwargs)
+        except MeshcError:
+            raise
+        except Exception as error:
+            lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code is run.__code__]
+            name = makes[lines[0] - 2] if lines and lines[0] - 2 < len(makes) else ""  # the function's own first line is 1
+            if not name:
+                raise
+            raise failed(origin, name, error) from error
+
+    return run_of_text
+
+
+def _place(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return memory[start : start + math.prod(shape)].view(shape)
+
+
+def _moved(key: str, value: Any, device: torch.device) -> Any:
+    """Constants are traced for the CPU and made on the device that runs."""
+    return device if key == "device" and value is not None else value

@@ -1,0 +1,221 @@
+"""Walks a program's schedule on one rank.
+
+A value is known by a key: a port's (`parameter:w`, `input:x`), or one that a stage made for another (`value:...`, `part:...`, `sum:...`).
+Nothing here is special to a program of one stage; a schedule of one instruction is a list like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshc import environment
+from meshc.errors import InputError, StateError
+from meshc.ir import spmd
+from meshc.pipelining.cut import slot
+from meshc.program.accumulate import ACCUMULATES, is_added
+from meshc.program.program import Instruction, Program, Stage
+from meshc.program.steps import last_reads, steps_of
+from meshc.runtime.agreement.compare import all_refuse
+from meshc.runtime.comm.channels import Channels
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.early import EARLY, Early, Reduction, made_whole, without_early
+from meshc.runtime.run.recorder import Recorder
+from meshc.runtime.run.regions import compile_regions
+
+RunStage = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """A stage on this rank: `perform` reads its inputs from the values by key, and adds its outputs.
+
+    outputs  without those that the stage itself takes into sums
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: RunStage
+
+    def perform(
+        self, env: dict[str, Any], microbatch: int = 0, last: Collection[str] = (), done: Callable[[str], None] | None = None
+    ) -> None:
+        """`last`: what nothing reads any more after this; the stage frees it as it goes. `done` is told of each sum that has grown."""
+        slots = [slot(key, microbatch) for key in self.inputs]
+        inputs = [env.pop(name) if name in last else env[name] for name in slots]
+        results = self.run(inputs, microbatch, env, done)
+        env.update({slot(key, microbatch): value for key, value in zip(self.outputs, results, strict=True)})
+
+
+def needed_groups(program: Program) -> list[tuple[str, ...]]:
+    """Axes of every collective of a program, each once, in program order: the same list on all ranks."""
+    found: dict[tuple[str, ...], None] = {}
+    for stage in program.stages.values():
+        for node in stage.graph.nodes:
+            if spmd.is_collective(node.target):
+                axes = tuple(node.args[1])
+                if axes != ("mb",):
+                    found[axes] = None
+    return list(found)
+
+
+class Executor:
+    """A program loaded on this rank. `run(values, step)` returns the program's outputs by key."""
+
+    def __init__(
+        self,
+        program: Program,
+        groups: Groups,
+        coordinates: Mapping[str, int],
+        device: torch.device,
+        board: FailureBoard | None = None,
+        backend: str = "eager",
+    ) -> None:
+        self.program = program
+        self.device = device
+        self.board = board
+        groups.prepare(needed_groups(program))
+        self.steps = _with_sums(program, steps_of(program, coordinates))
+        self.lasts = last_reads(program, self.steps)
+        self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
+        here = self._here if board is not None else None
+        make = {"eager": generate, "inductor": compile_regions}.get(backend)
+        if make is None:
+            raise StateError(f"backend={backend!r} is not known: use 'eager' or 'inductor'")
+        self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
+        mine = dict.fromkeys(step.stage for step in self.steps if step.op == "run")
+        stages = {name: program.stages[name] for name in mine}
+        whole = made_whole(self.steps, stages)
+        found: list[Reduction] = []
+        kept = {key for step in self.steps if step.op == "send" for key in step.keys}
+        if whole and self.steps[-1].op == "run":
+            late = self.steps[-1].stage
+            stages[late], found = without_early(stages[late], whole)
+            kept |= set(stages[late].inputs)
+            self.lasts[-1] |= {key for key in stages[late].inputs if key.startswith(EARLY)}
+        self.early = Early(found, whole, kept, lambda stage: generate(stage, groups, coordinates, device, here))
+        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in stages.items()}
+        file = environment.trace_file()
+        self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
+        self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
+
+    def load(self, stage: Stage) -> LoadedStage:
+        """A stage as this rank runs it. One that is not the program's own uses no other groups than the program does."""
+        return LoadedStage(stage.inputs, tuple(key for key in stage.outputs if not is_added(key)), self._make(stage))
+
+    def _here(self, instruction: str) -> None:
+        assert self.board is not None
+        self.board.instruction = instruction
+
+    def run(self, values: dict[str, Any], step: int = 0) -> dict[str, Any]:
+        """Run the whole schedule. `values` holds every input port by key; parameters and states are updated in place."""
+        env = {**values, **self.constants}
+        if self.channels is not None:
+            self.channels.begin()
+        self.early.begin()
+        with self.recording(step):
+            for position, (step_of_list, last) in enumerate(zip(self.steps, self.lasts, strict=True)):
+                with self.guarded(step, told(step_of_list)):
+                    self.perform(step_of_list, env, last, self.early.finishing(position, env))
+            if self.channels is not None:
+                with self.guarded(step, "recv what the last stages have sent"):
+                    self.channels.finish(env)
+        return env
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """A context for a call: at its end the ranks write what they have recorded in it, if MESHC_TRACE asks for that."""
+        if self.recorder is None:
+            yield
+            return
+        with self.recorder.call():
+            yield
+        with self.guarded(step, "write the trace"):
+            self.recorder.collect()
+
+    def doing(self, instruction: Instruction, arrived: Collection[str] = ()) -> AbstractContextManager[None]:
+        """A context for one instruction that has what it reads, `arrived` at last: what is recorded of it."""
+        return nullcontext() if self.recorder is None else self.recorder.doing(instruction, arrived)
+
+    def guarded(self, step: int, text: str) -> AbstractContextManager[None]:
+        """A context in which this rank's failure reaches the others, and theirs this one."""
+        return nullcontext() if self.board is None else self.board.guard(step, text)
+
+    def perform(
+        self, instruction: Instruction, env: dict[str, Any], last: Collection[str] = (), done: Callable[[str], None] | None = None
+    ) -> None:
+        """One instruction of the list. `last`: values that no later one reads. `done` is told of each sum that has grown."""
+        arrived = self._await(instruction, env)
+        with self.doing(instruction, arrived):
+            try:
+                self._do(instruction, env, last, done)
+            except InputError as error:  # checks of values that every rank has come first: nothing has been sent
+                if error.of_all and self.board is not None and self.channels is None:
+                    error.everywhere = all_refuse(self.board, error)
+                raise
+
+    def _await(self, instruction: Instruction, env: dict[str, Any]) -> Collection[str]:
+        """Waits for the messages that an instruction needs."""
+        if self.channels is None or instruction.op not in ("run", "send"):
+            return ()
+        keys = self.stages[instruction.stage].inputs if instruction.op == "run" else instruction.keys
+        arrived = self.channels.arrived([slot(key, instruction.microbatch) for key in keys], env)
+        if instruction.op == "run" and instruction.stage.startswith("after_"):
+            self.channels.settle()  # what it sent it may write now
+        return arrived
+
+    def _do(self, instruction: Instruction, env: dict[str, Any], last: Collection[str], done: Callable[[str], None] | None) -> None:
+        if instruction.op == "run":
+            self.stages[instruction.stage].perform(env, instruction.microbatch, last, done)
+        elif instruction.op == "join":
+            rows = env.setdefault(f"{instruction.into} so far", {})
+            rows[instruction.microbatch] = env.pop(instruction.value)
+            if len(rows) == self.program.microbatches:
+                del env[f"{instruction.into} so far"]
+                env[instruction.into] = torch.cat([rows[k] for k in sorted(rows)])
+        elif instruction.op == "send" and self.channels is not None:
+            self.channels.send(instruction, env)
+            for name in last:
+                env.pop(name, None)
+        elif instruction.op == "recv" and self.channels is not None:
+            self.channels.receive(instruction)
+        else:
+            raise StateError(f"the schedule has an instruction that this runtime does not know: {instruction.op}")
+
+
+def _with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instruction]:
+    """Without the instructions by which a run's parts go into sums: its stage does that as it makes them.
+
+    StateError: a list, such as one that was edited, that wants something else of them.
+    """
+    advice = "\n  what to do: put that instruction right behind the run, or compile and save the program again"
+    found: list[Instruction] = []
+    wanted: set[str] = set()
+    for step in steps:
+        if step.op in ACCUMULATES:
+            if step.value not in wanted:
+                raise StateError(f"the schedule takes {step.value} into {step.into} where no run of a stage has just made it{advice}")
+            wanted.discard(step.value)
+            continue
+        if wanted and step.op != "join":
+            break
+        found.append(step)
+        if step.op == "run":
+            wanted = {key for key in program.stages[step.stage].outputs if is_added(key)}
+    if wanted:
+        raise StateError(f"the schedule does nothing with {min(wanted)}: its sum takes it in right after its stage has run{advice}")
+    return found
+
+
+def told(step: Instruction) -> str:
+    """An instruction as messages about failures name it."""
+    if step.op in ("send", "recv"):
+        what = f"{step.stage} of microbatch {step.microbatch}" if step.stage else ", ".join(step.keys)
+        return f"{step.op} {what} {'to' if step.op == 'send' else 'from'} pipeline rank {step.peer}"
+    return f"{step.op} {step.stage} {step.microbatch}"

@@ -1,0 +1,225 @@
+"""MESHC_TRACE: what each rank does when, instruction by instruction, as one trace of all ranks.
+
+    rank 0  |F0.0|F0.1|      |B0.0|        ──┐
+    rank 1       |F1.0|B1.0|F1.1|B1.1|     ──┴──> store ──> rank 0 aligns the clocks and writes the file, after each call
+
+A rank's actions and other stages count from where what they read has come, on its own clock. A SEND is its posting; a RECV lasts from its
+posting to where its rank has found the message there, which may be later than it came. Adding to a sum counts with the stage before it.
+
+Clocks: after the call all ranks join in some all-reduces of one number. No rank leaves one before every rank has entered it, so that each
+bounds what a clock may be off against rank 0's from both sides. The narrowest bounds are taken; half their width is the accuracy, which the
+trace states for each rank.
+
+On CUDA the times are those of events on the current stream, so that they are the device's. Not tried on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from meshc import environment
+from meshc.errors import FileError
+from meshc.files.folders import write_text, writing
+from meshc.pipelining import trace
+from meshc.pipelining.cut import slot
+from meshc.pipelining.events import Item, Run, parse_item
+from meshc.pipelining.timing import Event, Timeline
+from meshc.program.program import Instruction, Program
+from meshc.program.steps import items_of, steps_of
+from meshc.runtime.agreement.compare import behind, to_rank_0
+from meshc.runtime.comm import collectives
+from meshc.runtime.failure.board import FailureBoard
+
+_ROUNDS: Final = 16
+"""All-reduces by which clocks are aligned."""
+_LAST_WORDS_S: Final = 1.0
+"""After a failure rank 0 waits so long for what the others have recorded."""
+
+
+class _Clock(Protocol):
+    def mark(self) -> Any:
+        """Now."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Marks as seconds of this process's `time.perf_counter`."""
+
+
+class _HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+class _StreamClock:
+    """Of the current CUDA stream: a mark is passed when everything before it has run."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        end = self.mark()
+        end.synchronize()
+        now = time.perf_counter()
+        return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
+
+
+@dataclass
+class _Note:
+    item: Item
+    start: Any
+    end: Any = None
+
+
+class Recorder:
+    """One program's record on this rank, of one call at a time."""
+
+    def __init__(
+        self,
+        program: Program,
+        coordinates: Mapping[str, int],
+        device: torch.device,
+        world: dist.ProcessGroup | None,
+        board: FailureBoard | None,
+        file: Path,
+    ) -> None:
+        self.program = program
+        self.device = device
+        self.world = world
+        self.board = board
+        self.file = file
+        self.rank = 0 if board is None else board.rank
+        self.notes: list[_Note] = []
+        self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
+        self._coming: dict[str, _Note] = {}
+        self._offsets: list[tuple[float, float]] = []
+        self._labels: dict[Instruction, list[Item]] = defaultdict(list)
+        self._used: dict[Instruction, int] = defaultdict(int)
+        for step, item in zip(steps_of(program, coordinates), items_of(program, coordinates), strict=True):
+            if item is not None:
+                self._labels[step].append(item)
+        if self.rank == 0:
+            with writing(file):
+                file.absolute().parent.mkdir(parents=True, exist_ok=True)  # rather fail now than after a call
+
+    # ------------------------------------------------------------------------------------------------------------- while it runs
+
+    @contextmanager
+    def doing(self, step: Instruction, arrived: Collection[str] = ()) -> Iterator[None]:
+        """Around one instruction. `arrived`: what it had to wait for, and now has."""
+        start = self._clock.mark()
+        for name in arrived:
+            self._came(name, start)
+        try:
+            yield
+        finally:
+            end = self._clock.mark()
+            if step.op in ("run", "send", "recv"):
+                note = _Note(self._label(step), start, None if step.op == "recv" else end)
+                self.notes.append(note)
+                if step.op == "recv":
+                    self._coming |= {slot(key, step.microbatch): note for key in step.keys}
+            else:  # of the stage before
+                self.notes[-1].end = end
+
+    def _came(self, name: str, now: Any) -> None:
+        """A value is there; the first of a message's ends its receive."""
+        note = self._coming.pop(name)
+        note.end = now if note.end is None else note.end
+
+    def _label(self, step: Instruction) -> Item:
+        """Instructions that are alike (one value, for two stages of one rank) have their items in turn."""
+        known = self._labels.get(step)
+        if not known:
+            return Run(step.stage, step.microbatch)
+        self._used[step] += 1
+        return known[(self._used[step] - 1) % len(known)]
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call. What was recorded until a failure is written too, as far as the others can still say what they have."""
+        self.notes, self._coming = [], {}
+        self._used.clear()
+        try:
+            yield
+        except Exception:
+            if not isinstance(self._clock, _StreamClock):  # a stream that is stuck would hold up the failure
+                self._leave_behind()
+            raise
+
+    def collect(self) -> None:
+        """After a call, on all ranks: one file on rank 0."""
+        self._close()
+        rounds = [] if self.board is None else self._rounds()
+        texts = to_rank_0(self.board, self._report(rounds))
+        if texts is not None:
+            reports = [json.loads(text) for text in texts]
+            self._offsets = [_offset(reports[0]["rounds"], one["rounds"]) for one in reports]
+            self._write(reports)
+
+    def _close(self) -> None:
+        """What is still on its way ends here."""
+        end = self._clock.mark()
+        for name in list(self._coming):
+            self._came(name, end)
+
+    # ---------------------------------------------------------------------------------------------------------------- all ranks'
+
+    def _rounds(self) -> list[tuple[float, float]]:
+        """When this rank entered and left each of the all-reduces, on the host's clock."""
+        found = []
+        for _ in range(_ROUNDS):
+            one = torch.ones(1, device=self.device)
+            enter = time.perf_counter()
+            collectives.all_reduce(one, self.world).wait().item()
+            found.append((enter, time.perf_counter()))
+        return found
+
+    def _report(self, rounds: Sequence[tuple[float, float]]) -> str:
+        times = self._clock.seconds([mark for note in self.notes for mark in (note.start, note.end)])
+        rows = [[str(note.item), *times[2 * index : 2 * index + 2]] for index, note in enumerate(self.notes)]
+        return json.dumps({"rank": self.rank, "events": rows, "rounds": rounds})
+
+    def _leave_behind(self) -> None:
+        self._close()
+        with contextlib.suppress(RuntimeError, FileError):  # the failure that is on its way says more
+            texts = behind(self.board, self._report([]), _LAST_WORDS_S)
+            if texts is not None:
+                self._write([json.loads(text) for text in texts])
+
+    def _write(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        mesh, pipeline = self.program.mesh, self.program.pipeline
+        offsets = self._offsets or [(0.0, float("inf"))] * mesh.world_size  # of a call that failed before any was over
+        rows = [(one["rank"], *row) for one in reports for row in one["events"]]
+        first = min((start + offsets[rank][0] for rank, _, start, _ in rows), default=0.0)
+        shifts = [offset - first for offset, _ in offsets]
+        events = tuple(Event(rank, parse_item(text), start + shifts[rank], end + shifts[rank]) for rank, text, start, end in rows)
+        pipelines = () if pipeline is None else tuple(map(tuple, mesh.groups((pipeline.axis,))))
+        name = pipeline.schedule.name or "own schedule" if pipeline is not None else self.program.mode
+        accuracy = {str(rank): f"{1e6 * width:.1f} us" for rank, (_, width) in enumerate(offsets)}
+        text = trace.write(Timeline(events, mesh.world_size, f"{name}, measured", pipelines), {"clocks are right to": accuracy})
+        target = Path(str(self.file).replace("{call}", str(environment.next_trace(self.file))))
+        write_text(target, text, lasting=False)
+
+
+def _offset(reference: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """What to add to a rank's clock to have the reference's, and how far that may be off."""
+    if not reference or reference == own:
+        return 0.0, 0.0
+    low = max(enter - left for (enter, _), (_, left) in zip(reference, own, strict=True))
+    high = min(left - enter for (_, left), (enter, _) in zip(reference, own, strict=True))
+    return (low + high) / 2, abs(high - low) / 2

@@ -1,0 +1,263 @@
+"""One program at work on this rank: inputs in, outputs out, state in place.
+
+It checks what it is given before anything is sent, moves it to the device, supplies numbers of the optimizer, seed and step, runs the
+executor, and hands outputs back as the model would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from meshc.errors import InputError
+from meshc.frontend.admission import foreign_tensor
+from meshc.frontend.output_tree import OutputTree
+from meshc.ir.sharding import local_shape
+from meshc.ops.random import seed_step
+from meshc.program.program import Port, Program
+from meshc.runtime.comm import collectives, layouts
+from meshc.runtime.failure.numbers import Stream
+from meshc.runtime.run.backwards import Backwards, Make
+from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedStep, refusal
+from meshc.runtime.run.executor import Executor
+from meshc.runtime.state.store import Store
+
+
+class _EmptyIsNothing(TorchFunctionMode):
+    """Caches are rebuilt by appending to an empty plain tensor, which torch refuses for DTensors: the result is the DTensor itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            kept = [x for x in args[0] if isinstance(x, DTensor) or x.numel()]
+            if len(kept) == 1 and isinstance(kept[0], DTensor):
+                return kept[0]
+        return func(*args, **(kwargs or {}))
+
+
+class Session:
+    """A loaded program with its store. `output_tree` rebuilds the output; None gives outputs by path. `make_backward` is for a program
+    with a backward stage: the program for a set of outputs that received gradients."""
+
+    def __init__(
+        self,
+        program: Program,
+        store: Store,
+        executor: Executor,
+        output_tree: OutputTree | None = None,
+        cuda_graph: str | bool = "auto",
+        make_backward: Make | None = None,
+        check_inputs: int | None = None,
+    ) -> None:
+        self.program = program
+        self.store = store
+        self.executor = executor
+        self.output_tree = output_tree
+        self.device = executor.device
+        self.inputs = [port for port in program.inputs if port.kind == "input"]
+        self.kept = [port for port in program.inputs if port.kind in ("parameter", "buffer", "state")]
+        self.results = [port for port in program.outputs if port.kind == "output"]
+        self.written = [port for port in program.outputs if port.kind in ("parameter", "buffer", "state")]
+        self._buffers = {port.key: store.buffer(port.key) for port in self.kept}  # the same tensors for as long as the session lives
+        mine = program.mesh.coordinates(dist.get_rank())
+        self._written = [port.key for port in self.written]
+        self._owned = [key for key in self._written if program.owns(key, mine)]
+        self.numbers: dict[str, torch.Tensor] = {
+            port.key: torch.zeros((), dtype=torch.float64, device=self.device if _on_device(port) else "cpu")
+            for port in program.inputs
+            if port.kind == "number"
+        }
+        self.random = next((port.key for port in program.inputs if port.kind == "random"), None)
+        self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
+        takes = self.numbers or self.random is not None
+        self.stream = executor.board.numbers.stream("program") if executor.board is not None and takes else None
+        self.caches = set() if output_tree is None else set(output_tree.caches())
+        self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
+        self.calls = 0
+        self.check_inputs = check_inputs
+        self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
+        on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
+        traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
+        self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device, program.pipeline is not None)
+        self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)
+
+    # ------------------------------------------------------------------------------------------------------------------- inputs
+
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Every input by key, for the executor."""
+        self.store.check_filled()
+        self.store.adopt_changes()
+        if self.stream is not None:
+            self._note(self.stream, numbers)
+        values: dict[str, Any] = dict(self._buffers)
+        for port, tensor in zip(self.inputs, tensors, strict=True):
+            values[port.key] = self._input(port, tensor)
+        for key, tensor in self.numbers.items():
+            tensor.fill_(numbers[key.removeprefix("number:")])
+            values[key] = tensor
+        if self.random is not None:
+            self.seed_step.copy_(seed_step(self.store.seed, self.store.step))
+            values[self.random] = self.seed_step
+        return values
+
+    def _note(self, stream: Stream, numbers: Mapping[str, float]) -> None:
+        """What this call takes, for the comparison with the other ranks; the step of random numbers as an offset, which rarely changes."""
+        names, given = tuple(numbers), tuple(numbers.values())
+        if self.random is not None:
+            names += ("the seed of random numbers", "the step of random numbers, less the program's calls,")
+            given += (self.store.seed, self.store.step - stream.count)
+        stream.note(names, given)
+
+    def _input(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+        return self._as_it_lies(port, tensor.detach())
+
+    def tangent(self, port: Port, gradient: torch.Tensor) -> torch.Tensor:
+        """An output's gradient as the program takes it."""
+        return self._as_it_lies(port, gradient.detach().contiguous())
+
+    def _as_it_lies(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor is what this rank's program takes; a DTensor is moved if the program takes it otherwise than it lies."""
+        if not isinstance(tensor, DTensor):
+            return tensor.to(self.device)
+        if port.sharding is None:
+            return self.store.transfers.full(tensor)
+        places = layouts.torch_placements(port.sharding, self.program.mesh)
+        return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
+        self.store.refuse_unfilled()
+        self.store.refuse_changed_model()
+        faults = []
+        sizes = self.program.axis_sizes
+        for port, tensor in zip(self.inputs, tensors, strict=True):
+            whole = port.sharding is None or isinstance(tensor, DTensor)
+            wanted = port.shape if whole else local_shape(port.sharding, sizes)  # type: ignore[arg-type]
+            if not isinstance(tensor, torch.Tensor):
+                faults.append(f"{port.name} must be a tensor, not {type(tensor).__name__}")
+            elif (fault := foreign_tensor(port.name, tensor)) or tensor.is_meta:
+                faults.append(fault or f"{port.name} is a meta tensor: it has a shape and no values; what to do: pass the values")
+            elif tuple(tensor.shape) != wanted or tensor.dtype != port.dtype:
+                faults.append(
+                    f"{port.name} is {tensor.dtype} of shape {list(tensor.shape)}, the program takes {port.dtype} of shape {list(wanted)}"
+                )
+        if faults:
+            raise InputError("inputs do not match the program:\n  " + "\n  ".join(faults))
+
+    def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Ranks compare a digest of their inputs, at the calls that `Options.check_inputs` says."""
+        self.calls += 1
+        if not _due(self.calls, self.check_inputs) or self.program.info.get("inputs") != "global" or not tensors:
+            return
+        if dist.get_world_size() == 1:
+            return
+        digest = torch.tensor([_digest(tensors)], dtype=torch.int64, device=self.device)
+        with self.executor.guarded(self.store.step, "compare inputs"):
+            digests = collectives.all_gather(digest, self.store.transfers.groups.world).wait().tolist()
+        if len(set(digests)) > 1:
+            first = next(rank for rank, value in enumerate(digests) if value != digests[0])
+            error = InputError(
+                f"ranks 0 and {first} passed different inputs, but inputs=\"global\" takes the same on every rank.\n"
+                '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
+            )
+            error.everywhere = True  # all have the same digests
+            raise error
+
+    # ------------------------------------------------------------------------------------------------------------------ outputs
+
+    def finish(self, env: Mapping[str, Any]) -> None:
+        """Write back what a stage made anew, and note what has changed."""
+        for key in self._owned:
+            buffer, value = self._buffers[key], env[key]
+            if value is not buffer:
+                buffer.copy_(value)
+        if self._written:
+            self.store.mark_written(self._written)
+
+    def outputs(self, env: Mapping[str, Any]) -> Any:
+        """The program's outputs, in the model's own structure."""
+        leaves = [self.output(port, env[port.key]) for port in self.results]
+        return self.structured(leaves)
+
+    def metrics(self, env: Mapping[str, Any]) -> dict[str, Any]:
+        """What a step tells beside its loss, by name."""
+        return {port.name: self.output(port, env[port.key]) for port in self.program.outputs if port.kind == "metric"}
+
+    def structured(self, leaves: Sequence[Any]) -> Any:
+        """Output tensors in the model's own structure, or by path if that is not known."""
+        if self.output_tree is None:
+            return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
+        with _EmptyIsNothing():
+            return self.output_tree.build(leaves)
+
+    def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
+        """Plain where whole on every rank (or the rank's own part of the batch), a DTensor where it stays as it lies."""
+        if port.name in self.caches:
+            return self._dtensor(port, value)
+        if port.sharding is None or not port.sharding.split_axes() or self.local:
+            return value
+        return self._dtensor(port, value)
+
+    def _dtensor(self, port: Port, value: torch.Tensor) -> DTensor:
+        mesh, sharding = self.program.mesh, port.sharding
+        assert sharding is not None
+        if layouts.aligned(sharding, mesh):
+            local = layouts.tile_to_chunk(value, sharding, mesh, mesh.coordinates(dist.get_rank()))
+        else:
+            local = self.store.transfers.to_chunk(value, sharding)
+        places = layouts.torch_placements(sharding, mesh)
+        shape, stride = torch.Size(port.shape), _strides(port.shape)
+        return DTensor.from_local(local, mesh.device_mesh, places, run_check=False, shape=shape, stride=stride)
+
+    def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
+        """A gradient as autograd wants it: like its parameter."""
+        return self._dtensor(gradient, value)
+
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+        """One call: values, schedule, write-back. Returns every value by key."""
+        if self._graphed is None:
+            return self.work(self.values(tensors, numbers))
+        env = self._graphed.run(tensors, numbers)
+        self.cuda_graph = self._graphed.status
+        return env
+
+    def work(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The schedule on given values, and the write-back."""
+        with torch.no_grad():
+            env = self.executor.run(values, self.store.step)
+            self.finish(env)
+        return env
+
+
+def _due(call: int, every: int | None) -> bool:
+    """Whether inputs are compared at this call, the first being 1."""
+    if every is None:
+        return call % 1024 == 0 if call > 1024 else call & (call - 1) == 0
+    return every > 0 and (call - 1) % every == 0
+
+
+def _on_device(port: Port) -> bool:
+    """Numbers that a fused kernel reads from device memory."""
+    return port.name.split(".")[-1] in ON_DEVICE
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state.update(plain.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(state.digest(), "big", signed=True)

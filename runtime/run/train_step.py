@@ -1,0 +1,20 @@
+"""`meshc.TrainStep` as a user makes it: often a rank's first line of meshc, from which on the other ranks learn of its end."""
+
+from __future__ import annotations
+
+from functools import update_wrapper
+from typing import Any
+
+from meshc.frontend import train_step
+from meshc.runtime.failure.board import announce
+
+
+class TrainStep(train_step.TrainStep):
+    __doc__ = train_step.TrainStep.__doc__
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        announce()
+        super().__init__(*args, **kwargs)
+
+
+update_wrapper(TrainStep.__init__, train_step.TrainStep.__init__)

@@ -1,0 +1,1 @@
+"""Saved states and programs, read and written."""

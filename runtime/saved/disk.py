@@ -1,0 +1,81 @@
+"""A rank's tile of a tensor on disk: which pieces it is, and reading no more than those.
+
+    weight on disk     0 1 2 3 4 5 6 7 8 9 10 11        3 * heads 4/tp: rank 1 of 2 has heads 2 and 3 of each third
+    this rank's tile       2 3     6 7     10 11        pieces (2, 0, 2), (6, 2, 2), (10, 4, 2)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.runtime.comm import layouts
+
+Run = tuple[int, int, int]
+"""Contiguous indices of a dim: (first global index, first index in the tile, length)."""
+
+
+class Slices(Protocol):
+    """Tensors on disk, of which parts can be read (`meshc.files.tensor_file.TensorFile`)."""
+
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+def tile_runs(sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[list[Run]]:
+    """For each dim, the contiguous pieces of a rank's tile."""
+    return [
+        list(_dim_runs(tuple((part.size, tuple((sizes[axis], coordinates[axis]) for axis in part.axes)) for part in parts)))
+        for parts in sharding.dims
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _dim_runs(parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]) -> tuple[Run, ...]:
+    """The pieces of a dim of these parts, each with the (size, coordinate) of the axes that split it. Layers have them in common."""
+    sizes = {f"{at}.{axis}": size for at, (_, axes) in enumerate(parts) for axis, (size, _) in enumerate(axes)}
+    coordinates = {f"{at}.{axis}": here for at, (_, axes) in enumerate(parts) for axis, (_, here) in enumerate(axes)}
+    one = Sharding((tuple(Part("", size, tuple(f"{at}.{axis}" for axis in range(len(axes)))) for at, (size, axes) in enumerate(parts)),))
+    places = layouts.take_tile(torch.arange(1, one.shape[0] + 1), one, sizes, coordinates).tolist()  # 0 is padding
+    runs: list[Run] = []
+    for position, place in enumerate(places):
+        if not place:
+            continue
+        if runs and runs[-1][0] + runs[-1][2] == place - 1 and runs[-1][1] + runs[-1][2] == position:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((place - 1, position, 1))
+    return tuple(runs)
+
+
+def read_tile(file: Slices, name: str, sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
+    """A rank's padded tile of a tensor on disk, zero in the padding; no more is read than the tile holds."""
+    if not sharding.split_axes():
+        return file.tensor(name)
+    tile: Tensor | None = None
+    for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
+        piece = file.slice(name, [(start, start + length) for start, _, length in runs])
+        if tile is None:
+            tile = piece.new_zeros(local_shape(sharding, sizes))
+        tile[tuple(slice(at, at + length) for _, at, length in runs)] = piece
+    if tile is None:  # all padding
+        tile = file.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(local_shape(sharding, sizes))
+    return tile
+
+
+def shared_runs(source: Sequence[Run], target: Sequence[Run]) -> list[Run]:
+    """What two tiles of a dim have in common: (first index in the source's tile, first index in the target's tile, length)."""
+    found = []
+    for start, at, length in source:
+        for other, to, count in target:
+            first, last = max(start, other), min(start + length, other + count)
+            if first < last:
+                found.append((at + first - start, to + first - other, last - first))
+    return found

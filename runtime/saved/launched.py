@@ -1,0 +1,146 @@
+"""`meshc run`: one process, as the launcher started it, runs a saved program and stores what comes out.
+
+    DIR/outputs.safetensors     every output by its path (`logits`, `past_key_values.0.0`), whole (of several calls: outputs_0, ...),
+                                and those metrics of a loss function that are more than a number
+    DIR/metrics.json            of a training step: a row a call with step, loss, grad_norm, the loss function's metrics and the
+                                learning rate of each group
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshc import artifact, environment
+from meshc.errors import InputError, StateError
+from meshc.files import tensor_file
+from meshc.files.folders import write_file, write_text, writing
+from meshc.files.tensor_file import TensorFile
+from meshc.ir import Record
+from meshc.program.program import Program
+from meshc.runtime.agreement import agreed
+from meshc.runtime.agreement.compare import agree, to_all
+from meshc.runtime.failure.board import FailureBoard, world_board
+from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.saved_state import SavedState, check_target, save_state
+from meshc.text import show
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs."""
+
+    path: str
+    inputs: tuple[str, ...]
+    outputs: str
+    state: str | None = None
+    save_state: str | None = None
+    backend: str | None = None
+    seed: int | None = None
+    allow_edited: bool = False
+
+
+def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
+    return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {rest}"
+
+
+def run_saved(ask: Run) -> None:
+    """Run a saved program in this process. Raises StateError if the launcher started another number of ranks than the program has."""
+    program = artifact.load(ask.path, allow_edited=ask.allow_edited)
+    world = environment.world_size()
+    _check(program, ask, world)
+    device = torch.device("cpu")
+    if program.mesh.device_type == "cuda":
+        device = torch.device("cuda", environment.local_rank())
+        torch.cuda.set_device(device)
+    board = None
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        board = world_board()
+    try:
+        with board.guard(0, "load") if board else nullcontext():
+            if board is not None:
+                given = {"--backend": ask.backend, "--seed": ask.seed}
+                given |= {"number of --inputs": len(ask.inputs), "--save-state": ask.save_state is not None}
+                agree(board, "load", agreed.before_running(program, ask.path, ask.state, given), agreed.advice)
+            _run_rank(program, ask, device, board)
+    finally:
+        if board is not None:
+            board.close()
+            dist.destroy_process_group()
+
+
+def _check(program: Program, ask: Run, world: int) -> None:
+    if world != program.mesh.world_size:
+        inputs = f"--inputs {' '.join(ask.inputs)} " if ask.inputs else ""
+        raise StateError(
+            f"{ask.path} is a program for {program.mesh.world_size} ranks (mesh {program.mesh}), but {world} "
+            f"{'was' if world == 1 else 'were'} started\n"
+            f"  what to do: {run_command(program, ask.path, f'{inputs}--outputs {ask.outputs}')}"
+        )
+    missing = [name for name in ask.inputs if not Path(name).is_file()]
+    if missing:
+        raise InputError(f"there is no file {', '.join(missing)}: --inputs takes safetensors files, one for each call")
+    if ask.save_state is not None:
+        check_target(ask.save_state)
+
+
+def _run_rank(program: Program, ask: Run, device: torch.device, board: FailureBoard | None) -> None:
+    rank = dist.get_rank() if board is not None else 0
+    backend = ask.backend or program.info.get("backend", "eager")
+    with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
+        loaded = Loaded(program, begin, rank, device, board, backend, ask.seed)
+    writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
+    for name in ask.inputs or (None,):
+        with TensorFile(Path(name)) if name is not None else nullcontext() as file:
+            inputs = loaded.inputs(file)
+        step = loaded.step
+        found = loaded.run(inputs)
+        if writer is not None:
+            writer.call(step, found, loaded.learning_rates())
+    if ask.save_state is not None:
+        owners = program.pipeline.owners if program.pipeline is not None else None
+        save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, partial(to_all, board), owners)
+    if writer is not None:
+        writer.close(ask.save_state)
+
+
+class _Writer:
+    """Stores what calls give, on one rank."""
+
+    def __init__(self, program: Program, folder: Path, calls: int) -> None:
+        self.program, self.folder, self.several = program, folder, calls > 1
+        self.rows: list[dict[str, Any]] = []
+        self.calls = 0
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def call(self, step: int, found: Mapping[str, torch.Tensor], rates: list[float]) -> None:
+        told = [port for port in self.program.outputs if port.kind == "output" or (port.kind == "metric" and port.shape)]
+        outputs = {port.name: found[port.key].cpu().contiguous().clone() for port in told}
+        file = self.folder / (f"outputs_{self.calls}.safetensors" if self.several else "outputs.safetensors")
+        write_file(file, lambda made: tensor_file.write(made, outputs))
+        for name, value in outputs.items():
+            kind = show.print_type(Record(tuple(value.shape), value.dtype))
+            print(f"{name}: {kind}{f' = {value.item()}' if value.numel() == 1 else ''}")
+        self.calls += 1
+        if self.program.mode == "step":
+            scalars = [port for port in self.program.outputs if port.kind == "metric" and not port.shape]
+            metrics = {port.name: found[port.key].item() for port in scalars}
+            self.rows.append({"step": step, "loss": float(next(iter(outputs.values()))), **metrics, "lr": rates})
+            write_text(self.folder / "metrics.json", json.dumps(self.rows, indent=1) + "\n")
+
+    def close(self, state: str | None) -> None:
+        print(f"stored in {self.folder}")
+        if state is not None:
+            print(f"parameters, optimizer state, seed and step stored in {state}; go on from there with --state {state}")
+        elif self.program.mode == "step":
+            print("the updated parameters and optimizer state were not stored; --save-state DIR stores them")

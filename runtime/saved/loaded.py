@@ -1,0 +1,205 @@
+"""A saved program at work on one rank, without the model that it came from.
+
+    weights.safetensors, or a saved state ── the ranges that this rank's tiles cover ──> buffers ─┐
+    inputs.safetensors ── whole, or this rank's part ────────────────────────────────────────────> executor ──> outputs, whole everywhere
+
+From weights, optimizer state begins as torch would create it, at step 0 with the seed that the program was saved with; a saved state holds
+all of that. The optimizer's numbers (learning rates) are those of the time when the program was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshc.check import check_program
+from meshc.errors import InputError, StateError
+from meshc.files.tensor_file import TensorFile
+from meshc.ops.random import seed_step
+from meshc.program import instance
+from meshc.program.program import Port, Program
+from meshc.runtime.comm import layouts
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.comm.transfers import Transfers
+from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.run.executor import Executor
+from meshc.runtime.saved.disk import read_tile
+from meshc.runtime.saved.saved_state import SavedState
+
+KEPT: Final = ("parameter", "buffer", "state")
+
+
+class Loaded:
+    """A program with its weights on this rank. `run` may be called many times; parameters and state are updated in place."""
+
+    def __init__(
+        self,
+        program: Program,
+        begin: TensorFile | SavedState,
+        rank: int,
+        device: torch.device,
+        board: FailureBoard | None = None,
+        backend: str = "eager",
+        seed: int | None = None,
+    ) -> None:
+        mesh = program.mesh
+        groups = Groups(layouts.axis_sizes(mesh), rank, mesh.world_size, rank_of=torch.tensor(mesh.ranks))
+        self.general = self.program = program
+        self.device = device
+        self.sizes = program.axis_sizes
+        self.coordinates = coordinates = mesh.coordinates(rank)
+        self._load = lambda fitting: Executor(_without_backward(fitting), groups, coordinates, device, board, backend)
+        self._executors: dict[tuple[int, ...], tuple[Program, Executor]] = {}
+        if not program.dynamic:
+            self.executor = self._load(program)
+        self.transfers = Transfers(mesh, groups, rank, device)
+        self.seed, self.step = int(program.info.get("seed", 0)), 0
+        if isinstance(begin, SavedState):
+            self.seed, self.step = begin.seed, begin.step
+            self.buffers = self._from_state(begin)
+        else:
+            self.buffers = self._from_weights(begin)
+        self.seed = self.seed if seed is None else seed
+        self.numbers = {port.key: self._number(port) for port in program.inputs if port.kind == "number"}
+
+    def _from_state(self, state: SavedState) -> dict[str, Tensor]:
+        """All that the program keeps, by key. Raises StateError naming all that the state lacks or has otherwise; more does not matter."""
+        kept = self._mine(*KEPT)
+        faults = []
+        for port in kept:
+            found = state.tensors.get(port.key)
+            if found is None:
+                faults.append(f"{port.name} is missing")
+            elif found.shape != port.shape or found.dtype != port.dtype:
+                faults.append(f"{port.name} is {found.dtype} {list(found.shape)}, the program takes {port.dtype} {list(port.shape)}")
+        advice = "give the state of the same model and optimizer, or none"
+        _refuse(faults, f"the state in {state.path} does not fit the program", advice)
+        tiles = {port.key: state.tile(port.key, port.sharding, self.sizes, self.coordinates) for port in kept}
+        return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
+
+    def _from_weights(self, weights: TensorFile) -> dict[str, Tensor]:
+        """Parameters, buffers and state by key. Raises StateError naming all that the file lacks or has otherwise."""
+        kept = self._mine("parameter", "buffer")
+        faults = []
+        for port in kept:
+            if port.name not in weights.names:
+                faults.append(f"{port.name} is missing")
+            elif weights.shape(port.name) != port.shape:
+                faults.append(f"{port.name} has shape {list(weights.shape(port.name))}, the program takes {list(port.shape)}")
+        _refuse(faults, f"the weights in {weights.path} do not fit the program", "save the program again with its weights")
+        found = {port.key: self._tile(weights, port.name, port) for port in kept}
+        for port in self._mine("state"):
+            found[port.key] = self._fresh(weights, port)
+        return found
+
+    def _mine(self, *kinds: str) -> list[Port]:
+        """The ports of these kinds whose values live on this rank: of pipeline stages, its own."""
+        return [port for port in self.program.inputs if port.kind in kinds and self.program.owns(port.key, self.coordinates)]
+
+    def _tile(self, weights: TensorFile, name: str, port: Port) -> Tensor:
+        sharding = port.sharding or layouts.whole_sharding(port.shape)
+        return read_tile(weights, name, sharding, self.sizes, self.coordinates).to(self.device, port.dtype)
+
+    def _fresh(self, weights: TensorFile, port: Port) -> Tensor:
+        """Optimizer state before the first step: a constant, or a copy of the parameter (where the program says null)."""
+        fill = self.program.info.get("fresh", {}).get(port.name, 0.0)
+        if fill is None:
+            return self._tile(weights, port.of, port)
+        sharding = port.sharding or layouts.whole_sharding(port.shape)
+        whole = torch.full((), fill, dtype=port.dtype).expand(port.shape)
+        return self._at_home(port, layouts.take_tile(whole, sharding, self.sizes, self.coordinates))
+
+    def _at_home(self, port: Port, tile: Tensor) -> Tensor:
+        on_host = port.kind == "state" and not port.shape  # counts of steps stay there, as torch keeps them
+        return tile if on_host else tile.to(self.device)
+
+    def kept(self) -> list[tuple[Port, Tensor | None]]:
+        """The ports of what lives between calls, with this rank's tiles as they are now; None for what it has no part of."""
+        return [(port, self.buffers.get(port.key)) for port in self.program.inputs if port.kind in KEPT]
+
+    def learning_rates(self) -> list[float]:
+        """One for each of the optimizer's groups."""
+        return [float(number) for key, number in self.numbers.items() if key.endswith(".lr")]
+
+    def _number(self, port: Port) -> Tensor:
+        numbers = self.program.info.get("numbers", {})
+        if port.name not in numbers:
+            raise StateError(
+                f"the program was saved without the optimizer's number {port.name}: save it with program.save(), which writes them"
+            )
+        return torch.tensor(float(numbers[port.name]), dtype=torch.float64)
+
+    def inputs(self, file: TensorFile | None) -> dict[str, Tensor]:
+        """The program's inputs by key, from a file that holds them whole under their paths. Raises InputError naming every fault."""
+        if self.general.dynamic:
+            self._fit(file)
+        ports = {port.name: port for port in self.program.inputs if port.kind == "input"}
+        names = () if file is None else file.names
+        faults = [f"{name} is missing" for name in ports if name not in names]
+        faults += [f"{name} is no input of the program" for name in names if name not in ports]
+        values: dict[str, Tensor] = {}
+        for name, port in ports.items():
+            if file is None or name not in names:
+                continue
+            sharding = port.sharding or layouts.whole_sharding(port.shape)
+            shape = file.shape(name)
+            value = read_tile(file, name, sharding, self.sizes, self.coordinates) if shape == port.shape else file.tensor(name)
+            if shape != port.shape or value.dtype != port.dtype:
+                faults.append(f"{name} is {value.dtype} of shape {list(shape)}, the program takes {port.dtype} of shape {list(port.shape)}")
+            values[port.key] = value.to(self.device)
+        if faults:
+            told = ", ".join(f"{name}: {port.dtype} of shape {list(port.shape)}" for name, port in ports.items()) or "nothing"
+            raise InputError("the inputs do not fit the program:\n    " + "\n    ".join(faults) + f"\n  it takes {told}")
+        return values
+
+    def _fit(self, file: TensorFile | None) -> None:
+        """The program at the sizes that the inputs of the next call have."""
+        shapes = {} if file is None else {name: file.shape(name) for name in file.names}
+        sizes = instance.sizes_of(self.general, shapes)
+        key = tuple(sizes.values())
+        if key not in self._executors:
+            program = instance.at(self.general, sizes)
+            check_program(program, "the saved program")
+            self._executors[key] = program, self._load(program)
+            if len(self._executors) > instance.KEPT:
+                del self._executors[next(iter(self._executors))]
+        self.program, self.executor = self._executors[key] = self._executors.pop(key)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One call. Returns outputs and metrics by key, whole, on every rank; all ranks call it."""
+        values: dict[str, Any] = {**self.buffers, **self.numbers, **inputs}
+        for port in self.program.inputs:
+            if port.kind == "random":
+                values[port.key] = seed_step(self.seed, self.step, self.device)
+        with torch.no_grad():
+            values = self.executor.run(values, self.step)
+            for port in self.program.outputs:
+                if port.key in self.buffers and values[port.key] is not self.buffers[port.key]:
+                    self.buffers[port.key].copy_(values[port.key])
+            with self.executor.guarded(self.step, "gather outputs"):
+                results = [port for port in self.program.outputs if port.kind in ("output", "metric")]
+                found = {port.key: self._whole(port, values[port.key]) for port in results}
+        self.step += 1
+        return found
+
+    def _whole(self, port: Port, value: Tensor) -> Tensor:
+        return value if port.sharding is None else self.transfers.whole(value, port.sharding)
+
+
+def _without_backward(program: Program) -> Program:
+    """A module's program without its backward: nobody asks for gradients here."""
+
+    def takes_tangents(stage: str) -> bool:
+        return stage in program.stages and any(key.startswith("tangent:") for key in program.stages[stage].inputs)
+
+    return replace(program, schedule=tuple(one for one in program.schedule if not takes_tangents(one.stage)))
+
+
+def _refuse(faults: Sequence[str], what: str, advice: str) -> None:
+    if faults:
+        shown = "\n    ".join([*faults[:8], *[f"and {len(faults) - 8} more"] * (len(faults) > 8)])
+        raise StateError(f"{what}:\n    {shown}\n  what to do: {advice}")

@@ -1,0 +1,1 @@
+"""All ranks in one process: simulation, and verification by it."""

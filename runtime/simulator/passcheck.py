@@ -1,0 +1,111 @@
+"""Does a pass keep the meaning? The program after it, on seeded values, against the program before it.
+
+Before `partition` the graph runs on one device; after it, on simulated ranks. The truth is what the first graph with gradients gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.errors import VerifyError
+from meshc.program.parts import Parts
+from meshc.program.program import Instruction, Port, Program
+from meshc.runtime.simulator.simulation import first_microbatch, simulate
+from meshc.runtime.simulator.verify import FLOOR, error
+
+TOLERANCE = 1e-4
+"""Single-precision programs of any depth stay below it; a pass that breaks one does not."""
+
+NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "betas_0": 0.9, "betas_1": 0.999, "eps": 1e-8, "momentum": 0.9}
+
+
+class PassCheck:
+    """Made once for a compilation; called after each pass with the draft."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.truth: dict[str, torch.Tensor] = {}
+
+    def check_after_pass(self, name: str, draft: Any) -> None:
+        """Raises VerifyError that names the pass and the worst output."""
+        if draft.graph is None or not draft.inputs:
+            return
+        for port in draft.inputs:
+            if port.key not in self.values:
+                self.values[port.key] = _value(port, draft.constants)
+        if name in ("differentiate", "update"):
+            found = interpret(draft.graph, draft.inputs, draft.outputs, self.values)
+        elif not draft.stages:
+            return
+        else:
+            schedule = draft.schedule or (Instruction("run", "main"),)
+            if draft.request.count > 1 and not draft.schedule and draft.pipeline is None:
+                return
+            program = Program(
+                draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), schedule, draft.constants, draft.sizes,
+                pipeline=draft.pipeline,
+            )
+            found = simulate(*self._first(program, draft.parts))
+        self._compare(name, found)
+        self.truth.update({key: value for key, value in found.items() if key not in self.truth})
+
+    def _first(self, program: Program, parts: Parts | None) -> tuple[Program, dict[str, torch.Tensor]]:
+        """The program and its values; of a step that is the mean of its microbatches, the first, which is what earlier passes have."""
+        if parts is None:
+            return program, self.values
+        inputs = [port.key for port in program.inputs if port.kind == "input"]
+        whole = {
+            key: torch.cat([self.values[key]] * parts.count, dim) for key, dim in zip(inputs, parts.dims, strict=True) if dim is not None
+        }
+        return first_microbatch(program), {**self.values, **whole}
+
+    def _compare(self, name: str, found: Mapping[str, torch.Tensor]) -> None:
+        worst, worst_key = 0.0, ""
+        for key, value in found.items():
+            if key not in self.truth:
+                continue
+            kind = key.split(":")[0]
+            largest = max(float(other.abs().max()) for k, other in self.truth.items() if k.startswith(kind + ":") and other.numel())
+            wrong = error(value, self.truth[key], FLOOR * largest)
+            if not wrong <= worst:
+                worst, worst_key = wrong, key
+        if not worst <= TOLERANCE:
+            raise VerifyError(f"the pass {name} changed the program's meaning: {worst_key} is off by {worst:.3g} (allowed {TOLERANCE:.0e})")
+
+
+def interpret(graph: Graph, inputs: list[Port], outputs: list[Port], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run a global-view graph on one device."""
+    env: dict[Node, Any] = {}
+    ports = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = values[next(ports).key].clone()
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+        elif node.op == "output":
+            return {port.key: env[item] for port, item in zip(outputs, node.args[0], strict=True)}
+    raise VerifyError("the graph has no output")
+
+
+def _value(port: Port, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if port.kind == "constant":
+        return constants[port.name]
+    if port.kind == "number":
+        return torch.tensor(NUMBERS.get(port.name.split(".")[-1], 0.0), dtype=torch.float64)
+    if port.kind == "tangent":
+        return torch.ones(port.shape, dtype=port.dtype)
+    if port.kind == "random":
+        return torch.tensor([7, 0])
+    generator = torch.Generator().manual_seed(int(hashlib.sha256(port.key.encode()).hexdigest()[:8], 16))
+    if port.kind == "state":
+        return torch.rand(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
+    if port.dtype.is_floating_point:
+        drawn = torch.randn(port.shape, generator=generator, dtype=torch.float64) * 0.2 + 0.05
+        return (drawn.abs() if port.kind == "buffer" else drawn).to(port.dtype)  # a running variance is not negative
+    return torch.randint(0, 2, port.shape, generator=generator).to(port.dtype)

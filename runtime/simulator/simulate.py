@@ -1,0 +1,321 @@
+"""All ranks in one process, in lock step: what a program does, without a process group.
+
+Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all
+members of its group have arrived at the same one, and says who waits for whom when nobody can go on. Padding that a program does not claim
+to be zero is filled with NaN, so a mask that is missing shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc.check.failed import failed
+from meshc.check.guards import guarded
+from meshc.errors import DeadlockError, MeshcError
+from meshc.ir import Record, record, spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
+from meshc.ir.window import tile_bounds, tile_length, window_starts
+from meshc.program.program import Stage
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A rank's stop at a collective."""
+
+    node: Node
+    kind: str
+    axes: tuple[str, ...]
+    tensor: torch.Tensor
+    rest: tuple[Any, ...]
+
+    def signature(self) -> tuple[Any, ...]:
+        return (self.kind, self.axes, tuple(self.tensor.shape), self.tensor.dtype, self.rest)
+
+    def __str__(self) -> str:
+        rest = "".join(f", {item!r}" for item in self.rest)
+        return f"{self.kind}({self.node.args[0]}, {list(self.axes)}{rest}) of shape {list(self.tensor.shape)} at {self.node.name}"
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What a rank posts to another, which it does not wait for. `name` says what it is."""
+
+    sender: int
+    receiver: int
+    name: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank's stop until a letter has come. Letters of one sender are read in the order in which they were posted."""
+
+    receiver: int
+    sender: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"recv({self.name}) from rank {self.sender}"
+
+
+Observer = Callable[[Node, list[Any]], None]
+Stop = Meeting | Letter | Wait
+RankProgram = Generator[Stop, Any, Any]
+
+
+def run_stage(
+    stage: Stage,
+    inputs: Sequence[Sequence[Any]],
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    *,
+    microbatch: int = 0,
+    observe: Observer | None = None,
+    poison: bool = True,
+) -> list[list[Any]]:
+    """Outputs per rank of a stage, given its inputs per rank. Raises DeadlockError."""
+    seen: dict[Node, list[Any]] = {}
+    world = mesh.world_size
+
+    def watch(rank: int) -> Callable[[Node, Any], None] | None:
+        if observe is None:
+            return None
+
+        def note(node: Node, value: Any) -> None:
+            row = seen.setdefault(node, [None] * world)
+            row[rank] = value
+            if all(item is not None for item in row):
+                observe(node, seen.pop(node))
+
+        return note
+
+    ranks = [
+        rank_program(stage, list(inputs[rank]), {**mesh.coordinates(rank), "mb": microbatch}, sizes, watch(rank), poison)
+        for rank in range(world)
+    ]
+    return lock_step(ranks, mesh)
+
+
+def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[Any]:
+    """Run rank coroutines to their end, performing collectives as all members arrive and handing letters over as they are waited for."""
+    waiting: dict[int, Meeting | Wait] = {}
+    results: dict[int, Any] = {}
+    letters: dict[tuple[int, int], list[Letter]] = {}
+
+    def advance(rank: int, value: Any) -> None:
+        try:
+            while isinstance(stop := ranks[rank].send(value), Letter):
+                letters.setdefault((stop.sender, stop.receiver), []).append(stop)
+                value = None
+            waiting[rank] = stop
+        except StopIteration as stop:
+            results[rank] = stop.value
+
+    for rank in range(len(ranks)):
+        advance(rank, None)
+    while waiting:
+        ready = next((found for rank, stop in waiting.items() if (found := _ready(mesh, rank, stop, waiting, letters))), None)
+        if ready is None:
+            raise DeadlockError(_stuck(waiting, results, mesh))
+        stops = [waiting.pop(member) for member in ready]
+        first = stops[0]
+        if isinstance(first, Wait):
+            letter = letters[(first.sender, first.receiver)].pop(0)
+            if letter.name != first.name:
+                raise DeadlockError(f"messages do not match: rank {first.receiver} waits in {first}, where {letter.name} comes first")
+            advance(ready[0], letter.values)
+            continue
+        meetings = [stop for stop in stops if isinstance(stop, Meeting)]
+        for member, meeting in zip(ready, meetings, strict=True):
+            if meeting.signature() != first.signature():
+                raise DeadlockError(
+                    f"collectives do not match: rank {ready[0]} is in {first}, rank {member} in {meeting}"
+                )
+        counts = [mesh.size(axis) for axis in first.axes]
+        for member, value in zip(ready, perform(first, [m.tensor for m in meetings], counts), strict=True):
+            advance(member, value)
+    unread = [letter for posted in letters.values() for letter in posted]
+    if unread:
+        raise DeadlockError(f"{unread[0].name}, which rank {unread[0].sender} sends to rank {unread[0].receiver}, is never received")
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _ready(
+    mesh: Mesh, rank: int, stop: Meeting | Wait, waiting: Mapping[int, Meeting | Wait], letters: Mapping[tuple[int, int], list[Letter]]
+) -> list[int]:
+    """The ranks that can go on together with this one; none if it has to wait."""
+    if isinstance(stop, Wait):
+        return [rank] if letters.get((stop.sender, rank)) else []
+    members = _group(mesh, rank, stop.axes)
+    here = [waiting.get(member) for member in members]
+    return members if all(isinstance(other, Meeting) and other.axes == stop.axes for other in here) else []
+
+
+def _stuck(waiting: Mapping[int, Meeting | Wait], results: Mapping[int, Any], mesh: Mesh) -> str:
+    lines = ["ranks wait for each other for ever:"]
+    for rank, stop in sorted(waiting.items()):
+        others = [stop.sender] if isinstance(stop, Wait) else [m for m in _group(mesh, rank, stop.axes) if m != rank]
+        lines.append(f"  rank {rank} waits in {stop} for ranks {others}")
+    lines += [f"  rank {rank} has finished" for rank in sorted(results)]
+    return "\n".join(lines)
+
+
+def _group(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
+    """Ranks that differ from `rank` along `axes` only, row-major over the axes in the order given."""
+    groups = [[dict(mesh.coordinates(rank))]]
+    for axis in axes:
+        groups.append([{**coordinates, axis: i} for coordinates in groups[-1] for i in range(mesh.size(axis))])
+    return [mesh.rank(coordinates) for coordinates in groups[-1]]
+
+
+def perform(meeting: Meeting, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """What a collective gives each member, in member order. `counts`: the sizes of its axes."""
+    count = len(tensors)
+    if meeting.kind == "all_reduce":
+        return [_reduced(tensors, meeting.rest[0]).clone() for _ in tensors]
+    if meeting.kind == "broadcast":
+        return [tensors[meeting.rest[0]].clone() for _ in tensors]
+    if meeting.kind == "all_gather":
+        return [torch.cat(list(tensors), meeting.rest[0]) for _ in tensors]
+    if meeting.kind == "reduce_scatter":
+        dim, how = meeting.rest
+        return [tile.contiguous() for tile in _reduced(tensors, how).chunk(count, dim)]
+    if meeting.kind == "all_to_all":
+        split, concat = meeting.rest
+        tiles = [tensor.chunk(count, split) for tensor in tensors]
+        return [torch.cat([tiles[sender][receiver] for sender in range(count)], concat) for receiver in range(count)]
+    if meeting.kind == "halo":
+        return _halo(tensors, counts, *meeting.rest)
+    if meeting.kind == "halo_sum":
+        return _halo_sum(tensors, counts, *meeting.rest)
+    raise DeadlockError(f"unknown collective {meeting.kind}")
+
+
+def _halo(
+    tiles: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int], fill: float
+) -> list[torch.Tensor]:
+    """The whole dim put together, with as much around it as windows reach, and each rank's window of it."""
+    real = [tile.narrow(dim, 0, count) for tile, (_, count) in zip(tiles, tile_bounds(size, counts), strict=True)]
+    starts = window_starts(window, counts)
+    before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
+    shape = list(tiles[0].shape)
+    ends = [tiles[0].new_full([*shape[:dim], length, *shape[dim + 1 :]], fill) for length in (before, after)]
+    whole = torch.cat([ends[0], *real, ends[1]], dim)
+    return [whole.narrow(dim, start + before, window[3]).clone() for start in starts]
+
+
+def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int]) -> list[torch.Tensor]:
+    """All windows added up in the whole dim, with as much around it as they reach; then each rank's tile, its padding zero."""
+    starts = window_starts(window, counts)
+    before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
+    shape = list(tensors[0].shape)
+    shape[dim] = before + size + after
+    whole = tensors[0].new_zeros(shape)
+    for tensor, start in zip(tensors, starts, strict=True):
+        whole.narrow(dim, start + before, window[3]).add_(tensor)
+    shape[dim] = tile_length(size, counts)
+    found = []
+    for first, count in tile_bounds(size, counts):
+        found.append(tensors[0].new_zeros(shape))
+        found[-1].narrow(dim, 0, count).copy_(whole.narrow(dim, before + min(first, size), count))
+    return found
+
+
+_ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = _ADD[how](total, tensor)
+    return total
+
+
+def rank_program(
+    stage: Stage,
+    inputs: list[Any],
+    coordinates: Mapping[str, int],
+    sizes: Mapping[str, int],
+    note: Callable[[Node, Any], None] | None,
+    poison: bool,
+) -> RankProgram:
+    """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
+    env: dict[Node, Any] = {}
+    remaining = {node: len(node.users) for node in stage.graph.nodes}
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return env[argument]
+        if isinstance(argument, list | tuple):
+            return [value(item) for item in argument]
+        return argument
+
+    placeholders = iter(inputs)
+    for node in stage.graph.nodes:
+        if node.op == "output":
+            return [value(item) for item in node.args[0]]
+        if node.op == "placeholder":
+            result = next(placeholders)
+        elif node.target is spmd.coordinate:
+            result = coordinates[node.args[0]]
+        elif spmd.is_collective(node.target):
+            tensor, axes, *rest = [value(argument) for argument in node.args]
+            result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))
+        else:
+            result = _called(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
+        if poison:
+            result = _poison(node, result, coordinates, sizes)
+        env[node] = result
+        if note is not None:
+            note(node, result)
+        for operand in node.all_input_nodes:
+            remaining[operand] -= 1
+            if not remaining[operand]:
+                del env[operand]
+    raise AssertionError("a stage ends in an output")
+
+
+def _called(stage: Stage, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives; of a stage that was read from a text, after its guard, and an error names the line."""
+    target: Any = node.target
+    if stage.origin is None:
+        return target(*args, **kwargs)
+    try:
+        return guarded(target, target)(*args, **kwargs)
+    except MeshcError:
+        raise
+    except Exception as error:
+        raise failed(stage.origin, node.name, error) from error
+
+
+def _poison(node: Node, value: Any, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
+    """NaN in all padding that is not claimed to be zero."""
+    found = node.meta.get("meshc")
+    if not isinstance(found, Record) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    sharding = record(node).sharding
+    return value if sharding is None else fill_padding(value, sharding, coordinates, sizes)
+
+
+def fill_padding(value: torch.Tensor, sharding: Sharding, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> torch.Tensor:
+    """A copy with NaN in the padding of every part not known to be zero; the value itself if it has none."""
+    parts = list(sharding.parts())
+    for position, (dim, place, part) in enumerate(parts):
+        if not is_padded(part, sizes) or (dim, place) in sharding.zero:
+            continue
+        count = tile_count(part.size, [sizes[a] for a in part.axes], [coordinates[a] for a in part.axes])
+        local = local_size(part, sizes)
+        if count == local:
+            continue
+        shape = [local_size(other, sizes) for _, _, other in parts]
+        real = torch.arange(local) < count
+        view = [1] * len(shape)
+        view[position] = local
+        value = torch.where(real.view(view), value.reshape(shape), float("nan")).reshape(value.shape)
+    return value

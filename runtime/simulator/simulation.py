@@ -1,0 +1,140 @@
+"""A whole program on simulated ranks: its schedule over global values, and what every rank must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshc.errors import DeadlockError, VerifyError
+from meshc.ir.sharding import Sharding, padded_parts
+from meshc.pipelining.cut import slot
+from meshc.pipelining.schedule import Action, Recv, Schedule, Send
+from meshc.program.accumulate import ACCUMULATES
+from meshc.program.program import Instruction, Port, Program
+from meshc.program.steps import steps_of
+from meshc.runtime.comm.layouts import put_tiles, take_tile
+from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
+
+Values = Mapping[str, torch.Tensor]
+
+
+def simulate(program: Program, values: Values, *, observe: Observer | None = None, poison: bool = True) -> dict[str, torch.Tensor]:
+    """Run the schedule on all ranks of the mesh in this process. `values` holds global input tensors by key; global outputs come back.
+
+    Raises DeadlockError if ranks would hang, VerifyError if ranks that should agree on a result do not.
+    """
+    mesh, sizes = program.mesh, program.axis_sizes
+    ranks: list[dict[str, Any]] = []
+    for rank in range(mesh.world_size):
+        coordinates = mesh.coordinates(rank)
+        env: dict[str, Any] = {f"constant:{name}": tensor for name, tensor in program.constants.items()}
+        for port in program.inputs:
+            if port.kind != "constant":
+                value = values[port.key]
+                env[port.key] = take_tile(value, port.sharding, sizes, coordinates).clone() if port.sharding else value.clone()
+        ranks.append(env)
+    if program.pipeline is not None:
+        lock_step([_walk(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
+        return {port.key: gather(program, port, ranks) for port in program.outputs}
+    for instruction in program.schedule:
+        if instruction.op == "run":
+            stage = program.stages[instruction.stage]
+            inputs = [[env[key] for key in stage.inputs] for env in ranks]
+            results = run_stage(stage, inputs, mesh, sizes, microbatch=instruction.microbatch, observe=observe, poison=poison)
+            for env, row in zip(ranks, results, strict=True):
+                env.update(zip(stage.outputs, row, strict=True))
+        elif instruction.op in ("join", *ACCUMULATES):
+            for env in ranks:
+                _collect(program, instruction, env)
+        else:
+            raise DeadlockError(f"unknown instruction {instruction.op}")
+    return {port.key: gather(program, port, ranks) for port in program.outputs}
+
+
+def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> RankProgram:
+    """One rank's whole list. What it does not own it does not have."""
+    assert program.pipeline is not None
+    coordinates = program.mesh.coordinates(rank)
+    axis = program.pipeline.axis
+    for key, owner in program.pipeline.owners.items():
+        if owner != coordinates[axis]:
+            env.pop(key, None)
+    coming: dict[str, Wait] = {}
+    for step in steps_of(program, coordinates):
+        slots = tuple(slot(key, step.microbatch) for key in step.keys)
+        peer = program.mesh.rank({**coordinates, axis: step.peer})
+        name = ", ".join(slots)
+        if step.op == "recv":
+            coming |= dict.fromkeys(slots, Wait(rank, peer, name))
+            continue
+        stage = program.stages.get(step.stage)
+        read = [slot(key, step.microbatch) for key in stage.inputs] if step.op == "run" and stage is not None else list(slots)
+        if step.op in ("join", *ACCUMULATES):
+            _collect(program, step, env)
+        while late := [key for key in read if key in coming]:
+            message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the first that it posts
+            values = yield message
+            for key, value in zip(message.name.split(", "), values, strict=True):
+                del coming[key]
+                env[key] = value
+        if step.op == "send":
+            yield Letter(rank, peer, name, tuple(env[key] for key in slots))
+        elif step.op == "run" and stage is not None:
+            where = {**coordinates, "mb": step.microbatch}
+            results = yield from rank_program(stage, [env[key] for key in read], where, program.axis_sizes, None, poison)
+            env.update({slot(key, step.microbatch): value for key, value in zip(stage.outputs, results, strict=True)})
+    for message in dict.fromkeys(coming.values()):
+        env.update(zip(message.name.split(", "), (yield message), strict=True))
+    return env
+
+
+def _collect(program: Program, step: Instruction, env: dict[str, Any]) -> None:
+    """What a microbatch gives to the whole: a term, or its rows of an output."""
+    part = env.pop(step.value)
+    if step.op in ACCUMULATES:
+        env[step.into] = ACCUMULATES[step.op](env[step.into], part) if step.into in env else part
+        return
+    rows = env.setdefault(f"{step.into} so far", {})
+    rows[step.microbatch] = part
+    if len(rows) == program.microbatches:
+        env[step.into] = torch.cat([rows[k] for k in range(len(rows))])
+
+
+def first_microbatch(program: Program) -> Program:
+    """The program as if there were no microbatch after the first: where each is a step of its own, what it alone gives to the sums."""
+    schedule = tuple(instruction for instruction in program.schedule if instruction.microbatch == 0)
+    if program.pipeline is None:
+        return replace(program, schedule=schedule)
+    lists = program.pipeline.schedule.lists
+    first = Schedule(tuple(tuple(item for item in items if _microbatch(item) == 0) for items in lists))
+    return replace(program, pipeline=replace(program.pipeline, schedule=first))
+
+
+def _microbatch(item: Action | Send | Recv) -> int:
+    return item.microbatch if isinstance(item, Action) else item.message.of.microbatch
+
+
+def gather(program: Program, port: Port, ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """The global value of an output from the tiles of the ranks that have it; every rank's copy must be the same."""
+    tiles = {rank: env[port.key] for rank, env in enumerate(ranks) if program.owns(port.key, program.mesh.coordinates(rank))}
+    if port.sharding is None:
+        return next(iter(tiles.values()))
+    full = put_tiles([(program.mesh.coordinates(rank), tile) for rank, tile in tiles.items()], port.sharding, program.axis_sizes)
+    for rank, tile in tiles.items():
+        coordinates = program.mesh.coordinates(rank)
+        mine = take_tile(full, port.sharding, program.axis_sizes, coordinates)
+        if padded_parts(port.sharding, program.axis_sizes):
+            continue
+        if not torch.equal(torch.nan_to_num(mine), torch.nan_to_num(tile)):
+            error = (mine.double() - tile.double()).abs().max()
+            if not error <= 1e-6 * max(1.0, float(full.double().abs().max())):
+                raise VerifyError(f"ranks disagree on {port.key}: rank {rank} differs by {float(error):.3g}")
+    return full
+
+
+def whole(tiles: list[torch.Tensor], sharding: Sharding, program: Program) -> torch.Tensor:
+    mesh = program.mesh
+    return put_tiles([(mesh.coordinates(rank), tile) for rank, tile in enumerate(tiles)], sharding, program.axis_sizes)

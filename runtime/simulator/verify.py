@@ -1,0 +1,438 @@
+"""Verify: a program on simulated ranks against the model itself on one device.
+
+Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind). The floor matters: some gradients are
+zero in exact arithmetic, and two correct orders of summation differ there by percents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from meshc.errors import VerifyError
+from meshc.frontend.flex import written_out_flex
+from meshc.frontend.reference import Microbatch, ReferenceRandom
+from meshc.frontend.train_step import split_result
+from meshc.ir import Record, record
+from meshc.ops.random import seed_step
+from meshc.optimizer.optimizer import AnyOptimizer, members_of
+from meshc.program.parts import Parts
+from meshc.program.program import Port, Program
+from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, Perturbed
+from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
+from meshc.runtime.simulator.widened import Widened, WidenedConstants
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+FLOOR = 1e-3
+AMPLIFIED = 100
+"""Parameters that are not updated by SGD may be this much further off: Adam divides a gradient by its own size plus eps, so the rounding of
+one that is zero in exact arithmetic (a key's bias) comes out times lr / eps."""
+
+
+@dataclass
+class Report:
+    """Largest error per tensor, in the order compared. Bounds are `tolerance`, for updated parameters `amplified` times that.
+
+    moved  by kind and name, how far the model's own result on one device moves with its roundings; known where a usual bound was exceeded
+    """
+
+    tolerance: float
+    amplified: float = AMPLIFIED
+    rows: list[tuple[str, str, float]] = field(default_factory=list)
+    moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    wanted: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def worst(self) -> float:
+        return max((error if error == error else float("inf") for _, _, error in self.rows), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return all(error <= self.allowed(kind, name) for kind, name, error in self.rows)
+
+    def allowed(self, kind: str, name: str = "") -> float:
+        """The bound for a tensor: the usual one of its kind, or what the model's own roundings explain, up to where a fault could hide."""
+        usual = self.tolerance * (self.amplified if kind.startswith("parameter") else 1)
+        explained = TIMES * self.moved.get((kind, name), 0.0)
+        return max(usual, explained if kind.startswith("loss of step") else min(explained, MOST * self.tolerance))
+
+    def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        """Compare tensors of one kind, all under one floor."""
+        if set(found) != set(wanted):
+            extra, missing = sorted(set(found) - set(wanted)), sorted(set(wanted) - set(found))
+            raise VerifyError(f"{kind}: the program gives {extra} beyond the model, and lacks {missing}")
+        largest = max((_peak(value) for value in wanted.values()), default=0.0)
+        for name, value in wanted.items():
+            self.rows.append((kind, name, error(found[name], value, FLOOR * largest)))
+            self.wanted[kind, name] = value.detach().clone()
+
+    def __str__(self) -> str:
+        shown = sorted(self.rows, key=lambda row: -row[2])[:12]
+        heads = ("kind", "tensor", "error", "one device moves", "allowed")[: 5 if self.moved else 3]
+        cells = [
+            (kind, name, f"{value:.2e}", f"{self.moved.get((kind, name), 0.0):.1e}", f"{self.allowed(kind, name):.1e}")[: len(heads)]
+            for kind, name, value in shown
+        ]
+        first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
+        return first + self._explained() + tabulate(cells, headers=heads)
+
+    def _explained(self) -> str:
+        """What stands behind errors over the usual bound."""
+        over = [(kind, name) for kind, name, value in self.rows if value > self.allowed(kind) and not value > self.allowed(kind, name)]
+        lost = [key for key, moved in self.moved.items() if TIMES * moved > MOST * self.tolerance]
+        text = ""
+        if over:
+            text += (
+                f"{len(over)} are over the usual bound and within {TIMES} times what roundings alone move the model's own results on one "
+                "device: the model is sensitive there, the program is not at fault\n"
+            )
+        if lost:
+            text += (
+                f"{len(lost)} move so far on one device that a fault could hide there; "
+                "what to do: verify(dtype=torch.float64), or larger batches\n"
+            )
+        return text
+
+
+class Movement(Report):
+    """A comparison of the model with itself: what it wants now is held against what it wanted first, and the program is left aside."""
+
+    def __init__(self, first: Report) -> None:
+        super().__init__(first.tolerance, first.amplified)
+        self.first = first
+
+    def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        first = {name: self.first.wanted[kind, name] for name in wanted}
+        largest = max((_peak(value) for value in first.values()), default=0.0)
+        for name, value in wanted.items():
+            moved = error(value, first[name], FLOOR * largest)
+            self.first.moved[kind, name] = max(moved, self.first.moved.get((kind, name), 0.0))
+
+
+def compared(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
+    """A comparison; where it exceeds the usual bounds, also how far the model's own results move with its roundings."""
+    start = _held(reference)
+    run(reference, report)
+    if report.ok or report.tolerance > TOLERANCE[torch.float32]:
+        return
+    after = _held(reference)
+    for seed in range(RUNS):
+        _put(reference, start)
+        run(replace(reference, perturbed=seed), Movement(report))
+    _put(reference, after)
+
+
+def _held(reference: Reference) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in (*reference.module.named_parameters(), *reference.module.named_buffers())}
+
+
+def _put(reference: Reference, values: Mapping[str, torch.Tensor]) -> None:
+    for leaf in pytree.tree_leaves((reference.args, reference.kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+            leaf.grad = None
+    with torch.no_grad():
+        for name, value in (*reference.module.named_parameters(), *reference.module.named_buffers()):
+            value.copy_(values[name])
+
+
+def _peak(value: torch.Tensor) -> float:
+    finite = value.double().abs()
+    return float(finite.max()) if value.numel() else 0.0
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
+    """max|found - wanted| over max(max|wanted|, floor); infinite where shapes or NaNs differ."""
+    if tuple(found.shape) != tuple(wanted.shape):
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    a, b = found.detach().double(), wanted.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, (a - b).abs())
+    if difference.isnan().any():
+        return float("inf")
+    return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model on one device, as a plain copy, and how to call it.
+
+    parts      how a step that is the mean of its microbatches cuts its inputs
+    perturbed  roundings are changed at random, from this seed (`sensitivity.py`)
+    """
+
+    module: nn.Module
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int = 0
+    double: bool = False
+    parts: Parts | None = None
+    perturbed: int | None = None
+
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """What the model and its backward run under: the draws of a step."""
+        with self._under(ReferenceRandom(self.seed, step)):
+            yield
+
+    def run(self) -> Any:
+        """The model's output for the whole batch; inside `at`, and so is a backward from it."""
+        return self.function(self.module, *self.args, **self.kwargs)
+
+    def inputs(self, program: Program) -> dict[str, torch.Tensor]:
+        """The tensors among the inputs, by what a program calls them."""
+        leaves = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
+
+    def train(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a step, and its metrics; gradients are added to those of the module.
+
+        Plain accumulation of loss / M where the step is a mean.
+        """
+        if self.parts is None:
+            with self.at(step):
+                loss, metrics = split_result(self.run())
+                loss.backward()
+            return loss.detach(), metrics
+        drawn = self._draws_of_the_whole(step)
+        total = torch.zeros(())
+        sums: dict[str, torch.Tensor] = {}
+        for index in range(self.parts.count):
+            random = ReferenceRandom(self.seed, step, Microbatch(drawn, self.parts.count, index))
+            args, kwargs = self.parts.cut((self.args, self.kwargs), index)
+            with self._under(random):
+                loss, metrics = split_result(self.function(self.module, *args, **kwargs))
+                (loss / self.parts.count).backward()
+            total = total + loss.detach() / self.parts.count
+            sums = {name: sums.get(name, 0) + value / self.parts.count for name, value in metrics.items()}
+        return total, sums
+
+    def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
+        """What the whole batch would draw. Leaves the buffers as they were."""
+        saved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        random = ReferenceRandom(self.seed, step)
+        with torch.no_grad(), self._under(random):
+            self.run()
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(saved[name])
+        return random.drawn
+
+    @contextmanager
+    def _under(self, random: ReferenceRandom) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.perturbed is not None:
+                stack.enter_context(Perturbed(self.perturbed))
+            if self.double:
+                stack.enter_context(WidenedConstants())
+                stack.enter_context(Widened())
+            stack.enter_context(random)
+            stack.enter_context(written_out_flex())
+            yield
+
+
+def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
+    """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        full = parameter.detach() if values is None else values[name]
+        memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
+    for name, buffer in module.named_buffers():
+        full = buffer.detach() if values is None else values.get(name, buffer)
+        memo[id(buffer)] = full.detach().cpu().clone()
+    twin = copy.deepcopy(module, memo)
+    for child, original in zip(twin.modules(), module.modules(), strict=True):
+        child.training = original.training
+    return widen(twin) if double else twin
+
+
+def widen(module: nn.Module) -> nn.Module:
+    return module._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
+
+
+def widen_inputs(tree: Any, double: bool) -> Any:
+    """A copy: the reference may change its inputs, and leaves gradients with them."""
+
+    def wide(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dtype = torch.float64 if leaf.dtype == torch.float32 and double else leaf.dtype
+        return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(wide, tree)
+
+
+def input_values(program: Program, reference: Reference, step: int) -> dict[str, torch.Tensor]:
+    """Global values of parameters, buffers, inputs and the random seed, by key."""
+    parameters = dict(reference.module.named_parameters())
+    buffers = dict(reference.module.named_buffers())
+    inputs = reference.inputs(program)
+    values: dict[str, torch.Tensor] = {}
+    for port in program.inputs:
+        if port.kind == "parameter":
+            values[port.key] = parameters[port.name].detach()
+        elif port.kind == "buffer":
+            values[port.key] = buffers[port.name].detach().clone()
+        elif port.kind == "input":
+            values[port.key] = inputs[port.name].detach()
+        elif port.kind == "random":
+            values[port.key] = seed_step(reference.seed, step)
+    return values
+
+
+def compare_gradients(program: Program, reference: Reference, report: Report) -> None:
+    """A step program without an optimizer: its loss and gradients against the model's."""
+    found = simulate(program, input_values(program, reference, 0))
+    saved = {name: buffer.clone() for name, buffer in reference.module.named_buffers()}
+    reference.module.zero_grad(set_to_none=True)
+    loss, metrics = reference.train(0)
+    report.add("output", _kind(found, "output"), {program_output(program): loss})
+    _compare_metrics(found, metrics, report)
+    gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+    given = _kind(found, "gradient")
+    report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
+    _compare_buffers(found, reference, report)
+    reference.module.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in reference.module.named_buffers():
+            buffer.copy_(saved[name])
+
+
+def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, report: Report, kind: str = "buffer") -> None:
+    given = _kind(found, "buffer")
+    mine = dict(reference.module.named_buffers())
+    report.add(kind, given, {name: mine[name] for name in given})
+
+
+def _compare_metrics(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], report: Report, when: str = "") -> None:
+    """Those of the user's loss function, each by its own measure: they have no common size."""
+    for name, value in wanted.items():
+        report.add(f"metric{when}", {name: found[f"metric:{name}"]}, {name: value})
+
+
+def program_output(program: Program) -> str:
+    return next(port.name for port in program.outputs if port.kind == "output")
+
+
+def _kind(values: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key.split(":", 1)[1]: value for key, value in values.items() if key.startswith(kind + ":")}
+
+
+def compare_steps(
+    program: Program,
+    reference: Reference,
+    optimizer: AnyOptimizer,
+    state: Callable[[Port], torch.Tensor],
+    numbers: Callable[[], list[dict[str, float]]],
+    clip: float | None,
+    report: Report,
+    *,
+    steps: int = 3,
+    parameters: bool = False,
+) -> None:
+    """Losses of some steps, and with `parameters` (float64) the parameters and buffers after each one."""
+    members = members_of(optimizer)
+    if all(isinstance(member, torch.optim.SGD) for member in members):
+        report.amplified = 1
+    values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
+    for step in range(steps):
+        values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
+        row = {f"number:{i}.{name}": value for i, group in enumerate(numbers()) for name, value in group.items()}
+        values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
+        found = simulate(program, values)
+        reference.module.zero_grad(set_to_none=True)
+        loss, metrics = reference.train(step)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
+        for member in members:
+            member.step()
+        report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
+        _compare_metrics(found, metrics, report, f" of step {step}")
+        values.update({key: value for key, value in found.items() if key.split(":")[0] in ("parameter", "state", "buffer")})
+        if parameters:
+            given = _kind(found, "parameter")
+            mine = {name: p.detach() for name, p in reference.module.named_parameters()}
+            report.add(f"parameter after step {step}", given, {name: mine[name] for name in given})
+            _compare_buffers(found, reference, report, f"buffer after step {step}")
+
+
+def compare_module(program: Program, reference: Reference, report: Report, seed: int = 0) -> None:
+    """A program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
+    generator = torch.Generator().manual_seed(seed)
+    values = input_values(program, reference, 0)
+    for port in program.inputs:
+        if port.kind == "tangent":
+            values[port.key] = torch.randn(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
+    found = simulate(program, values)
+    reference.module.zero_grad(set_to_none=True)
+    tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
+    names = [port.name for port in program.outputs if port.kind == "output"]
+    with reference.at(0):
+        leaves = [leaf for leaf in pytree.tree_leaves(reference.run()) if isinstance(leaf, torch.Tensor)]
+        outputs = dict(zip(names, leaves, strict=True))
+        wanted = {name: leaf.detach().clone() for name, leaf in outputs.items()}
+        if tangents:
+            torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
+    report.add("output", _kind(found, "output"), wanted)
+    if tangents:
+        given = _kind(found, "gradient")
+        mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+        mine |= {f"input:{name}": leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
+        report.add("gradient", given, {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
+    _compare_buffers(found, reference, report)
+
+
+def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None) -> str:
+    """The first per-rank value, in program order, that is not the global-view graph's value on one device.
+
+    With `parts` the graph is one microbatch's, and the first one is looked at.
+    """
+    truth: dict[str, Any] = {}
+    mine = values
+    if parts is not None:
+        program = first_microbatch(program)
+        inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
+        mine = {**values, **parts.cut(inputs, 0)}
+    env: dict[Node, Any] = {}
+    placeholders = iter(program.inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            port = next(placeholders)
+            env[node] = program.constants[port.name] if port.kind == "constant" else mine[port.key]
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+            for index, value in enumerate(env[node] if isinstance(env[node], list | tuple) else [env[node]]):
+                truth[f"{node.name}.{index}"] = value
+    wrong: list[str] = []
+
+    def observe(node: Node, ranks: list[Any]) -> None:
+        found = node.meta.get("meshc")
+        if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.pending or not found.of:
+            return
+        if "mb" in found.sharding.split_axes() or found.of not in truth:
+            return
+        wanted = truth[found.of]
+        value = whole(ranks, found.sharding, program)
+        if not torch.is_floating_point(wanted):
+            bad = not torch.equal(value, wanted)
+        else:
+            bad = error(value, wanted, FLOOR * _peak(wanted)) > tolerance
+        if bad:
+            wrong.append(f"{node.name} = {getattr(node.target, '__name__', node.target)} at {record(node).source} ({found.sharding})")
+
+    try:
+        simulate(program, values, observe=observe)
+    except VerifyError:
+        pass
+    return wrong[0] if wrong else ""

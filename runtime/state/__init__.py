@@ -1,0 +1,1 @@
+"""A model's parameters, buffers and optimizer state as ranks hold them."""

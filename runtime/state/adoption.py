@@ -1,0 +1,124 @@
+"""What a model holds before a store adopts it: its tensors and where they stand, whether ranks agree, which have values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshc.errors import StateError
+from meshc.program.program import Port
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.store import Held
+
+Place = tuple[str, nn.Module, str]
+"""Where a tensor stands in a model: the key of its port, the module, the module's own name for it."""
+
+
+def tensors_of(model: nn.Module) -> list[tuple[Tensor, list[Place]]]:
+    """Every parameter and buffer once, with all the places where it stands."""
+    found: dict[int, tuple[Tensor, list[Place]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    key = f"{kind}:{path}.{name}" if path else f"{kind}:{name}"
+                    found.setdefault(id(tensor), (tensor, []))[1].append((key, module, name))
+    return list(found.values())
+
+
+def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
+    faults = [f"{port.key} is not in the model" for port in ports if port.key not in tensors]
+    for port in ports:
+        tensor = tensors.get(port.key)
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (port.shape, port.dtype):
+            faults.append(f"{port.name} is {tensor.dtype} {list(tensor.shape)}; the program is for {port.dtype} {list(port.shape)}")
+    faults += [f"{key} is a DTensor already; compile a model of plain tensors" for key, x in tensors.items() if isinstance(x, DTensor)]
+    if faults:
+        raise StateError("the model is not the one that was compiled:\n    " + "\n    ".join(faults))
+
+
+def refuse_converted(stored: Iterable[Held]) -> None:
+    """Refuses what `half()`, `to(...)` and the like have made of a compiled model: the program's memory is what it was."""
+    faults = []
+    for held in stored:
+        now = held.current()
+        if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type) and not held.of:
+            faults.append(f"{held.name} is {now.dtype} on {now.device.type}, the program's is {held.dtype} on {held.buffer.device.type}")
+    if faults:
+        shown = "\n    ".join([*faults[:4], *[f"and {len(faults) - 4} more"] * (len(faults) > 4)])
+        raise StateError(
+            f"the model was converted after it was compiled:\n    {shown}\n"
+            "  why: the program computes with the tensors that meshc.compile has put into the model, in their dtype and place\n"
+            "  what to do: convert the model before meshc.compile; for lower precision in a part of it, torch.autocast around the call"
+        )
+
+
+def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]]) -> None:
+    """Refuses parameters that came with other modules after the model was compiled: no program has them. `known` are the places of its own,
+    by the identity of a module's dict and the name there."""
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and (id(module._parameters), name) not in known
+    ]
+    if names:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise StateError(
+            f"these were put into the model after it was compiled: {shown}\n"
+            "  why: the program goes on with the modules that it was compiled from, and these would be passed over\n"
+            "  what to do: change the model before meshc.compile; for other values in the modules that are there, load_state_dict"
+        )
+
+
+def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.ProcessGroup | None) -> set[str]:
+    """Refuses models that differ between ranks, before any data moves; returns the keys of what is on `meta` on rank 0.
+
+    world: a group of all ranks, None if there is one rank
+    """
+    lines = [f"{' = '.join(key for key, _, _ in places)}: {tensor.dtype} {list(tensor.shape)}" for tensor, places in found]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    unfilled = {key for tensor, places in found if tensor.is_meta for key, _, _ in places}
+    if world is None:
+        return unfilled
+    ranks = world.size()
+    all_of_them: list[Any] = [None] * ranks
+    dist.all_gather_object(all_of_them, (digest, unfilled if dist.get_rank() == 0 else None), group=world)
+    other = next((rank for rank in range(ranks) if all_of_them[rank][0] != all_of_them[0][0]), None)
+    if other is None:
+        return all_of_them[0][1]
+    dist.all_gather_object(all_of_them, lines, group=world)
+    first, second = all_of_them[0], all_of_them[other]
+    shown = [f"    rank 0: {line}" for line in first if line not in second][:5]
+    shown += [f"    rank {other}: {line}" for line in second if line not in first][:5]
+    raise StateError(
+        f"the model on rank {other} is not the one on rank 0:\n"
+        + "\n".join(shown or [f"    the same tensors, but in another order: {first[0]} or {second[0]} first"])
+        + "\n  what to do: build the same model, from the same configuration, on every rank"
+    )
+
+
+def mark_empty(x: Tensor) -> None:
+    """NaN, or the largest whole number: what `is_filled` looks for, since loaders may write and leave no other trace."""
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        x.fill_(float("nan"))
+    elif x.dtype is not torch.bool:
+        x.fill_(torch.iinfo(x.dtype).max)
+
+
+def is_filled(x: Any) -> bool:
+    if not isinstance(x, Tensor) or x.is_meta:
+        return False
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    if x.numel() == 0 or x.dtype is torch.bool:
+        return True
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return not bool(x.isnan().all())
+    return not bool((x == torch.iinfo(x.dtype).max).all())

@@ -1,0 +1,270 @@
+"""What a program's checkpoint holds, and how it is read again, under any mesh and plan.
+
+    {"model": {name: DTensor or buffer},                                  as model.state_dict()
+     "optim": {"state": {parameter: {slot: DTensor or 0-dim tensor}},     as torch.distributed.checkpoint.state_dict.get_state_dict
+               "param_groups": [{"params": [names], "lr": ..., ...}]},
+     "meshc": {"version": 1, "seed": ..., "step": ..., "hidden": {...}}}  random numbers, and state that torch's optimizers do not keep
+
+So files of `get_state_dict` and of a program hold the same things; only "meshc" is missing in the former.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshc.errors import StateError
+from meshc.optimizer.optimizer import FIRST, HIDDEN
+from meshc.runtime.failure.board import SETTLED_S, current_board
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.store import Held, Store
+
+VERSION = 1
+_EXTRA = "_extra_state"
+
+
+def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
+    """The live tensors, by name; `dcp.load` writes into them in place. With `full`, whole CPU tensors on rank 0 and {} elsewhere.
+
+    Raises PeerError if ranks have stepped with different numbers, which is looked at first: no wrong state is given away.
+    """
+    board = current_board()
+    if board is not None:
+        board.settle(SETTLED_S)
+    store.adopt_changes()
+    store.sync()
+    state: dict[str, Any] = {"model": dict(store.model.state_dict())}
+    if store.optimizers:
+        state["optim"] = _optimizer_state(store, store.optimizers)
+    state["meshc"] = {"version": VERSION, "seed": store.seed, "step": store.step}
+    hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
+    if hidden:
+        state["meshc"]["hidden"] = hidden
+    return _full(store, state) if full else state
+
+
+def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
+    """Takes what `state_dict` gave, what `get_state_dict` gave, or a model's state dict alone: DTensors as they lie, or whole tensors.
+
+    Tensors must be the same on all ranks where they are plain. "optim" is ignored if no program of the model has an optimizer. Raises
+    StateError, before anything is changed, if parameters are missing, unexpected, or of another shape.
+    """
+    if not state.keys() & {"model", "optim", "meshc"}:
+        state = {"model": state}
+    store.adopt_changes()
+    optim = state.get("optim") if store.optimizers else None
+    faults = _model_faults(store, state["model"]) if "model" in state else []
+    faults += _optimizer_faults(store, optim) if optim is not None else []
+    if faults:
+        raise StateError("this state does not fit the model:\n    " + "\n    ".join(faults))
+    if "model" in state:
+        _load_model(store, state["model"])
+    if optim is not None:
+        _load_optimizer(store, optim, state.get("meshc", {}).get("hidden", {}))
+    if "meshc" in state:
+        store.seed, store.step = int(state["meshc"]["seed"]), int(state["meshc"]["step"])
+    elif optim is not None:
+        store.step = 0
+        warnings.warn("the checkpoint was not written by a meshc program: random numbers (dropout) start again at step 0", stacklevel=3)
+
+
+def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
+    """Fills a model that was built on `meta`: `fn(model)` runs once, on rank 0, with every parameter and buffer a whole CPU tensor.
+
+        program.init_weights(lambda model: model.init_weights())         # transformers
+        program.init_weights(lambda model: model.apply(init_one_module))
+
+    Values that were there before are kept unless `fn` changes them. The result is scattered tensor by tensor; rank 0 needs CPU memory
+    for the whole model. Raises StateError on all ranks if `fn` raises, or leaves something without values.
+    """
+    store.adopt_changes()
+    unfilled = set(store.unfilled)
+    held_ones = [held for held in store.held.values() if not held.of]
+    root = dist.get_rank() == 0
+    values: list[Tensor] = []
+    error: list[str | None] = [None]
+    with torch.no_grad():
+        for held in held_ones:
+            whole = held.home.whole(held.buffer, held.sharding)
+            if root and held.name in unfilled:
+                values.append(_empty(held))
+            elif root:
+                values.append(whole.to("cpu", copy=True))
+    if root:
+        try:
+            store.filling = True
+            values = _with_plain_tensors(held_ones, values, store.model, fn)
+            left = [held.name for held, value in zip(held_ones, values, strict=True) if value.is_floating_point() and value.isnan().all()]
+            left = [name for name in left if name in unfilled]
+            error = [f"it left without values: {', '.join(left[:6])}" if left else None]
+        except Exception as raised:
+            error = [f"{type(raised).__name__}: {raised}"]
+        finally:
+            store.filling = False
+    if store.transfers.groups.world is not None:
+        dist.broadcast_object_list(error, src=0, group=store.transfers.groups.world)
+    if error[0] is not None:
+        raise StateError(f"init_weights: the function failed on rank 0\n  why: {error[0]}")
+    with torch.no_grad():
+        for index, held in enumerate(held_ones):
+            held.buffer.copy_(held.home.scatter(values[index] if root else None, held.sharding, held.dtype))
+            held.stale = not held.shared
+    store.sync()
+
+
+def _with_plain_tensors(held_ones: list[Held], values: list[Tensor], model: nn.Module, fn: Callable[[nn.Module], Any]) -> list[Tensor]:
+    """Runs `fn` with `values` in the place of the live tensors, and returns what then stands there."""
+    try:
+        for held, value in zip(held_ones, values, strict=True):
+            is_parameter = isinstance(held.live, nn.Parameter)
+            plain = nn.Parameter(value, requires_grad=held.live.requires_grad) if is_parameter else value
+            for members, name in held.places:
+                members[name] = plain
+        fn(model)
+        found = []
+        for held in held_ones:
+            members, name = held.places[0]
+            if tuple(members[name].shape) != held.shape:
+                raise StateError(f"{held.name} was of shape {list(held.shape)} and is now of {list(members[name].shape)}")
+            found.append(members[name].detach())
+        return found
+    finally:
+        for held in held_ones:
+            for members, name in held.places:
+                members[name] = held.live
+
+
+def _empty(held: Held) -> Tensor:
+    value = torch.zeros(held.shape, dtype=held.dtype)
+    return value.fill_(float("nan")) if value.is_floating_point() else value
+
+
+def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Of several optimizers one dict, as torch's `get_state_dict` makes of a list."""
+    names = {id(parameter): name for name, parameter in store.model.named_parameters()}
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        | {"params": [names.get(id(parameter), "?") for parameter in group["params"]]}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    if any("?" in group["params"] for group in groups):
+        raise StateError("the optimizer holds parameters that are not the model's; a checkpoint keeps optimizer state by the model's names")
+    kept = [item for optimizer in optimizers for item in optimizer.state.items()]
+    state = {names[id(parameter)]: dict(slots) for parameter, slots in kept if id(parameter) in names}
+    return {"state": state, "param_groups": groups}
+
+
+def _model_faults(store: Store, model: Mapping[str, Any]) -> list[str]:
+    wanted = store.model.state_dict()
+    # A file may hold one name of a tied parameter, or all.
+    present = {held.key for name in model if (held := _held(store, name)) is not None}
+    missing = [name for name in wanted if name not in model and ((held := _held(store, name)) is None or held.key not in present)]
+    faults = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in model if name not in wanted]
+    for name, value in model.items():
+        held = _held(store, name)
+        if held is not None and tuple(value.shape) != held.shape:
+            faults.append(f"{name} is of shape {list(value.shape)}, in the model of {list(held.shape)}")
+    return faults
+
+
+def _optimizer_faults(store: Store, optim: Mapping[str, Any]) -> list[str]:
+    if optim.keys() < {"state", "param_groups"}:
+        return ['"optim" is {"state": {parameter: {slot: tensor}}, "param_groups": [...]}, parameters by name']
+    named = {name for group in optim["param_groups"] for name in group["params"]}
+    keys = {held.key for name in named if isinstance(name, str) and (held := store.find(f"parameter:{name}")) is not None}
+    mine = [store.parameter_key(parameter) for group in _groups(store) for parameter in group["params"]]
+    faults = [f"{store.held[key].name} is in none of its param_groups" for key in mine if key is not None and key not in keys]
+    for name, slots in optim["state"].items():
+        for slot, value in slots.items():
+            held = _state(store, name, slot)
+            if held is not None and isinstance(value, Tensor) and tuple(value.shape) != held.shape:
+                faults.append(f"{name}/{slot} is of shape {list(value.shape)}, in the program of {list(held.shape)}")
+    return faults
+
+
+def _load_model(store: Store, model: Mapping[str, Any]) -> None:
+    done = set()
+    for name, value in model.items():
+        held = _held(store, name)
+        if held is None:
+            path, _, last = name.rpartition(".")
+            if last == _EXTRA:
+                store.model.get_submodule(path).set_extra_state(value)
+        elif held.key not in done:
+            store.write(held, value)
+            done.add(held.key)
+
+
+def _groups(store: Store) -> list[dict[str, Any]]:
+    return [group for optimizer in store.optimizers for group in optimizer.param_groups]
+
+
+def _load_optimizer(store: Store, optim: Mapping[str, Any], hidden: Mapping[str, Tensor]) -> None:
+    found = {}
+    stepped = set()
+    for name, slots in optim["state"].items():
+        for slot, value in slots.items():
+            held = _state(store, name, slot)
+            if held is not None and value is not None:
+                found[held.key] = value
+                stepped.add(held.of)
+    for held in [held for held in store.held.values() if held.of]:
+        if held.slot.startswith(HIDDEN) and held.name in hidden:
+            store.write(held, hidden[held.name])
+        elif held.slot == FIRST and held.of in stepped:
+            store.write(held, torch.zeros(held.shape, dtype=held.dtype))
+        elif held.key in found:
+            value = found[held.key]
+            store.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
+        else:
+            store.reset(held)
+    for group in _groups(store):
+        keys = {store.parameter_key(parameter) for parameter in group["params"]}
+        for theirs in optim["param_groups"]:
+            if any((held := store.find(f"parameter:{name}")) is not None and held.key in keys for name in theirs["params"]):
+                for name, value in theirs.items():
+                    if name not in ("params", "param_names"):
+                        group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+
+def _held(store: Store, name: str) -> Held | None:
+    return store.find(f"parameter:{name}") or store.find(f"buffer:{name}")
+
+
+def _state(store: Store, parameter: str, slot: str) -> Held | None:
+    held = store.find(f"parameter:{parameter}")
+    return None if held is None else store.held.get(f"state:{held.name}/{slot}")
+
+
+def _full(store: Store, state: dict[str, Any]) -> dict[str, Any]:
+    """Every tensor whole and on the CPU, gathered one at a time; tied ones once, so that they stay tied."""
+    done: dict[str, Tensor] = {}
+    root = dist.get_rank() == 0
+
+    def whole(held: Held | None, value: Any) -> Any:
+        if held is None:
+            return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        if held.key not in done:
+            gathered = held.home.whole(held.buffer, held.sharding)
+            done[held.key] = gathered.to("cpu", copy=True) if root else gathered.new_empty(0)
+        return done[held.key]
+
+    with torch.no_grad():
+        full = {"model": {name: whole(_held(store, name), value) for name, value in state["model"].items()}}
+        if "optim" in state:
+            states = state["optim"]["state"].items()
+            full["optim"] = {
+                "state": {name: {slot: whole(_state(store, name, slot), value) for slot, value in slots.items()} for name, slots in states},
+                "param_groups": [{name: whole(None, value) for name, value in group.items()} for group in state["optim"]["param_groups"]],
+            }
+        full["meshc"] = dict(state["meshc"])
+        if "hidden" in state["meshc"]:
+            full["meshc"]["hidden"] = {name: whole(None, value) for name, value in state["meshc"]["hidden"].items()}
+    return full if root else {}

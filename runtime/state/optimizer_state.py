@@ -1,0 +1,112 @@
+"""Gives a user's optimizer the live parameters and state of a store, as torch would have created it.
+
+optimizer.param_groups[0]["params"][0]    the old parameter  ->  the live DTensor, in place
+optimizer.state[parameter]["exp_avg"]     nothing, or what a resumed optimizer holds  ->  a live DTensor of the state's own storage
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshc.errors import StateError
+from meshc.ir.sharding import Sharding
+from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
+from meshc.program.program import Port
+from meshc.runtime.comm import layouts
+from meshc.runtime.state import ownership
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.store import Held, Store
+
+
+def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: OptimizerSpec | None = None) -> None:
+    """Puts the live parameters into the optimizers' groups, in place, and gives them state, stored as the ports say.
+
+    ports: kind state, `of` the parameter's name, `name` that name, "/" and the slot's. spec: `describe(optimizer)`, made before or after
+    the parameters were replaced; it says what fresh state is filled with, which without it is zeros. State that the optimizer has already
+    is taken over: the DTensors that it holds, or rank 0's plain tensors. Slots that torch does not know stay with the store alone.
+    """
+    members = members_of(optimizer)
+    first = not store.optimizers
+    if not first and {*map(id, store.optimizers)} != {*map(id, members)}:
+        raise StateError("another optimizer updates this model's parameters already: one optimizer trains a model at a time")
+    if first:
+        store.forget_states()
+    store.check_storage([port for port in ports if port.key in store.held])
+    mine: dict[str, tuple[Tensor, torch.optim.Optimizer]] = {}
+    for member in members:
+        for parameter in (parameter for group in member.param_groups for parameter in group["params"]):
+            key = store.parameter_key(parameter)
+            if key is not None:
+                mine[key] = (parameter, member)
+    slots = _slots(store, spec)
+    states: dict[int, dict[Tensor, dict[str, Tensor]]] = {id(member): {} for member in members}
+    with torch.no_grad():
+        for port in ports:
+            parameter = store.find(f"parameter:{port.of}")
+            if parameter is None or parameter.key not in mine:
+                raise StateError(f"the program keeps {port.name}, but {port.of} is not among the optimizer's parameters")
+            old, member = mine[parameter.key]
+            held = store.held.get(port.key)
+            if held is None:
+                name = port.name.removeprefix(f"{port.of}/")
+                present = member.state.get(old, {}).get(name)
+                held = _hold(store, port, parameter, name, slots.get((parameter.key, name)), present)
+                held.optimizer = weakref.ref(member)
+            states[id(member)].setdefault(parameter.live, {})[held.slot] = held.live
+    for member in members:
+        replaced = {old: store.held[key].live for key, (old, whose) in mine.items() if whose is member}
+        attach_state(member, replaced, states[id(member)])
+        if first:
+            ownership.own_optimizer(member, store)
+    _tell_wrappers(store, optimizer)
+
+
+def _tell_wrappers(store: Store, optimizer: AnyOptimizer) -> None:
+    """What a wrapper lists in groups of its own are the live parameters too."""
+    for wrapper in optimizer.wrappers if isinstance(optimizer, Optimizers) else ():
+        listed = [p for group in getattr(wrapper, "param_groups", ()) for p in group["params"]]
+        replace_parameters(wrapper, {p: store.live(p) for p in listed})
+
+
+def fresh(store: Store, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, parameter: Held, slot: Slot | None) -> Tensor:
+    """A tile of state as torch creates it: zeros, another constant, or a copy of the parameter."""
+    if slot is not None and slot.fill is None:
+        return parameter.home.reshard(parameter.buffer, parameter.sharding, sharding).to(dtype)
+    fill = 0.0 if slot is None or slot.fill is None else slot.fill
+    value = torch.full((), fill, dtype=dtype, device=store.device)
+    return (parameter.home if shape else store.transfers).take_tile(value.expand(shape), sharding)
+
+
+def _slots(store: Store, spec: OptimizerSpec | None) -> dict[tuple[str, str], Slot]:
+    found: dict[tuple[str, str], Slot] = {}
+    for group in () if spec is None else spec.groups:
+        for parameter, slots in zip(group.params, group.slots, strict=True):
+            key = store.parameter_key(parameter)
+            if key is not None:
+                found |= {(key, slot.name): slot for slot in slots}
+    return found
+
+
+def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | None, present: Any) -> Held:
+    sharding = port.sharding or layouts.whole_sharding(port.shape)
+    if present is None:
+        tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)
+    elif isinstance(present, DTensor):
+        whole = store.transfers.full(present).to(store.device, port.dtype)
+        tile = (parameter.home if port.shape else store.transfers).take_tile(whole, sharding)
+    else:
+        whole = present if isinstance(present, Tensor) else torch.tensor(present)
+        tile = (parameter.home if port.shape else store.transfers).scatter(whole, sharding, port.dtype)
+    if not port.shape and not (isinstance(present, Tensor) and present.device.type != "cpu"):
+        tile = tile.cpu()  # where torch keeps counts of steps
+    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape))
+    held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
+    return held

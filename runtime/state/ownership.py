@@ -1,0 +1,172 @@
+"""Who owns what: from a live model, submodule or optimizer to its store, and the hooks that torch calls on them.
+
+The hooks are plain functions that look their owner up, so that modules and optimizers can still be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshc.errors import StateError
+from meshc.optimizer.spec import group_numbers
+from meshc.runtime.agreement.compare import together
+from meshc.runtime.failure.board import current_board
+from meshc.runtime.failure.numbers import Stream
+from meshc.runtime.state.savers import look_who_asks
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.store import Store
+
+_STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
+"""The store of each compiled model, of each submodule that holds copies, and of each optimizer that a program updates."""
+
+_GUARDS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""The hook on each model that refuses its calls."""
+
+_REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
+
+
+_STREAMS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stream] = weakref.WeakKeyDictionary()
+"""Of optimizers that step such parameters themselves (module mode): their numbers, for the comparison with the other ranks."""
+
+
+def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
+    return _STORES.get(owner)
+
+
+def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store) -> None:
+    """Ties a model to its store; `holders_of_copies` are the submodules whose tensors need `sync` before they are read."""
+    for module in holders_of_copies | {model}:
+        _STORES[module] = store
+        module.register_state_dict_pre_hook(_sync)
+        module.register_load_state_dict_pre_hook(_sync)
+    model.register_state_dict_pre_hook(_look_who_asks)
+    model.register_load_state_dict_post_hook(_after_model_load)
+    _refuse_replaced_parameters()
+
+
+def guard_calls(model: nn.Module) -> None:
+    """From now on calling the model raises, except within `calls_allowed`."""
+    if model not in _GUARDS:
+        _GUARDS[model] = model.register_forward_pre_hook(_refuse_call)
+
+
+@contextmanager
+def calls_allowed(model: nn.Module) -> Iterator[None]:
+    """A context without the hook of `guard_calls`: for tracing, which would trace the hook too, and for copies of the model."""
+    guard = _GUARDS.pop(model, None)
+    if guard is not None:
+        guard.remove()
+    try:
+        yield
+    finally:
+        if guard is not None:
+            guard_calls(model)
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
+    _STORES[optimizer] = store
+    optimizer.register_state_dict_pre_hook(_sync)
+    optimizer.register_load_state_dict_pre_hook(_sync)
+    optimizer.register_step_pre_hook(_sync)
+    optimizer.register_load_state_dict_post_hook(_after_optimizer_load)
+
+
+def mark_replaced(parameter: Tensor, name: str) -> None:
+    """From now on an optimizer that steps this parameter is told that it trains nothing."""
+    _REPLACED[parameter] = name
+
+
+def _refuse_call(model: nn.Module, *_: Any) -> None:
+    if model in _GUARDS:  # a copy of the model has the hook and is free
+        raise StateError(
+            f"this {type(model).__qualname__} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
+            "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
+        )
+
+
+_refuse_call.of_meshc = True  # type: ignore[attr-defined]  # no part of what the model computes
+
+
+def _sync(owner: Any, *_: Any) -> None:
+    store = _STORES.get(owner)
+    if store is not None and not store.filling:
+        with together(current_board(), "sync"):
+            store.sync()
+
+
+def _look_who_asks(model: nn.Module, *_: Any) -> None:
+    if model in _STORES:  # a copy of the model has the hook and plain parameters
+        look_who_asks(model)
+
+
+def _after_model_load(model: nn.Module, _: Any) -> None:
+    store = _STORES.get(model)
+    if store is not None and not store.filling:
+        store.read_back("parameter:", "buffer:")
+
+
+def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
+    store = _STORES.get(optimizer)
+    if store is not None:
+        store.read_back("state:")
+
+
+@cache
+def _refuse_replaced_parameters() -> Any:
+    return register_optimizer_step_pre_hook(_before_a_step)
+
+
+def _before_a_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _check_parameters(optimizer)
+    _note_numbers(optimizer)
+
+
+def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
+    """Nothing is sent: the board compares them at its next beat. Raises PeerError if it has found that ranks differ."""
+    board = current_board()
+    if board is None or store_of(optimizer) is not None:  # a program that updates compares them itself
+        return
+    stream = _STREAMS.get(optimizer)
+    if stream is None:
+        stores = set(_STORES.values())
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not any(store.parameter_key(parameter) for parameter in parameters for store in stores):
+            return
+        stream = _STREAMS[optimizer] = board.numbers.stream("optimizer")
+    board.check()
+    given = [(f"{i}.{name}", number) for i, group in enumerate(optimizer.param_groups) for name, number in _numbers(optimizer, group)]
+    stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))
+
+
+def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Those in device memory are left out: reading one would wait for the device at each step."""
+    for name, value in group_numbers(optimizer, group).items():
+        if not isinstance(value, Tensor):
+            yield name, value
+        elif value.device.type == "cpu":
+            yield name, value.item()
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
+    if not len(_REPLACED):
+        return
+    names = [_REPLACED[p] for group in optimizer.param_groups for p in group["params"] if p in _REPLACED]
+    if names:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise StateError(
+            f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {shown}\n"
+            "  why: compiling replaces a model's parameters by DTensors; stepping the old ones would train nothing\n"
+            "  what to do: build the optimizer after meshc.compile, from model.parameters()"
+        )

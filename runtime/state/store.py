@@ -1,0 +1,470 @@
+"""Owns what lives between steps: parameters, buffers, optimizer state. One store a model, shared by all its programs.
+
+    module.weight                       DTensor ──local──> ┌────────┐
+                                                           │ memory │ <── the program's buffer: store.buffer("parameter:weight")
+    optimizer.state[weight]["exp_avg"]  likewise           └────────┘
+
+Where torch's placements describe the storage, the DTensor's local tensor is the program's buffer, or a view of all but its padding.
+Elsewhere (uneven over two axes, fused heads) the DTensor is a copy in torch's layout. The buffer is the truth: `mark_written` says that a
+program has updated it, `sync` refreshes the copies, and `adopt_changes`, before a program runs, reads back what somebody else has
+changed. What it looks at is identity and `_version`. Two ways to write leave no such trace, which matters for copies only: through
+`parameter.data`, and into the tensors of a state dict that is never loaded again; loading one (`load_state_dict`, `set_state_dict`) is
+always seen.
+
+Every method that may move data is called on all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshc.errors import StateError
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding
+from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
+from meshc.program.program import Port
+from meshc.runtime.comm import layouts
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
+from meshc.runtime.comm.transfers import Transfers
+from meshc.runtime.failure.board import alone
+from meshc.runtime.state import adoption, checkpoint, optimizer_state, ownership
+
+
+@dataclass(eq=False)
+class Held:
+    """One stored tensor.
+
+    `live` is what the user sees, `local` its memory on this rank: a view of `buffer` if `shared`. `places` are the module dicts it stands
+            return held.current()
+        optimizer = None if held.optimizer is None else held.optimizer()
+    """
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+    buffer: Tensor
+    live: Tensor
+    local: Tensor
+    placements: tuple[Placement, ...]
+    shared: bool
+    home: Transfers
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    of: str = ""
+    slot: str = ""
+    fresh: Slot | None = None
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    stale: bool = False
+    lags: bool = False
+    seen: tuple[int, int] = (0, 0)
+    memory: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.remember()
+
+    def remember(self) -> None:
+        """From now on the DTensor that is seen is the one whose memory is looked for."""
+        self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
+
+    def current(self) -> Any:
+        """What stands in the model where the live tensor was put; of optimizer state the live tensor."""
+        return next((members.get(name) for members, name in self.places if members.get(name) is not self.live), self.live)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether something else has been put into the DTensor that the user sees, as `module.half()` does."""
+        return isinstance(self.live, DTensor) and self.live._local_tensor is not self.memory
+
+    def version(self) -> tuple[int, int]:
+        """Changes with every write through the DTensor, or through what its `to_local` gave."""
+        return (self.live._version, self.live._local_tensor._version if isinstance(self.live, DTensor) else 0)
+
+
+class Store:
+    """Made by `Store.adopt`; `Store.of(model)` finds it again.
+
+    `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them. `filling`: plain tensors stand in
+    the model for the time of `init_weights`, on one rank.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, groups: Groups | None = None) -> None:
+        if mesh.device_mesh is None:
+            raise StateError(f"the mesh {mesh} was made without a process group, so nothing can live on it: compile for a DeviceMesh")
+        rank = dist.get_rank()
+        groups = groups or Groups(layouts.axis_sizes(mesh), rank, dist.get_world_size(), mesh.device_mesh)
+        self.mesh = mesh
+        self.device = device
+        self.seed = 0
+        self.step = 0
+        self.filling = False
+        self.transfers = Transfers(mesh, groups, rank, device)
+        self.owners: dict[str, int] = {}
+        self._stages: Mapping[int, StageTransfers] = {}
+        self.held: dict[str, Held] = {}
+        self._alias: dict[str, str] = {}
+        self._unfilled: set[str] = set()
+        self._born_unfilled: set[str] = set()
+        self._live: dict[int, str] = {}
+        self._places: set[tuple[int, str]] = set()
+        self._replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._model = weakref.ref(model)
+        self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
+
+    @staticmethod
+    def of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
+        """The store of a compiled model, or of an optimizer that a program updates."""
+        return ownership.store_of(owner)
+
+    @classmethod
+    def adopt(
+        cls,
+        model: nn.Module,
+        ports: Iterable[Port],
+        mesh: Mesh,
+        device: torch.device | str,
+        groups: Groups | None = None,
+        owners: Mapping[str, int] | None = None,
+    ) -> Store:
+        """Replaces the model's parameters by DTensors, stored as the ports of kind parameter say, and makes its buffers equal on all ranks.
+
+        Initial values are rank 0's; what is on `meta` there becomes empty storage, listed in `unfilled`. Parameters without a port are
+        stored whole. A model that has a store keeps it: its further programs' ports must ask for the storage that it has. `owners` are
+        the coordinates on the pipeline axis of parameters that live on one stage. Raises StateError, on all ranks, if the model is not
+        the same on all.
+        """
+        ports = [port for port in ports if port.kind in ("parameter", "buffer")]
+        store = cls.of(model)
+        if store is None:
+            store = cls(model, mesh, torch.device(device), groups)
+            store.settle(owners or {})
+            store._adopt_model(model, ports)
+        elif mesh != store.mesh:
+            raise StateError(f"the model's parameters live on the mesh {store.mesh}: a second program of it cannot be for {mesh}")
+        else:
+            store.check_storage(ports)
+            store.settle(owners or {})
+        return store
+
+    def adopt_optimizer(self, optimizer: AnyOptimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
+        """`optimizer_state.adopt` for this store."""
+        optimizer_state.adopt(self, optimizer, [port for port in ports if port.kind == "state"], spec)
+        self._optimizers = tuple(weakref.ref(member) for member in members_of(optimizer))
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise StateError("the model of this store is gone: keep it as long as its programs")
+        return model
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that programs of the model step; none once one of them is gone."""
+        found = [one for reference in self._optimizers if (one := reference()) is not None]
+        return tuple(found) if len(found) == len(self._optimizers) else ()
+
+    # What a program uses.
+
+    def settle(self, owners: Mapping[str, int]) -> None:
+        """Says on which pipeline stage's ranks things live, by key, before they are held."""
+        axis = self.mesh.pipeline_axis
+        self.owners |= owners
+        if owners and axis is not None and not self._stages:
+            self._stages = of_stages(self.transfers, axis.name)
+
+    def places(self) -> dict[str, int]:
+        """On which stage's ranks things live, by each of their names."""
+        return {**{name: self.owners[key] for name, key in self._alias.items() if key in self.owners}, **self.owners}
+
+    def home(self, key: str) -> Transfers:
+        """What moves a stored tensor."""
+        return self._stages[self.owners[key]] if key in self.owners else self.transfers
+
+    def find(self, key: str) -> Held | None:
+        """What is stored under a port's key (`port.key`); any of the names of a tied parameter will do."""
+        return self.held.get(self._alias.get(key, key))
+
+    def buffer(self, key: str) -> Tensor:
+        """The program's own tensor of a port, of its padded local shape; updated in place, and the same tensor for ever."""
+        held = self.find(key)
+        if held is None:
+            raise StateError(f"{key} is not stored: the model has no such parameter, buffer or optimizer state")
+        return held.buffer
+
+    def mark_written(self, keys: Iterable[str] | None = None) -> None:
+        """A program has written these buffers (all, by default): copies of them are out of date."""
+        for held in self.held.values() if keys is None else map(self.find, keys):
+            if held is not None:
+                held.stale = held.lags or not held.shared
+
+    def sync(self) -> None:
+        """Brings the live tensors up to date."""
+        if not any(held.stale for held in self.held.values()):
+            return
+        with alone("sync"), torch.no_grad():
+            for held in self.held.values():
+                if held.stale and held.lags:
+                    assert isinstance(held.home, StageTransfers)
+                    held.home.to_all(held.buffer)
+                    held.stale = False
+                elif held.stale:
+                    _check_untouched(held)
+                    self._refresh(held)
+
+    def adopt_changes(self) -> None:
+        """Before a program runs: reads back what was changed from outside since the last time."""
+        with torch.no_grad():
+            for held in self.held.values():
+                current = self._current(held)
+                if held.swapped:
+                    self._reclaim(held)
+                if current is not held.live:
+                    self._take(held, current)
+                elif not held.shared and held.version() != held.seen:
+                    if held.stale:
+                        _check_untouched(held)
+                    self._read_back(held)
+
+    def read_back(self, *kinds: str) -> None:
+        """After a loader: takes what it replaced and what it wrote in place, seen or not."""
+        with torch.no_grad():
+            for key, held in self.held.items():
+                if key.startswith(kinds):
+                    current = self._current(held)
+                    if current is not held.live:
+                        self._take(held, current)
+                    else:
+                        self._read_back(held)
+
+    @property
+    def unfilled(self) -> list[str]:
+        """Names of parameters and buffers that came from `meta` and have no values yet on this rank."""
+        self._unfilled = {key for key in self._unfilled if not adoption.is_filled(self._current(self.held[key]))}
+        return sorted(self.held[key].name for key in self._unfilled)
+
+    def refuse_unfilled(self) -> None:
+        """Raises StateError if anything has no values yet; sends nothing."""
+        names = self.unfilled if self._unfilled else []
+        if names:
+            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+            raise StateError(
+                f"the model was built on `meta`, and these have no values yet: {shown}\n"
+                '  what to do: first program.load_state_dict(state), dcp.load({"program": program}, ...) or program.init_weights(fn);\n'
+                "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
+            )
+
+    def refuse_changed_model(self) -> None:
+        """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing."""
+        adoption.refuse_converted(self.held.values())
+        adoption.refuse_strangers(self.model, self._places)
+
+    def check_filled(self) -> None:
+        """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
+        self.refuse_unfilled()
+        with torch.no_grad():
+            for key in sorted(self._born_unfilled):
+                if self._current(self.held[key]) is self.held[key].live and not self.held[key].stale:
+                    self._read_back(self.held[key])
+        self._born_unfilled.clear()
+
+    # Checkpoints.
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """`checkpoint.state_dict` of this store."""
+        with alone("state_dict"):
+            return checkpoint.state_dict(self, full)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`checkpoint.load_state_dict` into this store."""
+        with alone("load_state_dict"):
+            checkpoint.load_state_dict(self, state)
+
+    def init_weights(self, fn: Callable[[nn.Module], Any]) -> None:
+        """`checkpoint.init_weights` of this store."""
+        with alone("init_weights"):
+            checkpoint.init_weights(self, fn)
+
+    def write(self, held: Held, value: Tensor) -> None:
+        """Gives a stored tensor a value: a DTensor as it lies, or a plain tensor that is whole and the same on all ranks."""
+        if tuple(value.shape) != held.shape or value.dtype.is_floating_point != held.dtype.is_floating_point:
+            raise StateError(
+                f"{held.name} is {held.dtype} of shape {list(held.shape)}; it cannot become {value.dtype} of shape {list(value.shape)}"
+            )
+        with torch.no_grad():
+            chunk = held.home.chunk_of(value.detach(), held.placements)
+            if chunk.data_ptr() != held.local.data_ptr() or chunk.dtype != held.dtype:
+                held.local.copy_(chunk)
+            self._read_back(held)
+        self._unfilled.discard(held.key)
+
+    # Adoption.
+
+    def _adopt_model(self, model: nn.Module, ports: Sequence[Port]) -> None:
+        found = adoption.tensors_of(model)
+        adoption.check_ports(ports, {key: tensor for tensor, places in found for key, _, _ in places})
+        unfilled = adoption.compare_ranks(found, self.transfers.groups.world)
+        wanted = {port.key: port for port in ports}
+        holders_of_copies: set[nn.Module] = set()
+        while found:  # from the end, so that each old tensor can go before the next one comes
+            tensor, places = found.pop()
+            key = next((key for key, _, _ in places if key in wanted), places[0][0])
+            self._alias |= {other: key for other, _, _ in places}
+            if self._stages and _is_parameter(key):
+                self.owners.setdefault(key, 0)  # what this program does not use, another one may update
+            sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
+            tile = None if key in unfilled else self.home(key).scatter(tensor, sharding, tensor.dtype)
+            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key))
+            if _is_parameter(key):
+                held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
+                held.remember()
+                held.seen = held.version()
+                ownership.mark_replaced(tensor, held.name)
+                self._replaced[tensor] = key
+                self._live[id(held.live)] = key
+            held.places = [(module._parameters if _is_parameter(key) else module._buffers, name) for _, module, name in places]
+            for members, name in held.places:
+                members[name] = held.live
+            if not held.shared:
+                holders_of_copies |= {module for _, module, _ in places}
+        self.held = dict(reversed(self.held.items()))
+        self._places = {(id(members), name) for held in self.held.values() for members, name in held.places}
+        ownership.own_model(model, holders_of_copies, self)
+
+    def hold(
+        self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool
+    ) -> Held:
+        """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled."""
+        strangers = sharding.split_axes() - set(self.mesh.names)
+        if strangers or sharding.pending or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
+            what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
+            raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
+        home = self.home(key)
+        there = distributed and isinstance(home, StageTransfers) and not home.member
+        self.transfers.groups.prepare([home.splitting(sharding)])
+        unfilled = tile is None
+        if tile is None:
+            local_tile = (0,) if there else layouts.local_shape(sharding, home.sizes)
+            tile = torch.zeros(local_tile, dtype=dtype, device=self.device)
+        live = local = tile
+        placements: tuple[Placement, ...] = ()
+        if distributed:
+            placements = layouts.torch_placements(sharding, home.mesh)
+            local = home.to_chunk(tile, sharding)
+            if not layouts.shares_memory(sharding, home.mesh):
+                local = local.clone(memory_format=torch.contiguous_format)
+            stride = torch.empty(shape, device="meta").stride()
+            live = DTensor.from_local(local, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
+        held = Held(key, key.partition(":")[2], shape, dtype, sharding, tile, live, local, placements, shared, home)
+        held.lags = not distributed and isinstance(home, StageTransfers)
+        if unfilled:
+            adoption.mark_empty(local)
+            self._unfilled.add(key)
+            self._born_unfilled.add(key)
+        held.seen = held.version()
+        self.held[key] = held
+        return held
+
+    def check_storage(self, ports: Iterable[Port]) -> None:
+        """Raises StateError where a port asks for another storage than the one there is."""
+        faults = []
+        for port in ports:
+            held = self.find(port.key)
+            if held is None:
+                faults.append(f"    {port.name}: was not there when the model was first compiled")
+            elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, self.mesh):
+                faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
+        if faults:
+            raise StateError(
+                "this model has a program already, and its programs share one storage, which does not suit the new one:\n"
+                + "\n".join(faults)
+                + "\n  what to do: give both programs plans that store alike; the first to be compiled decides"
+            )
+
+    def live(self, parameter: Tensor) -> Tensor:
+        """What has taken the place of a parameter of this model; another is returned as it is."""
+        key = self.parameter_key(parameter)
+        return parameter if key is None else self.held[key].live
+
+    def parameter_key(self, parameter: Tensor) -> str | None:
+        """The key of a parameter of this model, live or replaced. Live ones go by identity: torch's `module.to` refuses what has a weak
+        reference."""
+        return self._replaced.get(parameter) or self._live.get(id(parameter))
+
+    # Changes from outside.
+
+    def _current(self, held: Held) -> Any:
+        """What stands where the live tensor was put."""
+        if not held.of:
+            return held.current()
+        optimizer = None if held.optimizer is None else held.optimizer()
+        if optimizer is None or held.slot.startswith(HIDDEN):
+            return held.live
+        return optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
+
+    def _take(self, held: Held, value: Any) -> None:
+        """Copies what somebody put in the live tensor's place, and puts the live one back."""
+        if value is not None:
+            self.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
+        elif held.of:
+            self.reset(held)
+        else:
+            raise StateError(f"{held.name} is gone from the model; a compiled model keeps its parameters and buffers")
+        if isinstance(value, nn.Parameter):
+            held.live.requires_grad_(value.requires_grad)
+        for members, name in held.places:
+            members[name] = held.live
+        if held.optimizer is not None and (optimizer := held.optimizer()) is not None:
+            optimizer.state[self.held[held.of].live][held.slot] = held.live
+
+    def _reclaim(self, held: Held) -> None:
+        """Takes the values that were swapped into the live tensor, and gives it its memory again."""
+        assert isinstance(held.live, DTensor) and held.memory is not None
+        value = DTensor.from_local(held.live._local_tensor, held.home.mesh.device_mesh, held.placements, run_check=False)
+        held.live._local_tensor = held.memory
+        self.write(held, value)
+
+    def reset(self, held: Held) -> None:
+        """Gives optimizer state the value that it has before the first step."""
+        with torch.no_grad():
+            held.buffer.copy_(optimizer_state.fresh(self, held.sharding, held.shape, held.dtype, self.held[held.of], held.fresh))
+            self._refresh(held)
+
+    def forget_states(self) -> None:
+        """The optimizer is gone, and its state with it."""
+        self.held = {key: held for key, held in self.held.items() if not held.of}
+
+    def _refresh(self, held: Held) -> None:
+        if not held.shared:
+            held.local.copy_(held.home.to_chunk(held.buffer, held.sharding))
+        held.stale, held.seen = False, held.version()
+
+    def _read_back(self, held: Held) -> None:
+        if not held.shared:
+            held.buffer.copy_(held.home.to_tile(held.local, held.sharding))
+        held.stale, held.seen = False, held.version()
+
+
+def _is_parameter(key: str) -> bool:
+    return key.startswith("parameter:")
+
+
+def _check_untouched(held: Held) -> None:
+    if held.version() != held.seen:
+        raise StateError(
+            f"{held.name} was changed in place while it was older than the program's own values, so one of the two would be lost\n"
+            f"  why: its storage {held.sharding} is no layout of torch's, so what you see is a copy, brought up to date on demand\n"
+            "  what to do: call program.sync() before you change parameters or optimizer state between steps"
+        )
