@@ -81,6 +81,10 @@ def cond(linear: Any, x: Tensor) -> Any:
     return torch.cond(y.sum() > 0, lambda a: a + 1, lambda a: a - 1, (y,))  # line of cond
 
 
+def sparse(linear: Any, x: Tensor) -> Any:
+    return linear(x.to_sparse()).sum()  # line of sparse
+
+
 def packed(linear: Any, x: Tensor) -> Any:
     return linear(rnn.pack_padded_sequence(x[:, None], torch.ones(4), batch_first=True).data)  # line of packed
 
@@ -120,6 +124,7 @@ IN_FORWARD: dict[Callable[..., Any], str] = {
     unique: "find unique values outside",
     repeated: "repeats rows as often as a tensor says",
     cond: "compute both ways and take torch.where",
+    sparse: "leave out to_sparse()",
     packed: "give the layer the padded tensor",
     backward: "meshc calls backward",
     address: "take the address out",

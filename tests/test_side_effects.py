@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.frontend.side_effects import LEFT_OUT
+from tests.asserting import Asserts
 
 HISTORY: list[Tensor] = []
 TABLE: dict[str, int] = {}
@@ -117,6 +118,15 @@ def test_what_a_program_leaves_out_is_told_by_line(model: type[Base], code: str)
     assert message.count("test_side_effects.py:") == 1
     assert "what to do: return such a value as an output, or keep it in a buffer" in message
     assert (made.steps, made.kept, COUNT, HISTORY, TABLE) == (0, [], 0, [], {})
+
+
+def test_assertions_of_what_tensors_hold_are_told_by_line() -> None:
+    (message,) = told(Asserts())
+    first, *lines, advice = message.splitlines()
+    assert first == f"the model's code asserts what tensors hold, {LEFT_OUT} checks it"
+    wanted = ['assert (x > -1000).all(), "x is too small"', 'torch._assert_async(torch.isfinite(x).all(), "within a checkpointed region")']
+    assert sorted(line.split(": ", 1)[1] for line in lines) == sorted(wanted)
+    assert advice == "  what to do: check it before the call, or return the condition as an output and look at that"
 
 
 def test_nothing_is_told_of_what_a_program_keeps() -> None:

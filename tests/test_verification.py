@@ -52,6 +52,43 @@ def sensitive() -> tuple[meshc.Program, nn.Module, dict[str, torch.Tensor]]:
     return meshc.compile(step, meshc.Mesh("dp=2"), kwargs=inputs), deep, inputs
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.w).abs()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+@pytest.mark.filterwarnings("error:Casting complex values to real")
+@pytest.mark.parametrize(
+    "build, inputs",
+    [
+        (Complex, torch.ones(4, 8)),
+        (lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)), torch.arange(8).reshape(4, 2)),
+        (lambda: torch.nn.utils.weight_norm(nn.Linear(8, 4)), torch.ones(4, 8)),
+    ],
+    ids=["complex parameters", "sparse gradients", "weight_norm"],
+)
+def test_models_of_less_common_kinds_in_both_precisions(build: Any, inputs: torch.Tensor) -> None:
+    """Parameters of complex numbers; gradients that torch makes sparse; a weight that a hook has computed, which torch does not copy."""
+    torch.manual_seed(0)
+    made = build()
+    made(inputs)
+    program = meshc.compile(made, meshc.Mesh("dp=2"), args=(inputs,))
+    assert meshc.verify(program).ok
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+
+
+def test_both_parts_of_complex_numbers_count() -> None:
+    wanted = torch.ones(4, dtype=torch.complex64)
+    assert verification.error(wanted, wanted, 0.0) == 0
+    assert verification.error(wanted + 0.5j, wanted, 0.0) == 0.5
+    assert verification.error(wanted.real, wanted, 0.0) == float("inf")
+
+
 def test_a_sensitive_model_is_judged_by_what_roundings_do_to_it_on_one_device() -> None:
     program, deep, inputs = sensitive()
     report = meshc.verify(program)

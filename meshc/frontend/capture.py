@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from meshc.frontend.flex import traced_flex
 from meshc.frontend.frames import OURS, is_torch
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
-from meshc.frontend.side_effects import observed
+from meshc.frontend.side_effects import observed, unchecked
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
 from meshc.ir import Source
@@ -37,6 +37,8 @@ from meshc.spared import unguarded
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
+WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+"""What a copy in double precision has for each dtype; others stay as they are."""
 
 
 class Root(nn.Module):
@@ -189,7 +191,8 @@ def torch_graph(
     _own_outputs(graph)
     if double:
         _widen(graph)
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=seen.notes())
+    notes = [*seen.notes(), *unchecked(graph, source_of)]
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=notes)
     return _opened(traced, opened) if opened else traced
 
 
@@ -266,21 +269,22 @@ def _storage(node: torch.fx.Node) -> int | None:
 
 
 def _wide(dtype: torch.dtype, double: bool) -> torch.dtype:
-    return torch.float64 if double and dtype == torch.float32 else dtype
+    return WIDER.get(dtype, dtype) if double else dtype
 
 
 def _widen(module: torch.fx.GraphModule) -> None:
-    """Casts to float32 inside the model become casts to float64: what `verify(dtype=torch.float64)` compares is float64 throughout."""
+    """Casts to float32 inside the model become casts to float64, complex64 likewise: what `verify(dtype=torch.float64)` compares is so
+    throughout."""
 
     def wide(argument: Any) -> Any:
-        return torch.float64 if argument is torch.float32 else argument
+        return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
     for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
         for node in body.graph.nodes:
             node.args = torch.fx.node.map_aggregate(node.args, wide)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wide)
-            if node.op == "call_method" and node.target == "float":
-                node.target = "double"
+            if node.op == "call_method":
+                node.target = {"float": "double", "cfloat": "cdouble"}.get(node.target, node.target)
         body.recompile()
 
 

@@ -1,6 +1,7 @@
 """What a model's Python does beside computing, seen while it is traced: what it keeps is reported, what it says is said once.
 
     self.counter += 1      activations.append(h.detach())      CACHE[key] = mask      left out: a warning names the line
+    assert (x > 0).all()                                                              left out: a warning names the line
     print(h.shape)         logger.info("%s", h)                warnings.warn("...")   carried out when tracing is over, once
 
 Dynamo keeps an account of each object from before the trace that the trace changes, with the lines that do so. In code that it compiles it
@@ -39,8 +40,10 @@ PLACE: Final = re.compile(r"%[^%a-zA-Z]*[a-zA-Z]")
 """Where a value goes in `"%5.2f of %s"`."""
 SHOWN: Final = 5
 
-LEFT_OUT: Final = "changes Python values, and a program leaves that out"
+LEFT_OUT: Final = "and a program leaves that out: no call"
 """By these words a note is known to be a warning."""
+ASSERTS: Final = ("_assert", "_assert_async", "_assert_scalar")
+"""What an `assert` on what tensors hold is in a trace."""
 
 
 @dataclass
@@ -70,17 +73,27 @@ class Seen:
 
 
 def _told(changes: list[Source]) -> str:
-    lines = [f"  {place}: {place.code}" for place in changes]
+    advice = "return such a value as an output, or keep it in a buffer (register_buffer) and change that in place, as in self.seen.add_(1)"
+    return _listed(f"the model's code changes Python values, {LEFT_OUT} does it", changes, advice)
+
+
+def _listed(what: str, places: Sequence[Source], advice: str) -> str:
+    lines = [f"  {place}: {place.code}" for place in places]
     more = [f"  and {len(lines) - SHOWN} lines more"] if len(lines) > SHOWN else []
-    return "\n".join(
-        [
-            f"the model's code {LEFT_OUT}: no call does it",
-            *lines[:SHOWN],
-            *more,
-            "  what to do: return such a value as an output, or keep it in a buffer (register_buffer) and change that in place, "
-            "as in self.counter.add_(1)",
-        ]
-    )
+    return "\n".join([what, *lines[:SHOWN], *more, f"  what to do: {advice}"])
+
+
+def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
+    """A note of the lines that assert what tensors hold, of which a program computes nothing; none if there are none."""
+    bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # itself, and checkpointed regions
+    nodes = [node for body in bodies for node in body.graph.nodes if _name(node.target) in ASSERTS]
+    places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
+    advice = "check it before the call, or return the condition as an output and look at that"
+    return [_listed(f"the model's code asserts what tensors hold, {LEFT_OUT} checks it", places, advice)] if places else []
+
+
+def _name(target: Any) -> str:
+    return getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from meshc.frontend.capture import JointGraph, TorchGraph, joint_graph, source_of
 from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
 from meshc.passes.trace.decompositions import decompositions
+from meshc.passes.trace.dense_only import refuse_sparse
 from meshc.passes.trace.module_outputs import mark_module_outputs
 from meshc.passes.trace.one_dtype import refuse_mixed
 from meshc.passes.trace.settle import settle_sizes, shape_of, shapes_of
@@ -41,6 +42,7 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     _lift_constants(joint, constants)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
+    refuse_sparse(graph)
     refuse_mixed(graph)
     mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
     _forward_transparent(graph)

@@ -40,6 +40,14 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     functional.interpolate: interpolate,
     **grouped.RAISED,
 }
+SPARSE: dict[Any, tuple[str, int]] = {
+    functional.embedding: ("sparse", 6),
+    torch.embedding: ("sparse", 4),
+    functional.embedding_bag: ("sparse", 7),
+    torch.gather: ("sparse_grad", 3),
+    "gather": ("sparse_grad", 3),
+}
+"""Calls that can be asked for a sparse gradient: the argument's name, and its place. A program's gradients are dense, and equal."""
 NUMBERED = (sdpa, multi_head_attention)
 """Composites that draw if their dropout is on, and take the number of the call."""
 
@@ -55,6 +63,8 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
         if node.target is FLEX:
             raise_flex(module, node)
             continue
+        if node.target in SPARSE:
+            _dense(node, traced)
         count = draws(node.target, node.args, node.kwargs)
         node.target = _composite(node.target)
         if count == 0:
@@ -71,6 +81,15 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
     module.graph.lint()
     module.recompile()
     return traced
+
+
+def _dense(node: Node, traced: TorchGraph) -> None:
+    """Takes back that a gradient shall be sparse."""
+    name, place = SPARSE[node.target]
+    if node.kwargs.get(name) or (len(node.args) > place and node.args[place]):
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
+        node.args = tuple(False if index == place else argument for index, argument in enumerate(node.args))
+        traced.notes.append(f"{source_of(node)}: {name}=True asks for a sparse gradient, which is dense in a program, and equal")
 
 
 def _composite(target: Any) -> Any:

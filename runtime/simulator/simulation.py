@@ -129,8 +129,9 @@ def gather(program: Program, port: Port, ranks: Sequence[Mapping[str, Any]]) -> 
         if padded_parts(port.sharding, program.axis_sizes):
             continue
         if not torch.equal(torch.nan_to_num(mine), torch.nan_to_num(tile)):
-            error = (mine.double() - tile.double()).abs().max()
-            if not error <= 1e-6 * max(1.0, float(full.double().abs().max())):
+            wide = torch.complex128 if full.is_complex() else torch.float64
+            error = (mine.to(wide) - tile.to(wide)).abs().max()
+            if not error <= 1e-6 * max(1.0, float(full.to(wide).abs().max())):
                 raise VerifyError(f"ranks disagree on {port.key}: rank {rank} differs by {float(error):.3g}")
     return full
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from meshc.errors import VerifyError
+from meshc.frontend.capture import WIDER
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.train_step import split_result
@@ -145,17 +146,22 @@ def _put(reference: Reference, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _peak(value: torch.Tensor) -> float:
-    finite = value.double().abs()
-    return float(finite.max()) if value.numel() else 0.0
+    return float(_double(value).abs().max()) if value.numel() else 0.0
+
+
+def _double(value: torch.Tensor) -> torch.Tensor:
+    """In double precision; of complex numbers both parts count."""
+    value = value.detach()
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     """max|found - wanted| over max(max|wanted|, floor); infinite where shapes or NaNs differ."""
-    if tuple(found.shape) != tuple(wanted.shape):
+    if tuple(found.shape) != tuple(wanted.shape) or found.is_complex() != wanted.is_complex():
         return float("inf")
     if not wanted.numel():
         return 0.0
-    a, b = found.detach().double(), wanted.detach().double()
+    a, b = _double(found), _double(wanted)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs())
     if difference.isnan().any():
@@ -204,6 +210,7 @@ class Reference:
             with self.at(step):
                 loss, metrics = split_result(self.run())
                 loss.backward()
+            self.dense_gradients()
             return loss.detach(), metrics
         drawn = self._draws_of_the_whole(step)
         total = torch.zeros(())
@@ -216,7 +223,14 @@ class Reference:
                 (loss / self.parts.count).backward()
             total = total + loss.detach() / self.parts.count
             sums = {name: sums.get(name, 0) + value / self.parts.count for name, value in metrics.items()}
+        self.dense_gradients()
         return total, sums
+
+    def dense_gradients(self) -> None:
+        """A program's gradients are dense, those of `nn.Embedding(sparse=True)` too."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
 
     def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
         """What the whole batch would draw. Leaves the buffers as they were."""
@@ -250,6 +264,9 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     for name, buffer in module.named_buffers():
         full = buffer.detach() if values is None else values.get(name, buffer)
         memo[id(buffer)] = full.detach().cpu().clone()
+    for child in module.modules():  # what hooks leave behind, as the weight that torch.nn.utils.weight_norm makes before each call
+        made = [value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
+        memo.update({id(value): value.detach().cpu().clone() for value in made})
     twin = copy.deepcopy(module, memo)
     for child, original in zip(twin.modules(), module.modules(), strict=True):
         child.training = original.training
@@ -257,7 +274,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
 
 
 def widen(module: nn.Module) -> nn.Module:
-    return module._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
+    return module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
 
 
 def widen_inputs(tree: Any, double: bool) -> Any:
@@ -266,7 +283,7 @@ def widen_inputs(tree: Any, double: bool) -> Any:
     def wide(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        dtype = torch.float64 if leaf.dtype == torch.float32 and double else leaf.dtype
+        dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
         return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(wide, tree)
@@ -383,6 +400,7 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
         wanted = {name: leaf.detach().clone() for name, leaf in outputs.items()}
         if tangents:
             torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
+            reference.dense_gradients()
     report.add("output", _kind(found, "output"), wanted)
     if tangents:
         given = _kind(found, "gradient")

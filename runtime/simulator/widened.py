@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshc.frontend.capture import WIDER
+
 
 class Widened(TorchDispatchMode):
     """float32 asked for inside a float64 model becomes float64 (Llama's norms, causal losses): what the float64 capture does."""
@@ -19,9 +21,9 @@ class Widened(TorchDispatchMode):
             return _grouped_mm(*args, **kwargs)
         if getattr(func, "namespace", "") == "meshc":  # a probability is compared with a float32 draw whatever the model's dtype
             return func(*args, **kwargs)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if kwargs.get("dtype") in WIDER:
+            kwargs["dtype"] = WIDER[kwargs["dtype"]]
+        args = tuple(WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
         return func(*args, **kwargs)
 
 
@@ -30,8 +32,8 @@ class WidenedConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("dtype") in WIDER:
+            kwargs["dtype"] = WIDER[kwargs["dtype"]]
         return func(*args, **kwargs)
 
 

@@ -1,0 +1,23 @@
+"""A model with assertions, in a file whose `assert` statements pytest leaves as they are."""
+
+from __future__ import annotations
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+
+class Asserts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def block(self, x: Tensor) -> Tensor:
+        torch._assert_async(torch.isfinite(x).all(), "within a checkpointed region")
+        return self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == 4, "a size is known when the model is traced, and checked then"
+        assert (x > -1000).all(), "x is too small"
+        result: Tensor = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+        return result
