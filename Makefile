@@ -30,8 +30,8 @@ demo: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 -m "not processes and not gpu"
-	$(RUN) -m pytest -m "processes and not gpu"
+	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not processes and not gpu"
+	$(RUN) -m pytest --durations 20 -m "processes and not gpu"
 
 test-gpu: $(STAMP)
 	$(RUN) -m pytest -m gpu
