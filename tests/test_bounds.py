@@ -23,6 +23,7 @@ from meshc.ir import sizes
 from meshc.ir.bounds import MOST_RANKS, parse_json
 from meshc.ir.mesh import Mesh
 from meshc.pipelining import schedule, trace
+from meshc.plan.plan import Plan
 from meshc.program.program import Port
 from meshc.runtime.saved.saved_state import SavedState, save_state
 from meshc.text.parse import parse_sizes, parse_type
@@ -134,6 +135,42 @@ def test_a_program_that_asks_for_too_much_is_not_shown(
     quickly(lambda: artifact.load(path, allow_edited=True), ArtifactError, said)
     assert main(["show", str(path), "--allow-edited"]) == 1
     assert str(path) in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("p.plan", "\n" * 3_000_000, "has 3000000 bytes or more, of which 262144 may be read"),
+        ("p.plan", "?\n" * 5000, "more than 4096 lines"),
+        ("p.plan", "pin a: " + "*".join(f"a{i}" for i in range(20_000)), "line 1 has .* of which 4096 may be"),
+        ("p.plan", "?\n" * 4000, "and 3950 more"),
+        ("p.toml", "tp = " + "[" * 30_000, "p.toml"),
+        ("p.toml", ".".join(["a"] * 3000) + " = 1", "'a' holds {'a': {'a': "),
+        ("p.toml", "tp = " + "9" * 5000, "p.toml"),
+        ("p.yaml", "tp: " + "[" * 5000, "p.yaml: maximum recursion depth"),
+        ("p.yaml", "x: &x y\npin: [" + ",".join(["*x"] * 20_000) + "]\n", "more than 4096 lines"),
+        ("p.yaml", "pin: &a [*a]", "holds a list or a mapping"),
+        ("p.yaml", "? [a]\n: b", "is no axis"),
+        ("p.yaml", "tp: batch\n" * 20_000, "200000 characters, of which 65536 may be read; put the same lines into a .plan file"),
+    ],
+)
+def test_plan_files_are_bounded(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    quickly(lambda: Plan.load(tmp_path / name), PlanError, said)
+
+
+def test_a_plan_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+    (tmp_path / "p.plan").symlink_to("/dev/zero")
+    quickly(lambda: Plan.load(tmp_path / "p.plan"), PlanError, "has 262145 bytes or more")
+
+
+def test_pins_of_one_tensor_are_few() -> None:
+    """Each is held against each: four thousand took a minute."""
+    plan = Plan("\n".join(f"pin a: b{i}/tp" for i in range(4000)))
+    quickly(lambda: plan.check(Mesh("tp=2")), PlanError, "`pin a: b0/tp` and 3999 more pins are about one tensor, of which 64 may be")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- traces

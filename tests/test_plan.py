@@ -175,7 +175,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert 'quote what is special in YAML: "-"' in messages["d.yaml"]
     assert messages["b.plan"].startswith("b.plan cannot be read:\n  line 1: tp heads\n")
     assert messages["b.json"] == "b.json: a plan is read from a file that ends in .plan, .yaml, .yml, .toml"
-    assert messages["none.plan"].startswith("the plan file none.plan cannot be read: ")
+    assert messages["none.plan"].startswith("the plan file none.plan cannot be read as text: ")
 
 
 def test_every_bad_line_is_shown() -> None:

@@ -6,6 +6,7 @@ programs hold (the largest that were compiled: 4096 ranks, some 100,000 values) 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -37,20 +38,33 @@ MOST_EVENTS: Final = 1 << 19
 """Of a trace that is drawn."""
 MOST_TEXT: Final = 1 << 28
 """Bytes of a file that is read as text."""
+MOST_PLAN: Final = 1 << 18
+"""Characters of a plan."""
+MOST_PLAN_MARKUP: Final = 1 << 16
+"""Of a plan in YAML or TOML, whose readers take seconds for more."""
+MOST_PLAN_LINES: Final = 1 << 12
+MOST_PLAN_LINE: Final = 1 << 12
+"""Characters of one line of a plan."""
+MOST_PINS: Final = 64
+"""About one tensor: each is held against each."""
 MOST_ITEMS: Final = 4_000_000
 """Of JSON: values in its lists and objects, for each of which Python keeps some sixty bytes."""
 MOST_SECONDS: Final = 1e9
 """Of a time in a trace, either side of its beginning."""
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """A text file. Raises ArtifactError for one that cannot be read, is no UTF-8, or is larger than any that meshc writes."""
+def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT) -> str:
+    """A text file. Raises ArtifactError for one that cannot be read, is no UTF-8, or has more bytes than any that meshc writes.
+
+    What a device or a pipe gives has no size before it is read, and may have no end.
+    """
     file = Path(path)
     try:
-        size = file.stat().st_size
-        if size > MOST_TEXT:
-            raise ArtifactError(f"{file} has {size} bytes, of which {MOST_TEXT} may be read as text")
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:
+            read = opened.read(most + 1)
+        if len(read) > most:
+            raise ArtifactError(f"{file} has {max(len(read), file.stat().st_size)} bytes or more, of which {most} may be read as text")
+        return io.TextIOWrapper(io.BytesIO(read), encoding="utf-8").read()
     except (UnicodeDecodeError, OSError) as error:
         raise ArtifactError(f"{file} cannot be read as text: {error}") from None
 

@@ -13,6 +13,8 @@ from meshc.errors import PlanError
 
 STORES: Final = ("params", "grads", "state")
 """What a store clause may name, in the order in which it is printed."""
+SHOWN: Final = 50
+"""Faults of one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class Pin:
 
 
 def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
-    return [f"{one.where} and {other.where}" for one, other in itertools.combinations(axes, 2) if one.axis == other.axis]
+    first: dict[str, AxisEntry] = {}
+    return [f"{first[one.axis].where} and {one.where}" for one in axes if first.setdefault(one.axis, one) is not one]
 
 
 def _cite(item: AxisEntry | Pin) -> str:
@@ -118,7 +121,8 @@ def _cite(item: AxisEntry | Pin) -> str:
 
 def refuse_faults(what: str, faults: Sequence[str]) -> None:
     if faults:
-        raise PlanError(f"{what}:" + "".join(f"\n  {fault}" for fault in faults))
+        more = f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise PlanError(f"{what}:" + "".join(f"\n  {fault}" for fault in faults[:SHOWN]) + more)
 
 
 def suggest(word: str, words: Iterable[str]) -> str:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshc.errors import PlanError
+from meshc.errors import ArtifactError, PlanError
+from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
 from meshc.plan.entries import AxisEntry, Pin, PinFactor, duplicates, refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
@@ -57,9 +58,9 @@ class Plan:
         if file.suffix not in readers:
             raise PlanError(f"{file}: a plan is read from a file that ends in {', '.join(readers)}")
         try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"the plan file {file} cannot be read: {error}") from error
+            text = read_text(file, MOST_PLAN)
+        except ArtifactError as error:
+            raise PlanError(f"the plan file {error}") from None
         try:
             lines = readers[file.suffix](text)
         except PlanError as error:
@@ -102,6 +103,8 @@ class Plan:
 
 def contradictions(pins: Sequence[Pin]) -> list[str]:
     """What pins about one tensor contradict each other in: a message for each, which names both lines."""
+    if len(pins) > MOST_PINS:
+        return [f"{pins[0].where} and {len(pins) - 1} more pins are about one tensor, of which {MOST_PINS} may be; join them into one"]
     return [f"{one.where} and {other.where}: {why}" for one, other in itertools.combinations(pins, 2) for why in _clashes(one, other)]
 
 

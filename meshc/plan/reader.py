@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 from meshc.errors import PlanError
+from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
 from meshc.ir.mesh import NAME
 from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, duplicates, refuse_faults, suggest
 
@@ -17,6 +19,8 @@ from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, 
 def numbered(lines: str | Iterable[str] | Mapping[str, Any]) -> list[tuple[int, str]]:
     if isinstance(lines, Mapping):
         return _mapping_lines((0, key, value) for key, value in lines.items())
+    if isinstance(lines, str):
+        _refuse_long(lines, MOST_PLAN)
     split: list[Any] = lines.splitlines() if isinstance(lines, str) else list(lines) if isinstance(lines, Iterable) else [lines]
     if not all(isinstance(line, str) for line in split):
         raise PlanError(f"a plan is text, lines of text, or a mapping of axes to entries, not {lines!r}")
@@ -35,24 +39,26 @@ def _mapping_lines(items: Iterable[tuple[int, Any, Any]]) -> list[tuple[int, str
             lines.append((number, f"{key}: {value}"))
         else:
             fix = 'write text, as in {"tp": "heads, ffn"}, and "-" to use an axis for nothing'
-            raise PlanError(f"the plan's entry {key!r} holds {value!r}; {fix}")
+            raise PlanError(f"the plan's entry {reprlib.repr(key)} holds {reprlib.repr(value)}; {fix}")
     return lines
 
 
 def toml_lines(text: str) -> list[tuple[int, str]]:
+    _refuse_long(text)
     try:
         tomllib = importlib.import_module("tomllib")
     except ImportError as error:
         raise PlanError("TOML needs Python 3.11; or put the same lines into a .plan file, which needs nothing") from error
     try:
         entries: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         fix = 'entries are quoted in TOML, as in tp = "heads, ffn" and pin = ["lm_head.weight: vocab/tp, _"]'
         raise PlanError(f"{error}; {fix}") from error
     return numbered(entries)
 
 
 def yaml_lines(text: str) -> list[tuple[int, str]]:
+    _refuse_long(text)
     # Nodes rather than values: they keep line numbers, repeated keys, and words such as `no` as they were written.
     try:
         yaml = importlib.import_module("yaml")
@@ -60,7 +66,7 @@ def yaml_lines(text: str) -> list[tuple[int, str]]:
         raise PlanError("YAML needs the package pyyaml; or put the same lines into a .plan file, which needs nothing") from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise PlanError(f'{error}\nquote what is special in YAML: "-", and patterns that start with *') from error
     if root is None:
         return []
@@ -68,6 +74,8 @@ def yaml_lines(text: str) -> list[tuple[int, str]]:
         raise PlanError("a plan in YAML is a mapping of axes to entries")
     lines: list[tuple[int, str]] = []
     for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise PlanError(f"line {key.start_mark.line + 1}: a list or a mapping is no axis; write text, as in tp: heads, ffn")
         is_pin = key.value == "pin"
         for node in value.value if is_pin and isinstance(value, yaml.SequenceNode) else [value]:
             number = node.start_mark.line + 1
@@ -78,6 +86,12 @@ def yaml_lines(text: str) -> list[tuple[int, str]]:
             else:
                 raise PlanError(f"line {number}: the entry {key.value} holds a list or a mapping; write text, as in tp: heads, ffn")
     return lines
+
+
+def _refuse_long(text: str, most: int = MOST_PLAN_MARKUP) -> None:
+    if len(text) > most:
+        fix = "; put the same lines into a .plan file" if most < MOST_PLAN else ""
+        raise PlanError(f"this plan has {len(text)} characters, of which {most} may be read{fix}")
 
 
 # Reading.
@@ -130,7 +144,11 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[Axi
     axes: list[AxisEntry] = []
     pins: list[Pin] = []
     faults: list[str] = []
-    for number, raw in lines:
+    for index, (number, raw) in enumerate(lines, 1):
+        if index > MOST_PLAN_LINES:
+            raise PlanError(f"{name} cannot be read: it has more than {MOST_PLAN_LINES} lines; one pin can name many tensors, with *")
+        if len(raw) > MOST_PLAN_LINE:
+            raise PlanError(f"{name} cannot be read: line {index} has {len(raw)} characters, of which {MOST_PLAN_LINE} may be")
         text = raw.split("#", 1)[0].expandtabs().rstrip()
         line = _Line(text)
         if line.done:
