@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput, PlainAOTInput, PlainAOTOutput
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError
@@ -198,6 +198,7 @@ def torch_graph(
 
 def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
     """The trace with torch's symbolic tensors for its inputs, and which symbol stands for which of the user's sizes."""
+    _refuse_sizes_as_outputs(traced)
     values = [node.meta["val"] for node in traced.module.graph.find_nodes(op="placeholder")]
     symbolic = [value for value in values if isinstance(value, torch.Tensor)]
     for (_, given), tensor in zip(traced.inputs, symbolic, strict=True):
@@ -208,8 +209,8 @@ def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) ->
             extent: Any = tensor.shape[dim]
             if not isinstance(extent, torch.SymInt) or not extent.node.expr.is_Symbol:
                 raise CaptureError(
-                    f"the model fixes dim {dim} of {name} at {extent}, which Options(dynamic=...) leaves open as {size.name}\n"
-                    "  what to do: leave it out there, or take the number out of the model"
+                    f"the model fixes dim {dim} of {name} at {extent}, and it was to stay open as {size.name}\n"
+                    "  what to do: leave it out of Options(dynamic=...), or take the number out of the model"
                 )
             extents.append((extent, size))
     leaves, spec = pytree.tree_flatten((traced.args, traced.kwargs))
@@ -217,6 +218,17 @@ def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) ->
     args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
     inputs = [(name, tensor) for (name, _), tensor in zip(traced.inputs, symbolic, strict=True)]
     return replace(traced, args=args, kwargs=kwargs, inputs=inputs, symbols=Symbols(extents))
+
+
+def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
+    """What is no tensor in an output is a constant of the program; a size that calls choose is none."""
+    (output,) = traced.module.graph.find_nodes(op="output")
+    for name, leaf in zip(traced.output_tree.paths(), output.args[0], strict=True):
+        if isinstance(leaf, torch.fx.Node) and not isinstance(leaf.meta.get("example_value"), torch.Tensor | None):
+            raise CaptureError(
+                f"the model returns a number (output {name}) that follows from a size that was to stay open\n"
+                "  what to do: return tensors, whose shapes say it, or leave the size out of Options(dynamic=...)"
+            )
 
 
 def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> OutputTree:
@@ -426,6 +438,11 @@ def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
             f"the model changes its parameter {name} in place while it is differentiated\n"
             "  what to do: change it outside the model between calls, or keep it as a buffer"
         )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a trace stands for one of the model's, and has no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 def source_of(node: torch.fx.Node) -> Source:

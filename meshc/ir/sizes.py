@@ -395,7 +395,8 @@ def worlds(sizes: Sequence[Dynamic]) -> list[dict[str, int]]:
     """Some choices of sizes, by symbol, from their ranges if these have as many; the first are the integers that stand for them."""
     found: list[dict[str, int]] = [{} for _ in range(WORLDS)]
     for place, size in enumerate(sizes):
-        reach = range(max(size.low, size.hint - 2 * WORLDS), min(size.high, size.hint + 2 * WORLDS) + 1)
+        middle = min(size.hint, size.high)
+        reach = range(max(size.low, middle - 2 * WORLDS), min(size.high, middle + 2 * WORLDS) + 1)
         near = sorted((number for number in reach if number != size.hint), key=lambda number: abs(number - size.hint))
         near += range(max(size.hint, size.high) + 1, max(size.hint, size.high) + WORLDS + 1)
         near = near[: WORLDS - 1]

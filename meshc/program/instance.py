@@ -39,9 +39,9 @@ def put(program: Program, values: Mapping[str, int]) -> Program:
     """The program with these sizes, by symbol, put in, whether it serves them or not."""
     return replace(
         program,
-        stages={name: _stage(stage, values) for name, stage in program.stages.items()},
-        inputs=tuple(_port(port, values) for port in program.inputs),
-        outputs=tuple(_port(port, values) for port in program.outputs),
+        stages={name: put_stage(stage, values) for name, stage in program.stages.items()},
+        inputs=tuple(put_port(port, values) for port in program.inputs),
+        outputs=tuple(put_port(port, values) for port in program.outputs),
         dynamic=(),
         constraints=(),
     )
@@ -82,7 +82,7 @@ def graph_at(graph: Graph, program: Program, shapes: Mapping[str, Sequence[int]]
     if not program.dynamic:
         return graph
     sizes = sizes_of(program, shapes)
-    return _graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
+    return put_graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
 
 
 def check(program: Program, sizes: Mapping[str, int]) -> None:
@@ -94,7 +94,7 @@ def check(program: Program, sizes: Mapping[str, int]) -> None:
     ]
     values = {size.symbol: sizes[size.name] for size in program.dynamic}
     if not faults:
-        faults = [f"{text} does not hold at {_said(sizes)}" for text in program.constraints if not _holds(text, values)]
+        faults = [f"{text} does not hold at {_said(sizes)}" for text in program.constraints if not holds(text, values)]
     if faults:
         raise InputError("sizes do not fit the program:\n  " + "\n  ".join(faults))
 
@@ -103,7 +103,7 @@ def _said(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def _holds(text: str, values: Mapping[str, int]) -> bool:
+def holds(text: str, values: Mapping[str, int]) -> bool:
     left, sign, right = relation(text)
     a, b = (number_at(parse(side, values), values) for side in (left, right))
     return {"==": a == b, "!=": a != b, ">=": a >= b, "<=": a <= b, ">": a > b, "<": a < b}[sign]
@@ -122,11 +122,11 @@ def relation(text: str) -> tuple[str, str, str]:
     raise ValueError(f"{shown(text)} relates no two sizes")
 
 
-def _stage(stage: Stage, values: Mapping[str, int]) -> Stage:
-    return replace(stage, graph=_graph(stage.graph, values))
+def put_stage(stage: Stage, values: Mapping[str, int]) -> Stage:
+    return replace(stage, graph=put_graph(stage.graph, values))
 
 
-def _graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
+def put_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
     graph = Graph()
     copies: dict[Node, Node] = {}
 
@@ -157,7 +157,7 @@ def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:
     return replace(sharding, dims=dims)
 
 
-def _port(port: Port, values: Mapping[str, int]) -> Port:
+def put_port(port: Port, values: Mapping[str, int]) -> Port:
     sharding = None if port.sharding is None else sharding_at(port.sharding, values)
     return replace(port, shape=tuple(number_at(extent, values) for extent in port.shape), sharding=sharding)
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from meshc.errors import PlanError
+from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
 from meshc.frontend.admission import refuse_empty
 from meshc.frontend.capture import torch_graph
 from meshc.frontend.faults import phase
@@ -33,6 +33,7 @@ from meshc.passes.place import annotate as annotate_pass
 from meshc.passes.place import work
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.names import name_factors
+from meshc.passes.place.one_row import compare, interests_of_rows, opened, reopened, settle, why_whole
 from meshc.passes.place.propagate import Interest, Propagator
 from meshc.passes.place.stored_updates import state_storage
 from meshc.passes.stages import cut_stages
@@ -41,6 +42,7 @@ from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.stages.gather_once import gathers_once
 from meshc.passes.trace import autocast, differentiate, fold_masks, inline, parts, raise_ops, update
 from meshc.plan.recipes import resolve
+from meshc.program import instance
 from meshc.program.program import Port, Program, Stage
 from meshc.spared import fewer_collections
 from meshc.text.allowed import refusal, spelling
@@ -69,7 +71,8 @@ def _capture(draft: Draft) -> Draft:
 def _open(draft: Draft, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[int, Dynamic]]:
     """The dims of inputs that are left open, each with its size."""
     ask = draft.request
-    if not ask.dynamic:
+    dynamic = draft.opened.dims if draft.opened is not None else ask.dynamic
+    if not dynamic:
         return {}
     if draft.parts is not None:
         raise PlanError('Options(dynamic=...) and batch_mix="mean_of_parts" do not go together yet: leave one of them out')
@@ -78,11 +81,11 @@ def _open(draft: Draft, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     inputs = [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     fixed = {size for tensor in (*ask.module.parameters(), *ask.module.buffers()) for size in tensor.shape}
     for path, shape in inputs:
-        fixed |= {size for dim, size in enumerate(shape) if dim not in ask.dynamic.dims.get(path, {})}
+        fixed |= {size for dim, size in enumerate(shape) if dim not in dynamic.dims.get(path, {})}
     pieces = prod(draft.sizes.values())
-    found = ask.dynamic.settled(inputs, fixed, pieces)
+    found = dynamic.settled(inputs, fixed, pieces)
     draft.dynamic = tuple(found.values())
-    return {path: {dim: found[name] for dim, name in row.items()} for path, row in ask.dynamic.dims.items()}
+    return {path: {dim: found[name] for dim, name in row.items()} for path, row in dynamic.dims.items()}
 
 
 def _whole_forward(request: Request) -> Draft:
@@ -154,6 +157,8 @@ def _propagate(draft: Draft) -> Draft:
     assert draft.factors is not None and draft.names is not None and draft.plan is not None
     propagator = Propagator(draft.the_graph(), draft.factors, draft.names, draft.plan, draft.sizes, draft.inputs)
     propagator.updates = draft.updates
+    if draft.opened is not None:
+        propagator.interest = interests_of_rows(draft, propagator.interest)
     propagator.fixed = draft.request.fixed
     propagator.pins = draft.pins
     propagator.storage_pins = draft.storage_pins
@@ -257,7 +262,7 @@ def _warn_replicated(draft: Draft) -> None:
             if result.dtype is not None:
                 count = result.dtype.itemsize
                 for extent in result.shape:
-                    count *= extent
+                    count *= draft.real(extent)
                 size += count
         name = str(node.target).removesuffix(".default")
         times, total, where = seen.get(name, (0, 0, str(records(node)[0].source)))
@@ -320,6 +325,21 @@ def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program
 
 def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
     draft = run_passes(start(request), PASSES[:PLANLESS], hook)
+    rows = opened(draft)
+    if rows is not None:
+        try:
+            again = run_passes(reopened(draft, rows), PASSES[:PLANLESS], hook)
+            with phase("comparing one row with several"):
+                compare(draft, again)
+            return _planned(again, hook)
+        except (ArtifactError, CaptureError, CompileError, PlanError) as error:
+            draft.kept_whole = why_whole(error)
+    return _planned(draft, hook)
+
+
+def _planned(draft: Draft, hook: Hook | None) -> tuple[Program, Draft]:
+    """The passes that read the plan."""
+    request = draft.request
     if request.microbatches is None:
         begin = time.process_time()
         with phase("choosing the number of microbatches"):
@@ -328,7 +348,10 @@ def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
         draft.seconds["choose"] = time.process_time() - begin
     draft = _fitting(draft, PASSES[PLANLESS:], hook)
     with phase("putting the program together"):
-        return finish(draft), draft
+        program = finish(draft)
+        if draft.opened is None:
+            return program, draft
+        return instance.put(program, draft.opened.values), settle(draft)
 
 
 def _fitting(draft: Draft, entries: Sequence[Entry], hook: Hook | None = None) -> Draft:

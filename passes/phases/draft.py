@@ -15,7 +15,7 @@ from meshc.frontend.dynamic import DynamicDims
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
-from meshc.ir.sizes import Dynamic
+from meshc.ir.sizes import PREFIX, Dynamic, at
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors
@@ -77,11 +77,26 @@ class Request:
         return self.microbatches or 1
 
 
+@dataclass(frozen=True)
+class Opened:
+    """Dims of 1 of the inputs that are traced with their size open, so that they have factors, and the axes that want them for it."""
+
+    dims: DynamicDims
+    axes: frozenset[str]
+
+    @property
+    def values(self) -> dict[str, int]:
+        """What is put in at the end, by symbol."""
+        return {PREFIX + name: 1 for name in self.dims.ranges}
+
+
 @dataclass
 class Draft:
     """Everything known so far; each pass fills in or replaces what it is named after.
 
     parts  set if the step is the mean of its microbatches: graphs before `microbatch` are then those of one of them
+    opened  set if a batch of 1 is padded; until the end its size is open then
+    kept_whole  why one is not, where an axis has nothing else to split
     """
 
     request: Request
@@ -111,6 +126,8 @@ class Draft:
     constraints: tuple[str, ...] = ()
     parts: Parts | None = None
     pipeline: Pipeline | None = None
+    opened: Opened | None = None
+    kept_whole: str = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -123,6 +140,10 @@ class Draft:
             storage_pins={}, spread_pins={}, seconds={},
         )  # fmt: skip
         return replace(self, **{**own, **changes})
+
+    def real(self, size: Any) -> Any:
+        """A size as it will be, where one that stands for it decides otherwise."""
+        return size if self.opened is None else at(size, self.opened.values)
 
     def the_graph(self) -> Graph:
         assert self.graph is not None

@@ -4,17 +4,20 @@
     pin *.up_proj.weight: ffn/tp, _            becomes     value model.layers.0.mlp.up_proj.weight: dim 0 split by tp
 
 A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error. An axis
-that is larger than anything it may split leaves ranks without work, which a note says; so does one whose only factors have size 1, where
-ranks do the same work (a batch of one row).
+that is larger than anything it may split leaves ranks without work, which a note says; so does one whose only factors have size 1 and could
+not be opened (`one_row`), where ranks do the same work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 
 from meshc.errors import PlanError
+from meshc.ir.mesh import Axis
 from meshc.passes.phases.draft import Draft
 from meshc.passes.place.pins import apply_pins
+from meshc.plan.entries import AxisEntry
 
 
 def annotate(draft: Draft) -> Draft:
@@ -54,25 +57,36 @@ def _unknown_factors(draft: Draft) -> list[str]:
     return faults
 
 
-def _large_axes(draft: Draft) -> list[str]:
-    """What to say of axes larger than anything that their entries could split."""
+def idle(draft: Draft) -> dict[str, AxisEntry]:
+    """Axes of several ranks whose entries speak of dims of size 1 and of nothing else."""
+    return {axis.name: entry for axis, entry, sizes, ones in _splittable(draft) if ones and not sizes}
+
+
+def _splittable(draft: Draft) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
+    """For each axis of several ranks: its entry, the largest size by name of what that could split, and the names of dims of size 1."""
     assert draft.plan is not None and draft.names is not None and draft.factors is not None
-    notes = []
     known = _known(draft)
     for axis in draft.mesh.axes:
         entry = draft.plan.entry(axis.name)
         if entry is None or axis.size == 1:
             continue
         sizes = {
-            name: max(draft.factors.size[factor] for factor in factors)
+            name: max(draft.real(draft.factors.size[factor]) for factor in factors)
             for name, factors in known.items()
             if any(term.covers(name) for term in entry.terms)
         }
-        ones = sorted(name for name in draft.names.ones if any(term.covers(name) for term in entry.terms))
+        yield axis, entry, sizes, sorted(name for name in draft.names.ones if any(term.covers(name) for term in entry.terms))
+
+
+def _large_axes(draft: Draft) -> list[str]:
+    """What to say of axes larger than anything that their entries could split."""
+    notes = []
+    for axis, _, sizes, ones in _splittable(draft):
         if ones and not sizes:
+            why = f"\n  why the batch of 1 is not padded: {draft.kept_whole}" if draft.kept_whole else ""
             notes.append(
                 f"axis {axis.name} has nothing to split ({', '.join(f'{name} 1' for name in ones)}): each of its {axis.size} ranks "
-                "does the whole work; give it a larger factor in the plan, or larger inputs"
+                f"does the whole work; give it a larger factor in the plan, or larger inputs{why}"
             )
         if sizes and 0 < max(sizes.values()) < axis.size:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)

@@ -17,6 +17,7 @@ from meshc.cost.work import CANNOT, COULD, SPLIT, Work, collapsed
 from meshc.ir.sharding import tile_sizes
 from meshc.passes.phases.draft import Draft
 from meshc.passes.phases.factors import Instance, Token
+from meshc.program.instance import put_graph
 
 
 def account(draft: Draft) -> list[Work]:
@@ -26,8 +27,10 @@ def account(draft: Draft) -> list[Work]:
     times = draft.parts.count if draft.parts is not None else 1
     axes = [axis.name for axis in draft.mesh.axes if axis.size > 1]
     found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)
-    for node in ir.calls(draft.the_graph()):
-        count = flops(node)
+    graph = draft.the_graph()
+    real = graph if draft.opened is None else put_graph(graph, draft.opened.values)
+    for node, sized in zip(ir.calls(graph), ir.calls(real), strict=True):
+        count = flops(sized)
         if not count or node not in assignment.chosen:
             continue
         instance, chosen = assignment.factors.instances[node], assignment.chosen[node]

@@ -57,12 +57,49 @@ def test_a_step_over_fewer_rows_than_ranks(mesh: str, plan: str, rows: int, micr
     trained(mesh, plan, rows, microbatches)
 
 
-def test_ranks_with_one_row_between_them_do_the_same_work_and_it_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"axis dp has nothing to split \(batch 1\): each of its 2 ranks does the whole work"):
-        program = trained("dp=2", "dp: batch", 1, 1)
-    assert all(port.sharding is None or not port.sharding.split_axes() for port in program.compiled.inputs)
-    with pytest.warns(UserWarning, match="nothing to split"):
-        module_means_itself(nn.Linear(8, 4), {"input": torch.randn(1, 8)}, "dp=2", "dp: batch")
+class Looks(nn.Module):
+    """A convolution, a batch norm (over the pixels of the one row), a layer norm, attention, and classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.batch_norm, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.LayerNorm(8)
+        self.qkv, self.head, self.place = nn.Linear(8, 24), nn.Linear(8, 5), nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.norm(F.relu(self.batch_norm(self.conv(images))).flatten(2).transpose(1, 2) + self.place)
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(rows).chunk(3, -1))
+        return self.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
+LOOK = torch.randn(1, 3, 4, 3, generator=GENERATOR)
+
+
+def test_one_row_is_one_ranks_and_padding_the_others() -> None:
+    """Each rank does one row's work, of which one is the batch's; that some have padding alone is said as of any batch."""
+    with pytest.warns(UserWarning, match=r"axis dp has 2 ranks, more than anything it could split \(batch 1\): 1 of them hold nothing but"):
+        program = trained("dp=2", "dp: batch", 1, 2)
+    assert "mm_default: " in str(program) and "[batch 1/dp, " in str(program) and "does the whole work" not in program.summary()
+    assert "microbatches=2: the batch has one row, so the step runs as one microbatch" in program.compiled.notes
+    assert "batch 1/dp  1       50.0 %" in program.summary()
+    with torch.no_grad(), pytest.warns(UserWarning, match="nothing but padding"):
+        left = meshc.compile(nn.Linear(8, 4), meshc.Mesh("dp=4"), kwargs={"input": torch.randn(1, 8)}, plan="dp: batch", outputs="dtensor")
+    assert str(left.compiled.outputs[0].sharding) == "[batch 1/dp, weight.0 4]" and meshc.verify(left).ok
+
+
+@pytest.mark.filterwarnings("ignore:axis dp")
+def test_one_row_through_norms_and_attention() -> None:
+    step = meshc.TrainStep(model := Looks(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss=F.cross_entropy)
+    plan = "dp: batch; store params, grads, state\ntp: heads, features"
+    program = meshc.compile(step, meshc.Mesh("dp=2,tp=2"), plan=plan, kwargs={"images": LOOK, "target": torch.tensor([3])})
+    assert "[batch 1/dp, heads 2/tp, " in str(program)
+    assert {"gradient", "parameter after step 2"} <= {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
+
+
+@pytest.mark.filterwarnings("ignore:axis dp")
+def test_one_row_in_autograd_and_in_evaluation() -> None:
+    program = module_means_itself(Looks().eval(), {"images": LOOK.requires_grad_()}, "dp=2")
+    assert "[batch 1/dp, heads 2, " in str(program) and "gradient:input:images" in {port.key for port in program.compiled.outputs}
 
 
 @pytest.mark.filterwarnings("ignore:axis dp")

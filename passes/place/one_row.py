@@ -1,0 +1,199 @@
+"""One row: a batch of 1 that an axis is to split is traced with its size open, so that it has a factor, and is padded like any other.
+
+    x: f32[1, 8] over dp=2                 x: f32[batch n_batch, 8], which is 1        each rank has a tile of one row: the first rank's
+    mm(x, w): f32[1, 16]          becomes  mm(x, w): f32[batch n_batch/dp, 16]         is the row, the others' is padding
+
+Tracing takes a size of 1 apart: it broadcasts, it is squeezed, models branch on it. So a dim of 1 has no factor, and the whole batch would
+be every rank's work. Whether it is a batch or something that broadcasts is not to be seen in it; it shows when both are traced. If torch's
+graph of the model with the size left open is, at 1, the graph of the model at 1 (the same calls, the same arguments, the same shapes), then
+the program of the open size is the model's, with 1 put in at the end. Otherwise the batch stays whole, and a warning says where the two
+part.
+
+Only axes that have nothing else to split take such a row; the ranks of any other axis would rather have work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from meshc.errors import CompileError
+from meshc.frontend.capture import is_fake, source_of
+from meshc.frontend.dynamic import DynamicDims
+from meshc.ir.paths import input_names
+from meshc.ir.sizes import at
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.draft import Draft, Opened, Request
+from meshc.passes.place.annotate import idle
+from meshc.passes.place.propagate import Interest
+from meshc.program import instance
+
+Number = Callable[[Any], Any]
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Parted(CompileError):
+    """A model that means something else by one row than by several."""
+
+
+def opened(draft: Draft) -> Opened | None:
+    """What to leave open of a model that was traced at 1 as far as its factors; None if no axis would have more to split."""
+    ask, axes = draft.request, idle(draft)
+    dims: dict[str, dict[int, str]] = {}
+    for name, dim, label in _rows(ask):
+        if any(term.covers(label) for entry in axes.values() for term in entry.terms):
+            dims.setdefault(name, {})[dim] = label
+    if not dims:
+        return None
+    if ask.dynamic:
+        draft.kept_whole = "it is not padded where Options(dynamic=...) leaves other sizes open"
+        return None
+    labels = {label for row in dims.values() for label in row.values()}
+    return Opened(DynamicDims(dims, {label: (1, 1) for label in sorted(labels)}), frozenset(axes))
+
+
+def _rows(ask: Request) -> list[tuple[str, int, str]]:
+    """(input, dim, name) of each dim of 1 that has a name: the first is the batch, unless the user calls it otherwise."""
+    found = []
+    leaves = pytree.tree_leaves((ask.args, dict(ask.kwargs)))
+    for name, leaf in zip(input_names(ask.signature, ask.args, ask.kwargs), leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            given = (ask.names or {}).get(name, ())
+            labels = [given[0] if given and given[0] else "batch", *given[1:]]
+            found += [(name, dim, label) for dim, label in enumerate(labels) if label and leaf.shape[dim] == 1 and label.isidentifier()]
+    return found
+
+
+def reopened(whole: Draft, rows: Opened) -> Draft:
+    """The draft to trace anew, with its rows open. Such a batch has no second row for another microbatch."""
+    ask, notes = whole.request, []
+    if ask.count > 1:
+        notes = [f"microbatches={ask.count}: the batch has one row, so the step runs as one microbatch"]
+    sizes = {axis: size for axis, size in whole.sizes.items() if axis != MICROBATCH}
+    return Draft(replace(ask, microbatches=1), plan=whole.plan, sizes=sizes, notes=notes, opened=rows)
+
+
+def why_whole(error: Exception) -> str:
+    """Why a row stays whole, of what came up as it was to be padded: the first line, and the place in the user's model."""
+    first, *rest = map(str.strip, str(error).splitlines() or [""])
+    if isinstance(error, Parted):
+        return first
+    place = next((f" ({line})" for line in rest if line.startswith("in your model: ")), "")
+    return f"traced with its size open, {first}{place}"
+
+
+def interests_of_rows(draft: Draft, found: Mapping[str, Interest]) -> dict[str, Interest]:
+    """What axes may take, as propagate has it: rows that were opened go to the axes that they were opened for."""
+    assert draft.opened is not None and draft.factors is not None
+    rows = {factor for factor, size in draft.factors.size.items() if str(size) in draft.opened.values}
+
+    def without(interest: Interest) -> Interest:
+        return replace(interest, ranks={factor: ranks for factor, ranks in interest.ranks.items() if factor not in rows})
+
+    return {axis: interest if axis in draft.opened.axes else without(interest) for axis, interest in found.items()}
+
+
+def settle(draft: Draft) -> Draft:
+    """The draft of a finished program with 1 put in where a row was open."""
+    assert draft.opened is not None and draft.factors is not None
+    values = draft.opened.values
+    return replace(
+        draft,
+        graph=instance.put_graph(draft.the_graph(), values),
+        stages={name: instance.put_stage(stage, values) for name, stage in draft.stages.items()},
+        backward=None if draft.backward is None else instance.put_stage(draft.backward, values),
+        inputs=[instance.put_port(port, values) for port in draft.inputs],
+        outputs=[instance.put_port(port, values) for port in draft.outputs],
+        factors=replace(draft.factors, size={factor: at(size, values) for factor, size in draft.factors.size.items()}),
+        dynamic=(),
+        constraints=(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------------ the two traces
+
+
+def compare(whole: Draft, draft: Draft) -> None:
+    """Raises CompileError if `draft`, with its rows open, is not at 1 what `whole` is, which was traced at 1."""
+    assert whole.traced is not None and draft.traced is not None and draft.opened is not None
+    symbols, values = draft.traced.symbols, draft.opened.values
+    assert symbols is not None
+    broken = [f"{size.name} >= {size.low}" for size in draft.dynamic if size.low > 1]
+    broken += [text for text in draft.constraints if not instance.holds(text, values)]
+    if broken:
+        raise Parted(f"the model computes otherwise unless {' and '.join(broken)}")
+    _compare(whole.traced.module, draft.traced.module, lambda value: at(symbols.open(value), values))
+
+
+def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:
+    ours, theirs = _calls(fixed, lambda value: value), _calls(free, number)
+    for (node, mine), (_, other) in zip(ours, theirs, strict=False):
+        if mine != other:
+            raise Parted(_parted(node))
+        if node.op == "get_attr":
+            held, again = getattr(fixed, str(node.target)), getattr(free, str(node.target))
+            if isinstance(held, GraphModule):
+                _compare(held, again, number)
+            elif not _same(held, again):
+                raise Parted(_parted(node))
+    if len(ours) != len(theirs):
+        longer, common = max(ours, theirs, key=len), min(len(ours), len(theirs))
+        raise Parted(_parted(longer[common][0]))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two traces hold the same tensor; parameters and buffers are fake, and known by name."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_fake(one) or is_fake(other):
+        return type(one) is type(other)
+    return torch.equal(one, other)
+
+
+def _calls(module: GraphModule, number: Number) -> list[tuple[Node, Any]]:
+    """Every call of the graph as what can be compared: what is called, on what, what shapes come out. Numbers stand where they are used."""
+    numbers: dict[Node, Any] = {}
+    places: dict[Node, str] = {}
+    found: list[tuple[Node, Any]] = []
+
+    def plain(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return numbers[argument] if argument in numbers else places[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(map(plain, argument))
+        if isinstance(argument, dict):
+            return tuple((key, plain(value)) for key, value in argument.items())
+        if isinstance(argument, slice):
+            return ("slice", plain(argument.start), plain(argument.stop), plain(argument.step))
+        if isinstance(argument, _NUMBERS) and not isinstance(argument, bool):
+            value = number(argument)
+            return f"{value:.12g}" if isinstance(value, float) else str(value)  # 1.0 may have come out as 1
+        return argument
+
+    def made(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (str(value.dtype), *map(plain, value.shape))
+        return tuple(map(made, value)) if isinstance(value, list | tuple) else None
+
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op in ("call_function", "call_method") and _numeric(value):
+            numbers[node] = plain(value)
+            continue
+        places[node] = f"%{len(places)}"
+        target = "" if node.op == "placeholder" else node.target
+        found.append((node, (node.op, target, plain(node.args), plain(node.kwargs), made(value))))
+    return found
+
+
+def _numeric(value: Any) -> bool:
+    """Whether a call makes numbers alone: a size, or a shape."""
+    return isinstance(value, (*_NUMBERS, torch.Size)) or isinstance(value, list | tuple) and value != () and all(map(_numeric, value))
+
+
+def _parted(node: Node) -> str:
+    source = source_of(node)
+    return f"the model does otherwise for one row than for several: {source or node.name}{source.code and f' ({source.code})'}"
