@@ -104,7 +104,6 @@ def test_a_model_that_takes_one_row_apart_keeps_it_whole(forward: Any, why: str)
     with pytest.warns(UserWarning, match=r"axis dp has nothing to split \(batch 1\)[^\n]*\n  why the batch of 1 is not padded: .*" + why):
         program = inferred(Rows(forward))
     assert not any(port.sharding and port.sharding.split_axes() for port in program.compiled.inputs) and "coordinate" not in str(program)
-    assert meshc.verify(program).ok
 
 
 def test_what_the_user_says_is_no_batch_leaves_the_rest_to_be_padded() -> None:
