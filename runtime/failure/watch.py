@@ -111,17 +111,14 @@ class Watch:
         self._neighbours = Neighbours(rank)
         self._page = Page()
         self._late_at = LATE_S
-        try:
-            self._write(store)  # from here on the others know of this rank
-        except Exception:  # noqa: BLE001 - as in the reporter
-            self._line_lost_at = time.monotonic()
-        self._try_store()  # what is written to a server that has gone is not refused at once
+        self._arrived = threading.Event()
         self._threads = [
             threading.Thread(target=self._report, name="meshc-reporter", daemon=True),
             threading.Thread(target=self._watch, name="meshc-watcher", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
+        self._arrived.wait(BEAT_S)  # from here on the others know of this rank, unless who serves the store stands still
 
     # ---- what this rank is doing
 
@@ -215,7 +212,17 @@ class Watch:
 
     # ---- the reporter
 
+    def _arrive(self) -> None:
+        """The first beat, over the process group's own connection: a new one to a server that has gone takes minutes to fail."""
+        try:
+            self._write(self._store)
+        except Exception:  # noqa: BLE001 - as below
+            self._line_lost_at = time.monotonic()
+        self._try_store()  # what is written to a server that has gone is not refused at once
+        self._arrived.set()
+
     def _report(self) -> None:
+        self._arrive()
         pause_s = FIRST_BEATS_S / 2
         while not self._closed:
             ticket = self._asked
@@ -409,10 +416,12 @@ class Watch:
         beat = self._peers[rank].beat
         if rank in self._neighbours.pages:
             step, instruction = self._neighbours.read(rank)
-        elif self._inside and self.step is not None and (beat is None or beat["step"] is None or self.step >= beat["step"]):
+        elif beat is None:
+            step, instruction = None, "before this rank had heard of it"
+        elif self._inside and self.step is not None and (beat["step"] is None or self.step >= beat["step"]):
             step, instruction = self.step, self.instruction
         else:
-            step, instruction = (None, "") if beat is None else (beat["step"], beat["instruction"])
+            step, instruction = beat["step"], beat["instruction"]
         self._declare(Failure(rank, step, instruction, None, silent_s))
 
     def _act(self) -> None:
@@ -439,7 +448,7 @@ def _beat_of(line: dist.Store, rank: int) -> dict[str, Any] | None:
 
 
 def _place_of(peer: Peer) -> str:
-    return "nowhere yet" if peer.beat is None else Failure(0, peer.beat["step"], peer.beat["instruction"], None).place
+    return "not heard of before" if peer.beat is None else Failure(0, peer.beat["step"], peer.beat["instruction"], None).place
 
 
 def _read_json(line: dist.Store, folder: str, name: str) -> Any:

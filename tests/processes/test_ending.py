@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.ending import BUSY_S, PROMISED_S
 from tests.runtime.launch import Run, launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-
-PROMISED_S = 10
-BUSY_S = 15
-"""What a busy machine may add."""
 
 
 def ends(run: Run, culprit: int) -> None:

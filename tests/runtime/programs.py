@@ -331,6 +331,32 @@ def waits_for_one_that_raised() -> None:
         time.sleep(6)
 
 
+def whose_store_stands_still() -> None:
+    """Rank 1 comes to its first line of meshc when the process of rank 0, which serves the store, has been stopped already."""
+    watch.SILENT_S, watch.SILENT_END_S = 2.0, 4.0
+    reader, writer = os.pipe()
+    server = os.fork()
+    if server == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True)
+        os.write(writer, str(store.port).encode())
+        threading.Event().wait()
+    store = dist.TCPStore("127.0.0.1", int(os.read(reader, 16)), None, False)
+    os.kill(server, signal.SIGSTOP)
+    after = subprocess.Popen(["sh", "-c", f"sleep 15; kill -KILL {server}"], start_new_session=True)
+    try:
+        board = FailureBoard(dist.PrefixStore("meshc", store), rank=1, world_size=2)
+        print("came", flush=True)
+        while True:
+            board.check()
+            time.sleep(0.01)
+    finally:
+        print("the server stood still" if after.poll() is None else "the server had gone", flush=True)
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+        after.kill()
+        after.wait()
+
+
 def does_not_come_back() -> None:
     """Rank 1 raises; rank 0 is deaf, in a computation that never ends, so its watcher ends it."""
     watch.GRACE_S = SHORT_S

@@ -89,6 +89,13 @@ def test_waits_on_open_connections_are_interrupted() -> None:
     assert [end.out for end in run.ranks] == [said, "", said, said], run
 
 
+def test_the_one_that_serves_the_store_stands_still_before_others_have_come() -> None:
+    run = launch("tests.runtime.programs:whose_store_stands_still", ranks=1, timeout_s=60)
+    assert run.ranks[0].out == "came\nthe server stood still\n", run
+    assert "nothing has been heard of rank 0 for 2 s: its process is stopped" in run.ranks[0].err, run
+    assert "rank 0 died outside of a step, before this rank had heard of it, or stands still" in run.ranks[0].err, run
+
+
 def test_a_process_that_does_not_come_back_is_ended() -> None:
     run = launch("tests.runtime.programs:does_not_come_back", ranks=2, timeout_s=90)
     (text,) = others(run, 1)
