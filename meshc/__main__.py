@@ -57,9 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MeshcError, OSError) as error:
         if environment.debugging():
             traceback.print_exc()
-        print(f"meshc {options.command}: {error}", file=sys.stderr, flush=True)
+        print(_harmless(f"meshc {options.command}: {error}"), file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _harmless(text: str) -> str:
+    """What a file that anybody may have written holds, as a terminal may be given it: control characters as escapes."""
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -202,13 +207,13 @@ def _show(options: argparse.Namespace) -> None:
     if options.timeline is not None:
         line = call.predicted(program)
         draw.write(line, options.timeline)
-        print(f"{line.name}: {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+        print(_harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
     elif options.summary:
-        print(summary.summary(program))
+        print(_harmless(summary.summary(program)))
     elif options.stage is not None:
-        print(show.print_stage(program.stages[options.stage], program), end="")
+        print(_harmless(show.print_stage(program.stages[options.stage], program)), end="")
     else:
-        print(show.print_program(program), end="")
+        print(_harmless(show.print_program(program)), end="")
 
 
 def _show_trace(options: argparse.Namespace) -> None:
@@ -217,7 +222,7 @@ def _show_trace(options: argparse.Namespace) -> None:
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
     draw.write(line, options.timeline)
-    print(f"{line.name}: {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+    print(_harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
 
 
 def _verify(options: argparse.Namespace) -> None:
