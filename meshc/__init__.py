@@ -2,6 +2,7 @@
 
 from meshc.api.compile import Program, TrainStep, compile
 from meshc.api.options import Options
+from meshc.api.rules import register_rule
 from meshc.api.verification import verify
 from meshc.errors import (
     ArtifactError,
@@ -41,5 +42,6 @@ __all__ = [
     "VerifyError",
     "__version__",
     "compile",
+    "register_rule",
     "verify",
 ]

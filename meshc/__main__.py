@@ -119,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     four.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     four.set_defaults(run=_calibrate)
 
+    told = "trust the operators of a library beside torch's and meshc's; its module is imported"
     for command in (one, two, three):
+        command.add_argument("--allow", metavar="LIBRARY[=MODULE]", nargs="+", default=[], help=told)
         command.add_argument("--allow-edited", action="store_true", help="accept texts that were edited after saving")
     return parser
 
@@ -201,7 +203,7 @@ def _compile(options: argparse.Namespace) -> None:
 def _show(options: argparse.Namespace) -> None:
     if options.path.endswith(".json") and Path(options.path).is_file():
         return _show_trace(options)
-    program = artifact.load(options.path, allow_edited=options.allow_edited)
+    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow)
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
     if options.timeline is not None:
@@ -226,7 +228,7 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    saved = artifact.load(options.path, allow_edited=options.allow_edited)
+    saved = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow)
     what, args, kwargs = load_target(options.model)
     if (saved.mode == "step") != isinstance(what, TrainStep):
         kinds = ("a training step", "a module or function")
@@ -292,7 +294,7 @@ def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[An
 
 def _run(options: argparse.Namespace) -> None:
     asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "allow_edited")}
-    run_saved(Run(options.path, tuple(options.inputs), **asked))
+    run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), **asked))
 
 
 # ------------------------------------------------------------------------------------------------------------------------ calibrate

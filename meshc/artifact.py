@@ -36,6 +36,7 @@ from meshc.plan.plan import Plan
 from meshc.program.complete import refuse_incomplete
 from meshc.program.instance import relation
 from meshc.program.program import KINDS, Instruction, Port, Program
+from meshc.text import libraries
 from meshc.text.allowed import name_of
 from meshc.text.parse import parse_one_type, parse_sizes, parse_stage
 from meshc.text.show import port_type, print_sizes, print_stage, side_table
@@ -82,13 +83,16 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
         put(made, target)
 
 
-def load(path: str | os.PathLike[str], *, allow_edited: bool = False) -> Program:
+def load(path: str | os.PathLike[str], *, allow_edited: bool = False, allow: Iterable[str] = ()) -> Program:
     """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
 
     With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked (`meshc.check`) in
-    any case.
+    any case. `allow` names libraries beside torch's and meshc's whose operators programs may name in this process from now on (`mylib`,
+    `mylib=package.module`); their modules are imported.
     Raises ArtifactError for a folder that is missing, damaged, edited, of another version, or holds what no program may.
     """
+    for words in allow:
+        libraries.allow(words)
     folder = Path(path)
     files = _manifest(folder)
     for name, entry in files.items():

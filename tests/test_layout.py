@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SEES_BOTH = ("meshc.api", "meshc.__main__", "meshc.testing.check", "meshc.testing.plans")
+SEES_BOTH = ("meshc.api", "meshc.__main__", "meshc.testing.check", "meshc.testing.plans", "meshc.testing.brute_force")
 """The only modules that may know the passes and the runtime. Nothing but tests and its own command line imports `meshc.testing`."""
 
 SEES_THE_FACE = ("meshc", "meshc.__main__")

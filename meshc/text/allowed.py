@@ -2,6 +2,7 @@
 
     aten.mm, aten.add.Tensor       an ATen operator; `.default` is left out, other overloads stand after a dot
     meshc.attention                one of meshc's own operators (registered by importing `meshc`)
+    mylib.my_rmsnorm               an operator of a library that whoever reads the text has allowed (`libraries.py`)
     all_reduce, shard, ...         the functions of `meshc.ir.spmd`
     getitem                        one result of an operator that has several
 
@@ -24,18 +25,19 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from meshc.errors import ArtifactError
 from meshc.ir import spmd
+from meshc.text import libraries
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {**spmd.FUNCTIONS, "getitem": operator.getitem}
 OPERATORS: Final = frozenset((Path(__file__).parent / "operators.txt").read_text(encoding="ascii").split())
 """Names of the ATen operators and of meshc's own that a program may hold."""
 
-_NAME: Final = re.compile(r"(aten|meshc)\.(\w+)(?:\.(\w+))?", re.ASCII)
+_NAME: Final = re.compile(r"([A-Za-z_]\w*)\.(\w+)(?:\.(\w+))?", re.ASCII)
 LISTED: Final = f"listed are those that meshc compiles models to (meshc/text/operators.txt), {', '.join(sorted(FUNCTIONS))}"
 
 
 @cache
 def refusal(target: Any) -> str | None:
-    """Why a callable may not stand in a program's text, or None if it may."""
+    """Why a callable may not stand in a program's text, or None if it may; of a user's library, if its reader has allowed that."""
     if not isinstance(target, OpOverload):
         return None if any(target is function for function in FUNCTIONS.values()) else "it is no operator"
     if spelling(target) in OPERATORS:
@@ -43,9 +45,11 @@ def refusal(target: Any) -> str | None:
     schema = target._schema
     if torch.Tag.nondeterministic_seeded in target.tags or any("Generator" in str(argument.type) for argument in schema.arguments):
         return "it draws from torch's generator; programs draw by meshc.random"
-    if target.namespace not in ("aten", "meshc"):
+    if target.namespace in libraries.OWN:
+        return "saved programs do not hold it"
+    if target.namespace in libraries.TORCHS:
         return f"operators of {target.namespace} are not listed"
-    return "saved programs do not hold it"
+    return "it writes into its operands" if schema.is_mutable else None
 
 
 def spelling(target: Any) -> str:
@@ -72,9 +76,18 @@ def name_of(target: Any) -> str:
     return spelling(target)
 
 
-@cache
 def resolve(name: str) -> Callable[..., Any]:
     """The operator of this name. Raises ArtifactError, with what is allowed, for a name that is not listed."""
+    match = _NAME.fullmatch(name)
+    if match is not None and not libraries.is_allowed(match[1]):
+        if match[1] in libraries.TORCHS:
+            raise ArtifactError(f"the operator {name} is not on the allow-list: operators of {match[1]} are not listed; {LISTED}")
+        raise ArtifactError(libraries.forbidden(name))
+    return _resolved(name)
+
+
+@cache
+def _resolved(name: str) -> Callable[..., Any]:
     found = FUNCTIONS.get(name) or _overload(name)
     why = "there is no such operator" if found is None else refusal(found)
     if found is None or why is not None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, is_getitem, record, records, spmd, update, value_of
+from meshc.errors import CompileError
+from meshc.ir import KEY, Record, is_getitem, op_name, record, records, spmd, update, value_of
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sizes import Dynamic
 from meshc.ir.spmd import MICROBATCH
@@ -333,15 +335,7 @@ class Partitioner:
             made = instance.rule.lower(local)
         else:
             made = local.call(*masked)
-        if len(results) == 1 and not isinstance(records(node), tuple):
-            made = [made]
-        if len(results) > 1 or isinstance(node.meta["meshc"], tuple):
-            made = made if isinstance(made, list) else [
-                self.build.item(made, i) if records(node)[i].dtype is not None and self._used(node, i) else None
-                for i in range(len(results))
-            ]
-        else:
-            made = [made]
+        made = self._results(node, made)
         for index, (result, sharding) in enumerate(zip(made, results, strict=True)):
             if result is None:
                 continue
@@ -351,6 +345,20 @@ class Partitioner:
                 update(result, sharding=form.sharding, of=f"{node.name}.{index}")
             if self._existing((node, index), form.sharding) is None:
                 self._add((node, index), form)
+
+    def _results(self, node: Node, made: Any) -> list[Node | None]:
+        """A node for each result of an operator, from what its rule's `lower` gave or its call makes; None for one that nobody reads."""
+        known = records(node)
+        if not isinstance(made, list | tuple):
+            if not isinstance(node.meta[KEY], tuple):
+                return [made]
+            return [self.build.item(made, i) if found.dtype is not None and self._used(node, i) else None for i, found in enumerate(known)]
+        if len(made) != len(known):
+            raise CompileError(
+                f"the rule of {op_name(node)}: its lower gave {len(made)} values, the operator has {len(known)} results, in "
+                f"{known[0].source}\n  what to do: give one node for each result, in order, None where there is none"
+            )
+        return list(made)
 
     def _used(self, node: Node, index: int) -> bool:
         return any(is_getitem(user) and user.args[1] == index for user in node.users)

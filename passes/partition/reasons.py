@@ -49,4 +49,7 @@ def differing(source: Sharding, target: Sharding, order: Sequence[str]) -> list[
 
 
 def _short(node: Node) -> str:
-    return op_name(node).removeprefix("aten.").removeprefix("meshc.").partition(".")[0]
+    """`mm` of torch's and meshc's own operators; those of another library with its name."""
+    name = op_name(node)
+    library, _, rest = name.partition(".")
+    return rest.partition(".")[0] if library in ("aten", "meshc") else ".".join(name.split(".")[:2])

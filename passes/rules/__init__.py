@@ -1,6 +1,7 @@
 """The operator rules, one file a family. `rule_of(node)` finds the rule of a node's operator, or None.
 
-A family file registers its rules with `@rule(op, ...)` or in its own `TEXTS` table; `docs/add-a-rule.md` shows how to add one.
+Each family's file has a table `RULES` from operator to a function of `(node, tensors)`; users register rules of their own operators with
+`meshc.register_rule`. `docs/add-a-rule.md` shows how to add either.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from meshc.passes.rules import (
     spatial,
     statistics,
 )
+from meshc.passes.rules.registered import registered
 from meshc.passes.rules.rule import Rule
 
 FAMILIES = (
@@ -71,7 +73,7 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
         found = family.RULES.get(node.target)
         if found is not None:
             return found(node, tensors)
-    return elementwise.tagged(node, tensors)
+    return registered(node, tensors) or elementwise.tagged(node, tensors)
 
 
 __all__ = ["FAMILIES", "Rule", "rule_of"]

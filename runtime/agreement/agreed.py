@@ -32,6 +32,7 @@ from torch import nn
 from meshc import environment
 from meshc.frontend import calling
 from meshc.frontend.train_step import TrainStep
+from meshc.ops import registered
 from meshc.optimizer.optimizer import numbers
 from meshc.package import FOLDER, __version__
 from meshc.program.program import Program as Compiled
@@ -49,6 +50,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "the versions": "install the same versions on every machine",
     "the environment": "set these variables alike on every rank: in the launcher's environment, before it starts",
     "torch's settings": "make the same settings on every rank, before meshc.compile",
+    "the registered rules": "call meshc.register_rule alike on every rank, before meshc.compile",
     "the optimizer's numbers": "build the optimizer with the same numbers on every rank",
     "the saved program": "give every rank the same folder, on storage that all share, or the same copy on each machine",
     "the saved state": "give every rank the same state, on storage that all share, or the same copy on each machine",
@@ -134,6 +136,7 @@ def _asked(program: Any) -> dict[str, str]:
     found["names="] = stable(program.names)
     found |= {f"{name}=": getattr(program, name) for name in ("inputs", "outputs", "backend")}
     options = program.options
+    found["the registered rules"] = stable(registered.by_name())
     return found | {f"the option {entry.name}": stable(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
 
 

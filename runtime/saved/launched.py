@@ -32,6 +32,7 @@ from meshc.runtime.failure.board import FailureBoard, world_board
 from meshc.runtime.saved.loaded import Loaded
 from meshc.runtime.saved.saved_state import SavedState, check_target, save_state
 from meshc.text import show
+from meshc.text.libraries import libraries_of
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,18 @@ class Run:
     backend: str | None = None
     seed: int | None = None
     allow_edited: bool = False
+    allow: tuple[str, ...] = ()
 
 
 def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
-    return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {rest}"
+    others = sorted({library for stage in program.stages.values() for library in libraries_of(stage.graph)})
+    allow = f"--allow {' '.join(others)} " if others else ""
+    return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {allow}{rest}"
 
 
 def run_saved(ask: Run) -> None:
     """Run a saved program in this process. Raises StateError if the launcher started another number of ranks than the program has."""
-    program = artifact.load(ask.path, allow_edited=ask.allow_edited)
+    program = artifact.load(ask.path, allow_edited=ask.allow_edited, allow=ask.allow)
     world = environment.world_size()
     _check(program, ask, world)
     device = torch.device("cpu")

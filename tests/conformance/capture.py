@@ -16,8 +16,8 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import Argument, Target
 
 from meshc.passes.trace.decompositions import decompositions
+from meshc.testing.brute_force import Sample
 from tests.conformance.torch_samples import Call
-from tests.rules.brute_force import Sample
 
 aten = torch.ops.aten
 EMPTY = {

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from tests.rules.brute_force import Sample
+from meshc.testing.brute_force import Sample
 
 Combination = tuple[tuple[str, ...], tuple[str, ...]]
 """Placements of the operands and of the results: R, S(dim), P(reduction)."""

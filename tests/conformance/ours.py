@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshc.passes.rules.riding import averages_parts, rides
+from meshc.testing.brute_force import OneOp, Sample, build
 from tests.conformance.dtensor import Combination
-from tests.rules.brute_force import OneOp, Sample, build
 
 EVERYWHERE = ("P(avg)", "P(max)", "P(min)")
 """What is whole on every rank is its own mean, maximum and minimum over the ranks."""

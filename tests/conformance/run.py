@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from meshc.testing.brute_force import Sample, build, prove
 from meshc.text.allowed import refusal, spelling
 from tests.conformance.capture import NotCapturable, nodes, said
 from tests.conformance.torch_samples import calls
-from tests.rules.brute_force import Sample, build, prove
 
 SAMPLES = 4
 """Sample calls of an entry that are tried."""

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshc.testing.brute_force import Sample
 from tests.conformance import dtensor
 from tests.conformance.ours import placements
 from tests.conformance.placements import operators, said
 from tests.conformance.placements_table import table
 from tests.conformance.refuted import REFUTED, Counterexample
 from tests.conformance.torch_samples import entries
-from tests.rules.brute_force import Sample
 from tests.rules.samples import f
 
 aten = torch.ops.aten

@@ -28,10 +28,10 @@ from meshc.passes.place.propagate import Propagator
 from meshc.plan.plan import Plan
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
+from meshc.testing.brute_force import check_record
+from meshc.testing.tiles import assemble, tiles
 from tests.graphs import trace
 from tests.passes.test_factorize import LSTM, MIXTURE, fused_by_split, fused_by_view, lstm, mixture
-from tests.rules.brute_force import check_record
-from tests.tiles import assemble, tiles
 
 ours = torch.ops.meshc
 MESHES = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"), Mesh("a=2,b=2"), Mesh("a=3,b=2"))

@@ -21,8 +21,8 @@ from meshc.passes.place.propagate import Propagator
 from meshc.plan.plan import Plan
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
+from meshc.testing.tiles import assemble, tiles
 from tests.graphs import trace
-from tests.tiles import assemble, tiles
 
 aten = torch.ops.aten
 ours = torch.ops.meshc

@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc.ir.mesh import Mesh
 from meshc.passes.rules import FAMILIES, convolution, elementwise, layout, pooling, reduction, riding
 from meshc.passes.rules.rule import Rule, einsum, pointwise
-from tests.rules.brute_force import BOTH, MESHES, Sample, build, check, prove, run
+from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.rules.brute_force import Sample
+from meshc.testing.brute_force import Sample
 
 _generator = torch.Generator().manual_seed(0)
 

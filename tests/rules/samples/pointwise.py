@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.rules.brute_force import Sample
+from meshc.testing.brute_force import Sample
 from tests.rules.samples.calls import b, i, positive
 
 aten = torch.ops.aten

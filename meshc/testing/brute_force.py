@@ -27,7 +27,7 @@ from meshc.passes.place.propagate import spread
 from meshc.passes.rules.riding import Ride, rides
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
-from tests.tiles import assemble, owned, tiles
+from meshc.testing.tiles import assemble, owned, tiles
 
 aten = torch.ops.aten
 Chosen = dict[Token, tuple[str, ...]]
@@ -226,7 +226,7 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
     ran = 0
     for mesh, chosen in choices(one, most_pairs):
         for zero in (False, True) if chosen and knows else (False,):
-            check(sample, one, run(one, mesh, chosen, zero=zero), f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}")
+            _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}", zero=zero)
         ran += 1
     if rule.settles:  # partition finishes what is pending before these; what rides is said of the operator itself
         one.factors.instances[one.node] = replace(one.instance, rule=replace(rule, kind="compute", settles=False))
@@ -237,9 +237,17 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
             chosen = {token: ("a",)} if token else {}
             if any(sums.get(token, ride.left) != ride.left for sums in one.instance.sums):  # type: ignore[arg-type]
                 continue  # pending over two reductions at once has no meaning
-            check(sample, one, run(one, Mesh("a=3,p=2"), chosen, pending=ride), f"{_said(one, chosen)}, pending: {ride}")
+            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_said(one, chosen)}, pending: {ride}", pending=ride)
             ran += 1
     return ran
+
+
+def _try(sample: Sample, one: OneOp, mesh: Mesh, chosen: Chosen, said: str, *, pending: Ride | None = None, zero: bool = False) -> None:
+    try:
+        found = run(one, mesh, chosen, pending=pending, zero=zero)
+    except AssertionError as error:
+        raise AssertionError(f"{said}: {error}") from error
+    check(sample, one, found, said)
 
 
 def _said(one: OneOp, chosen: Chosen) -> str:

@@ -1,0 +1,62 @@
+"""Rules that users have given to operators of their own, as they were said.
+
+They lie below the compiler, which reads them (`meshc.passes.rules.registered`), and below the runtime, which compares them between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from meshc.errors import CompileError
+
+
+@dataclass(frozen=True)
+class Registered:
+    """`rule` is a rule's text or a function of `(node, tensors)`; `fields` are further fields of the `Rule` that the text becomes."""
+
+    rule: str | Callable[..., Any]
+    fields: Mapping[str, Any]
+
+
+RULES: Final[dict[OpOverload, Registered]] = {}
+"""By operator; the last that was said of one stands."""
+
+
+def by_name() -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """For comparing: everything that was said, in an order of its own."""
+    return {str(op): (found.rule, found.fields) for op, found in sorted(RULES.items(), key=lambda item: str(item[0]))}
+
+
+def overload_of(op: Any) -> OpOverload:
+    """The operator that is meant: "mylib::op", "mylib::op.overload", `torch.ops.mylib.op`, one of its overloads, or what
+    `torch.library.custom_op` has made of a function. Raises CompileError."""
+    found = _of_name(op) if isinstance(op, str) else getattr(op, "_opoverload", op)  # the attribute is custom_op's
+    if isinstance(found, OpOverloadPacket):
+        overloads = found.overloads()
+        if "default" not in overloads:
+            raise CompileError(f"{found} has the overloads {', '.join(overloads)}\n  what to do: name the one that is meant")
+        found = found.default
+    if not isinstance(found, OpOverload):
+        raise CompileError(
+            f"{op!r} is no operator\n"
+            '  what to do: give its name, "mylib::my_op", or what torch.library.custom_op returned; a Python function that torch does not '
+            "know as an operator is traced, and needs no rule"
+        )
+    return found
+
+
+def _of_name(name: str) -> Any:
+    namespace, colons, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    words = (namespace, base, overload or "default")
+    if not colons or not all(word.isidentifier() for word in words):
+        raise CompileError(f'{name!r} is no operator\'s name: write "NAMESPACE::NAME", as in "mylib::my_rmsnorm"')
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    if not isinstance(packet, OpOverloadPacket) or overload and overload not in packet.overloads():
+        raise CompileError(f"there is no operator {name}\n  what to do: import the library that defines it before its rule is registered")
+    return getattr(packet, overload) if overload else packet

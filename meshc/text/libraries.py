@@ -1,0 +1,69 @@
+"""Libraries of operators that a text may name beside torch's and meshc's own: those that the caller has said it trusts, none by default.
+
+A kernel believes what it is called with, and a fake what it is asked; of torch's and meshc's, `operators.txt` and `meshc/check` answer for
+that. Of another library its author does, so whoever reads a program says so by its name. The name never comes from the program.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph
+
+from meshc.errors import ArtifactError
+
+OWN: Final = ("aten", "meshc")
+"""Libraries whose operators are listed one by one."""
+TORCHS: Final = frozenset(
+    "prim prims c10d _c10d_functional _c10d_functional_autograd _dtensor debugprims rngprims inductor onednn mkldnn mkldnn_prepacked mkl "
+    "quantized quantized_decomposed higher_order profiler symm_mem streams xnnpack metal vulkan prepacked static_runtime cuda bundled "
+    "_quantized _caffe2 _test aten_backup fsdp sparse export dist _inductor_test".split()
+)
+"""Libraries of torch's whose operators no program needs, and which reach processes, groups or memory."""
+
+_allowed: Final[set[str]] = set()
+
+
+def allow(words: str) -> None:
+    """Let programs that this process reads name the operators of a library: `mylib`, whose module is imported, or `mylib=package.module`.
+
+    Raises ArtifactError for one of torch's or meshc's own, or if its module cannot be imported or defines no operator.
+    """
+    library, _, module = words.partition("=")
+    named = library if "=" not in words else module
+    if not library.isidentifier() or not all(part.isidentifier() for part in named.split(".")):
+        raise ArtifactError(f"--allow {words}: give the name of a library of operators, mylib, or LIBRARY=MODULE, mylib=my_package.ops")
+    if library in OWN or library in TORCHS:
+        raise ArtifactError(f"--allow {words}: of torch's and meshc's own operators those that programs need are listed, and no others")
+    try:
+        importlib.import_module(module or library)
+    except ImportError as error:
+        raise ArtifactError(
+            f"--allow {words}: the module {module or library} cannot be imported: {error}\n"
+            f"  what to do: put its folder on PYTHONPATH, or name the module that defines the operators: --allow {library}=MODULE"
+        ) from error
+    if not any(schema.name.startswith(f"{library}::") for schema in torch._C._jit_get_all_schemas()):
+        raise ArtifactError(f"--allow {words}: the module {module or library} defines no operators of {library}")
+    _allowed.add(library)
+
+
+def is_allowed(library: str) -> bool:
+    return library in OWN or library in _allowed
+
+
+def forbidden(name: str) -> str:
+    """Why an operator of a library that nobody has allowed may not be named, and what to do."""
+    library = name.partition(".")[0]
+    return (
+        f"the operator {name} is of {library}, a library that is neither torch's nor meshc's, and nobody has allowed it\n"
+        f"  what to do: if you trust its operators with whatever this program gives them, --allow {library}, which imports the module "
+        f"{library} (--allow {library}=MODULE another)"
+    )
+
+
+def libraries_of(graph: Graph) -> set[str]:
+    """Those that whoever reads a graph's text has to allow."""
+    return {node.target.namespace for node in graph.nodes if isinstance(node.target, OpOverload)} - set(OWN)
