@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,8 +86,8 @@ def test_the_fakes_say_what_is_wrong_in_an_edited_text(saved: tuple[Path, meshc.
     program.save(tmp_path / "own")
     file = tmp_path / "own" / "stages" / "main.py"
     text = file.read_text()
-    line = next(line for line in text.splitlines() if "mylib.my_gate(" in line)
-    file.write_text(text.replace(line, line.replace("64]", "32]"), 1))
+    line = next(line for line in text.splitlines() if " = mylib.my_gate(" in line)
+    file.write_text(text.replace(line, re.sub(r'"f32[^"]*"', '"f32[3]"', line), 1))
     with pytest.raises(ArtifactError, match=r"mylib.my_gate.*its operator gives"):
         artifact.load(tmp_path / "own", allow_edited=True, allow=["mylib"])
 

@@ -182,7 +182,7 @@ def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Ride | None = None, 
         inputs.append(Port("input", placeholder.name, found.shape, found.dtype or torch.float64, sharding))
         values.append(tiles(tensor, sharding, mesh, seed=position))
     (output,) = one.graph.find_nodes(op="output")
-    kept = [value_of(result)[1] for result in output.args[0]]  # type: ignore[union-attr, arg-type]
+    kept = [value_of(result)[1] for result in output.args[0]]
     local = partition(one.graph, assignment, inputs, [given[index] for index in kept], guarded="cpu")
     stage = Stage("main", local, (), ())
     rows = [[column[rank] for column in values] for rank in range(mesh.world_size)]
@@ -263,4 +263,5 @@ def check(sample: Sample, one: OneOp, found: list[Tensor | None], said: str) -> 
     close = max((tolerance for dtype, tolerance in CLOSE.items() if dtype in dtypes), default=1e-9)
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         a = a if sample.defined else b.reshape(a.shape)
-        torch.testing.assert_close(a, b, rtol=close, atol=close, equal_nan=True, msg=lambda m, i=index: f"{said}: result {i} differs. {m}")
+        where = f"{said}: result {index} differs. "
+        torch.testing.assert_close(a, b, rtol=close, atol=close, equal_nan=True, msg=where.__add__)

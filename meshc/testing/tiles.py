@@ -6,7 +6,7 @@ these in tiles of ceil(tile / b), and so on; `owner_ranges` says so by cutting l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -17,6 +17,9 @@ from meshc.ir.sharding import Part, Sharding
 
 BEYOND = 1_000_003
 """An index beyond any dim."""
+FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
 
 
 def garbage(dtype: torch.dtype) -> float:
@@ -61,7 +64,7 @@ def tile(whole: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinate
 def tiles(whole: Tensor, sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[Tensor]:
     """Every rank's tile. A value that is pending is cut into random terms (or lowered copies), one a coordinate."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    terms = {(): whole}
+    terms: dict[tuple[int, ...], Tensor] = {(): whole}
     generator = torch.Generator().manual_seed(seed)
     for axis, reduction in sharding.pending:
         cut = {key: _terms(value, sizes[axis], reduction, generator) for key, value in terms.items()}
@@ -97,8 +100,7 @@ def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree
         assert all(how == reduction for how in waiting.values()), "one kind of reduction at a time"
         if "avg" in waiting.values():
             local = local / prod(sizes[axis] for axis in waiting)  # before they are added up: the least float64 is a value that occurs
-        fold = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
-        terms[key] = fold(terms[key], local) if key in terms else local
+        terms[key] = FOLDS[reduction](terms[key], local) if key in terms else local
     whole = torch.zeros([part.size for part in parts], dtype=locals_[0].dtype)
     filled = torch.zeros(whole.shape, dtype=torch.bool)
     for key, local in terms.items():

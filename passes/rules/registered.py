@@ -42,7 +42,7 @@ def registered(node: Node, tensors: list[Node]) -> Rule | None:
         raise CompileError(f"the rule of {op_name(node)} does not fit this call: {error}\n  {_call(node, tensors)}\n{ADVICE}") from error
     if made is None:
         return None
-    return made if made.lower is None else replace(made, lower=_named(made.lower, node))  # type: ignore[no-any-return]
+    return made if made.lower is None else replace(made, lower=_named(made.lower, node))
 
 
 def _named(lower: Callable[[Local], Any], node: Node) -> Callable[[Local], Any]:
