@@ -283,7 +283,7 @@ def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[An
     if program.step is None:
         comparison.compare_module(saved, reference, report)
     else:
-        verification.verify_update(program, {}, {}, twin, reference, report, False, saved)
+        verification.verify_update(program, lambda spec: saved, {}, twin, reference, report, False)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report

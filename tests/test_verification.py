@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshc
+from meshc.frontend import capture
 from meshc.ir import spmd
+from meshc.passes.driver import pipeline
 from meshc.program.program import Program as Compiled
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
@@ -141,3 +143,37 @@ def test_perturbed_runs_change_what_rounds_by_units_in_the_last_place_and_nothin
     plain = [x, x.relu(), x.view(-1), x.double(), torch.cat([x, x]), x.abs(), x > 0]
     assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
     assert 0 < float(((moved - 2 * x) / (2 * x)).abs().max()) <= 2 * torch.finfo(torch.float32).eps
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() * (2 if self.training else 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_step_is_traced_once_for_a_comparison_and_once_for_all_sizes(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its optimizer and without it the trace is one. What has another meaning is traced anew."""
+    scaled = Scaled()
+    options = meshc.Options(dynamic={"x": {0: torch.export.Dim("rows", max=64)}} if dynamic else {})
+    step = meshc.TrainStep(scaled, optimizer=torch.optim.SGD(scaled.parameters(), lr=0.1, momentum=0.9), loss=lambda y: y.square().mean())
+    program = meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"x": torch.randn(6, 4)}, options=options)
+    traced: list[object] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traced.append(args)
+        return capture.torch_graph(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "torch_graph", counted)
+    for rows in (6, 7, 3) if dynamic else (6,):
+        report = meshc.verify(program, {"x": torch.randn(rows, 4)}, dtype=torch.float64)
+        assert {"output", "gradient", "parameter after step 2"} <= {kind for kind, *_ in report.rows}
+    assert len(traced) == 1
+    meshc.verify(program, {"x": torch.randn(6, 4)})
+    assert len(traced) == 2, "float32 is another program"
+    scaled.eval()
+    meshc.verify(program, {"x": torch.randn(6, 4)})
+    assert len(traced) == 3, "so is one in evaluation"

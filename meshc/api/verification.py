@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,9 +21,11 @@ from meshc.ir import records
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
-from meshc.passes.driver.pipeline import compile_program
-from meshc.passes.phases.draft import Draft
+from meshc.optimizer.spec import OptimizerSpec
+from meshc.passes.driver.pipeline import compile_program, trace
+from meshc.passes.phases.draft import Draft, Request
 from meshc.program import instance
+from meshc.program.parts import Parts
 from meshc.program.program import Port
 from meshc.program.program import Program as Compiled
 from meshc.runtime.agreement.compare import agree, from_rank_0, refusable
@@ -102,6 +106,47 @@ def _as_compiled(autocast: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
         yield
 
 
+class Twins:
+    """What a request is compiled to for a comparison: without its optimizer, and, when that is asked for, with one. Both are of one trace.
+
+    key  what it was compiled from, to be compared with `same`
+    """
+
+    def __init__(self, key: tuple[Any, ...], request: Request) -> None:
+        self.key = key
+        self._traced = trace(request) if request.train else None
+        self.plain, draft = compile_program(request, traced=self._traced)
+        self.graph = draft.the_graph()
+        self._updating: Compiled | None = None
+
+    def same(self, key: tuple[Any, ...]) -> bool:
+        return self.key[0] is key[0] and self.key[1:] == key[1:]
+
+    def updating(self, spec: OptimizerSpec) -> Compiled:
+        if self._updating is None:
+            assert self._traced is not None
+            self._updating, _ = compile_program(replace(self._traced.request, optimizer=spec), traced=self._traced)
+            self._traced = None
+        return self._updating
+
+
+_OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
+"""Of programs of open sizes, which are verified at several, what they were compared by last."""
+
+
+def _optimizer_key(program: Program) -> Any:
+    return program.spec.key_of(program.step.optimizers) if program.spec is not None and program.step is not None else ()
+
+
+def _twins(program: Program, key: tuple[Any, ...], request: Request) -> Twins:
+    found = _OPEN.get(program)
+    if found is None or not found.same(key):
+        found = Twins(key, request)
+        if program.general.dynamic:
+            _OPEN[program] = found
+    return found
+
+
 def _verify_there(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
 ) -> verification.Report:
@@ -123,22 +168,18 @@ def _verify_there(
         module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_chosen(program),
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
+        request = program._request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
+        again = _twins(program, (program.general, double, calling.module_key(twin), _optimizer_key(program)), request)
+        plain = instance.fitting(again.plain, shapes)
+        compare = verification.compare_module if program.step is None else verification.compare_gradients
+        verification.compared(report, reference, partial(compare, plain))
+        _raise_if_wrong(report, plain, instance.graph_at(again.graph, again.plain, shapes), program.draft.parts, reference)
         if program.step is not None:
-            general, draft = compile_program(program._request(**{**base, "optimizer": None}))
-            plain = instance.fitting(general, shapes)
-            verification.compared(report, reference, partial(verification.compare_gradients, plain))
-            _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
-            compiled: list[Compiled | None] = [None]
 
             def update(reference: verification.Reference, report: verification.Report) -> None:
-                compiled[0] = verify_update(program, base, shapes, twin, reference, report, double, compiled[0])
+                verify_update(program, again.updating, shapes, twin, reference, report, double)
 
             verification.compared(report, reference, update)
-        else:
-            general, draft = compile_program(program._request(**{**base, "grad": ask.grad}))
-            plain = instance.fitting(general, shapes)
-            verification.compared(report, reference, partial(verification.compare_module, plain))
-            _raise_if_wrong(report, plain, instance.graph_at(draft.the_graph(), general, shapes), draft, reference)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report
@@ -161,27 +202,26 @@ def _computed(draft: Draft) -> set[torch.dtype]:
 
 
 def _raise_if_wrong(
-    report: verification.Report, compiled: Compiled, graph: Graph, draft: Draft, reference: verification.Reference
+    report: verification.Report, compiled: Compiled, graph: Graph, parts: Parts | None, reference: verification.Reference
 ) -> None:
     if report.ok:
         return
     values = verification.input_values(compiled, reference, 0)
     values.update({p.key: torch.ones(p.shape, dtype=p.dtype) for p in compiled.inputs if p.kind == "tangent"})
-    first = verification.first_wrong(compiled, graph, values, report.tolerance * 10, draft.parts)
+    first = verification.first_wrong(compiled, graph, values, report.tolerance * 10, parts)
     raise VerifyError(f"the program does not mean what the model means; the first wrong value is {first or 'not found'}\n{report}")
 
 
 def verify_update(
     program: Program,
-    base: dict[str, Any],
+    compiled_for: Callable[[OptimizerSpec], Compiled],
     shapes: Mapping[str, Sequence[int]],
     twin: nn.Module,
     reference: verification.Reference,
     report: verification.Report,
     double: bool,
-    compiled: Compiled | None = None,
-) -> Compiled:
-    """Some steps with a copy of the user's optimizer, of `compiled` or else of what the request compiles to, for inputs of these shapes."""
+) -> None:
+    """Some steps with a copy of the user's optimizer, of what is compiled for it, for inputs of these shapes."""
     assert program.step is not None
     names = {id(p): name for name, p in program.traced.module.named_parameters()}
     mine = dict(twin.named_parameters())
@@ -190,9 +230,7 @@ def verify_update(
     theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in held}
     optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
     spec = describe(optimizer)
-    if compiled is None:
-        general, _ = compile_program(program._request(**{**base, "optimizer": spec}))
-        compiled = instance.fitting(general, shapes)
+    compiled = instance.fitting(compiled_for(spec), shapes)
     updated = {id(p) for group in spec.groups for p in group.params}
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 
@@ -205,7 +243,6 @@ def verify_update(
     verification.compare_steps(
         compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=double
     )
-    return compiled
 
 
 def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -310,21 +310,33 @@ PASSES: tuple[Entry, ...] = (
 
 PLANLESS = [entry.name for entry in PASSES].index("annotate")
 """How many passes come before the first that reads the plan."""
+TRACED = [entry.name for entry in PASSES].index("update")
+"""How many passes come before the first that reads the optimizer."""
 STAGED = [entry.name for entry in PASSES].index("stages") + 1
 """How many have run once a pipeline's stages are known."""
 
 Hook = Callable[[str, Draft], None]
 
 
-def compile_program(request: Request, hook: Hook | None = None) -> tuple[Program, Draft]:
-    """Run all passes. `hook(name, draft)` is called after each one (dumps, verification). Raises MeshcError and nothing else, but for what
-    a hook raises."""
+def compile_program(request: Request, hook: Hook | None = None, traced: Draft | None = None) -> tuple[Program, Draft]:
+    """Run all passes, or with `traced` those that are left. `hook(name, draft)` is called after each one (dumps, verification). Raises
+    MeshcError and nothing else, but for what a hook raises."""
     with given_up(), fewer_collections():
-        return _compiled(request, hook)
+        return _compiled(request, hook, traced)
 
 
-def _compiled(request: Request, hook: Hook | None) -> tuple[Program, Draft]:
-    draft = run_passes(start(request), PASSES[:PLANLESS], hook)
+def trace(request: Request) -> Draft:
+    """What passes leave that know nothing of the optimizer, for several programs of requests that differ in it alone. Tracing is most of
+    the time of a compilation."""
+    with given_up(), fewer_collections():
+        return run_passes(start(request), PASSES[:TRACED])
+
+
+def _compiled(request: Request, hook: Hook | None, traced: Draft | None) -> tuple[Program, Draft]:
+    if traced is None:
+        draft = run_passes(start(request), PASSES[:PLANLESS], hook)
+    else:
+        draft = run_passes(traced.beside(request), PASSES[TRACED:PLANLESS], hook)
     rows = opened(draft)
     if rows is not None:
         try:

@@ -145,6 +145,13 @@ class Draft:
         """A size as it will be, where one that stands for it decides otherwise."""
         return size if self.opened is None else at(size, self.opened.values)
 
+    def beside(self, request: Request) -> Draft:
+        """What was traced, under a request with another optimizer, as a graph of its own: the passes up to `factorize` write into it."""
+        assert replace(request, optimizer=None) == replace(self.request, optimizer=None)
+        graph = Graph()
+        graph.output(graph.graph_copy(self.the_graph(), {}))
+        return self.again(request, graph=graph, constants=dict(self.constants), updates={}, seconds=dict(self.seconds))
+
     def the_graph(self) -> Graph:
         assert self.graph is not None
         return self.graph
