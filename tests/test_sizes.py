@@ -81,7 +81,7 @@ def test_what_stands_for_a_size_fits_nothing_else() -> None:
     assert hint_for(8, 2, 64, set(), {64, 21}, 4) == 5, "7 divides 21"
     assert hint_for(8, 2, 64, {7}, set(), 4) == 5 and hint_for(8, 2, 64, set(), set(), 7) == 11
     assert hint_for(64, 2, 64, set(), set(), 4) == 61 and hint_for(8, 8, 64, set(), set(), 4) == 11, "from the range if there is one"
-    assert hint_for(3, 2, 4, set(), set(), 8) == 11, "over the pieces a plan may cut"
+    assert hint_for(3, 2, 4, set(), set(), 8) == 17, "over the pieces a plan may cut, and uneven at each cut: 9, 5, 3"
 
 
 def test_worlds_differ_in_every_size_and_in_step() -> None:

@@ -381,9 +381,10 @@ def hint_for(wanted: int, low: int, high: int, taken: set[int], extents: set[int
     for number in (*range(min(wanted, high), low - 1, -1), *range(wanted, min(high, 4 * wanted + 64) + 1)):
         if fits(number) and sympy.isprime(number):
             return number
-    number = max(wanted, least) + 1
+    step = max(least, 1)  # one more than a multiple: no tile divides by the next axis either, if several split a dim one after the other
+    number = -(-max(wanted, least) // step) * step + 1
     while not (fits(number) and sympy.isprime(number)):
-        number += 1
+        number += step
     return number
 
 

@@ -70,8 +70,8 @@ def test_shapes_that_are_worked_out_first_are_the_same_shapes() -> None:
     """As GPT-2's projections do: torch's graph has a size then, where at 1 it has numbers."""
     model = Rows(lambda self, x: torch.mm(x.view(-1, x.size(-1)), self.weight).view(x.size()[:-1] + (4,)))
     with pytest.warns(UserWarning, match="nothing but padding"):
-        program = inferred(model, inputs={"x": ROW[:, None].expand(1, 3, 8)})
-    assert "[batch 1/dp * seq 3, " in str(program) and meshc.verify(program).ok
+        program = inferred(model, "a=2,b=2", "a: batch\nb: batch", {"x": ROW[:, None].expand(1, 3, 8)})
+    assert "[batch 1/a/b * seq 3, " in str(program) and meshc.verify(program).ok
 
 
 def test_two_axes_may_take_one_row() -> None:
