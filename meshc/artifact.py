@@ -163,6 +163,8 @@ def _described(program: Program) -> dict[str, Any]:
 def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) -> Program:
     stages = {}
     for name in told["stages"]:
+        if name in stages:
+            raise ArtifactError(f"{folder / PROGRAM} names the stage {bounds.shown(name)} twice")
         file = _listed(folder, f"stages/{name}.py", files)
         stages[name] = parse_stage(bounds.read_text(file), told["side_table"].get(name), str(file))
         if stages[name].name != name:

@@ -182,7 +182,8 @@ def _schedule(program: Program, where: str) -> Iterator[str]:
             there |= {slot(key, step.microbatch) for key in stage.outputs}
         else:
             if step.value not in there:
-                yield f"{where}: the schedule takes {step.value} into {step.into} before anything has made it"
+                yield f"{where}: the schedule takes {step.value} into {step.into}, and nothing has made it since it was last taken"
+            there.discard(step.value)
             there.add(step.into)
     missing = [port.key for port in program.outputs if port.key not in there]
     if missing:

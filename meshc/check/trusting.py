@@ -7,7 +7,7 @@ operator that is not here looks at shapes and values itself, or walks its operan
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import floor, isfinite, prod
 from typing import Any, Final
 
 import torch
@@ -278,6 +278,23 @@ def _no_least(o: Operands) -> str | None:
     return None
 
 
+def _scaled(o: Operands) -> str | None:
+    """Kernels that smooth look for the pixels of an output at its index over the scale, wherever that is."""
+    before = o["input_size"] if "input_size" in o else o["self"].shape
+    for dim, name in ((-2, "scales_h"), (-1, "scales_w")):
+        scale, made = o[name], o["output_size"][dim]
+        if scale is not None and (not isfinite(scale) or floor(before[dim] * scale) != made):
+            return f"{name} {scale} does not make {made} of {before[dim]}"
+    return None
+
+
+_SMOOTHED: Final = {
+    getattr(aten, f"_upsample_{way}2d_aa{direction}").default: (_scaled,)
+    for way in ("bilinear", "bicubic")
+    for direction in ("", "_backward")
+}
+
+
 TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     aten._adaptive_avg_pool2d_backward.default: _adaptive(2),
     aten._adaptive_avg_pool3d_backward.default: _adaptive(3),
@@ -293,6 +310,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     aten.avg_pool2d_backward.default: (gives(aten.avg_pool2d.default, "grad_output", *_AVERAGED), same_dtype("grad_output", "self")),
     aten.avg_pool3d_backward.default: (gives(aten.avg_pool3d.default, "grad_output", *_AVERAGED), same_dtype("grad_output", "self")),
     **_PADS,
+    **_SMOOTHED,
     **{
         getattr(aten, f"grid_sampler_{space}d_backward").default: (
             gives(

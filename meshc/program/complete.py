@@ -75,6 +75,10 @@ class _Rank:
             for key in self._reads(step):
                 if slot(key, step.microbatch) not in self.there:
                     yield f"rank {self.rank}: {_said(step)} needs {key}, which is not there"
+            if step.op in ("join", *ACCUMULATES):
+                if step.value not in self.there:
+                    yield f"rank {self.rank}: {step.op} takes {step.value} into {step.into}, which is not there"
+                self.there.discard(step.value)  # a part is taken once
             self.there |= {slot(key, step.microbatch) for key in self._makes(step)}
             if step.op == "recv":
                 yield from (f"rank {self.rank}: nothing makes {key}, which {step.stage} would send" for key in self._unmade(step))

@@ -30,6 +30,8 @@ from tests.attack.pages import Fenced
 from tests.attack.written import written
 
 Case = Callable[[int], str | None]
+Cases = tuple[Case, Callable[[int], str]]
+"""A case by its number, and what it is in words."""
 BATCH = 400
 MOST_KIB = 500_000
 
@@ -95,13 +97,14 @@ def main() -> int:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        kinds = {"operators": operators(), "artifacts": saved(Path(folder))}
+        kinds: dict[str, Callable[[], Cases]] = {"operators": operators, "artifacts": lambda: saved(Path(folder))}
         if asked.case:
             kind, _, number = asked.case.partition(":")
-            print(kinds[kind][1](int(number)), flush=True)
-            print(kinds[kind][0](int(number)) or "nothing is wrong")
+            case, said = kinds[kind]()
+            print(said(int(number)), flush=True)
+            print(case(int(number)) or "nothing is wrong")
             return 0
-        tally, findings = _rounds(kinds, asked.seconds, asked.cases, asked.seed)
+        tally, findings = _rounds({kind: make() for kind, make in kinds.items()}, asked.seconds, asked.cases, asked.seed)
     print(f"{', '.join(f'{count} {kind}' for kind, count in tally.items())}: {len(findings)} findings")
     return 1 if findings else 0
 

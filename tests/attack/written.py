@@ -67,6 +67,9 @@ def _windows() -> Iterator[Call]:
             yield _of(backward, torch.ones_like(forward(x, [1, 2] * space)), x, [1, 2] * space)
         yield _of(getattr(aten, f"upsample_nearest{space}d"), x, [12] * space)
         yield _of(getattr(aten, f"upsample_nearest{space}d_backward"), _x(2, 3, *[12] * space), [12] * space, list(x.shape))
+    for smoothed in (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa):
+        yield _of(smoothed, _x(2, 3, 4, 6), [6, 9], False, 1.5, 1.5)
+    yield _of(aten._upsample_bilinear2d_aa_backward, _x(2, 3, 6, 9), [6, 9], [2, 3, 4, 6], False, 1.5, 1.5)
     yield _of(aten.native_layer_norm_backward, _x(4, 6), _x(4, 6), [6], _x(4, 1), _x(4, 1), _x(6), _x(6), [True, True, True])
     yield _of(aten.lcm, torch.tensor([4, 6]), torch.tensor([6, 9]))
     numbers = torch.tensor([4, -6])

@@ -268,7 +268,7 @@ def other(**changes: Any) -> Program:
         ({"schedule": (Instruction("run", "main", 7),)}, "the schedule names microbatch 7; there are 1, from 0 on"),
         ({"schedule": (Instruction("run", "none"),)}, "the schedule runs 'none', but the stages are main"),
         ({"schedule": (Instruction("send", "main"),)}, "the instruction 'send', which no program without pipeline stages has"),
-        ({"schedule": (Instruction("add", "main", 0, "part:y", "sum:y"),)}, "takes part:y into sum:y before anything has made it"),
+        ({"schedule": (Instruction("add", "main", 0, "part:y", "sum:y"),)}, "takes part:y into sum:y, and nothing has made it since"),
         ({"schedule": ()}, "program.json: nothing gives output:y"),
         ({"inputs": ()}, "main of microbatch 0 needs input:x, which is not there"),
     ],

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import meshc
 from meshc import artifact, environment
 from meshc.__main__ import main, same_program
-from meshc.errors import ArtifactError, PlanError
+from meshc.errors import ArtifactError, PlanError, ScheduleError
 from meshc.pipelining.cut import Move
 from meshc.pipelining.schedule import parse
 from meshc.program.complete import refuse_incomplete
@@ -91,6 +91,15 @@ def test_what_compiles_is_complete() -> None:
     with torch.no_grad():
         inference = meshc.compile(Blocks(), meshc.Mesh("pp=2,tp=2"), kwargs={"x": torch.randint(11, (4, 6))})
     refuse_incomplete(inference.compiled)
+
+
+def test_a_part_that_is_taken_twice_is_refused() -> None:
+    program = compiled(schedule="gpipe", microbatches=2)
+    stage = program.stages["backward_1"]
+    part = next(key for key in stage.outputs if key.startswith("part:"))
+    program.stages["backward_1"] = replace(stage, outputs=(*stage.outputs, part))
+    with pytest.raises(ScheduleError, match=f"add takes {part} into sum:.*, which is not there"):
+        refuse_incomplete(program)
 
 
 @pytest.mark.parametrize(
