@@ -274,7 +274,7 @@ def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[An
     if mine != known:
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
-    saved = instance.fitting(saved, dict(program._shapes(ask.args, dict(ask.kwargs))))
+    saved = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
     twin = comparison.plain_copy(ask.module, None, False)
     reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs), parts=program.draft.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]

@@ -29,7 +29,8 @@ def described(
     change(case)
     step = meshc.TrainStep(case.model, optimizer=build(case.model.parameters()), loss=case.loss, clip_grad_norm=clip)
     program = meshc.compile(step, meshc.Mesh("dp=2"), plan=plan, options=meshc.Options(**options))
-    return agreed.before_compiling(program, (), case.call_kwargs, program._key((), case.call_kwargs))
+    key = program.asked.key((), case.call_kwargs, program.compilations.spec)
+    return agreed.before_compiling(program.asked, (), case.call_kwargs, key)
 
 
 def differing(**change: Any) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +11,14 @@ import torch.distributed as dist
 from meshc import artifact
 from meshc.optimizer.optimizer import numbers
 
+if TYPE_CHECKING:
+    from meshc.api.handle import Program
 
-def save(program: Any, path: str | os.PathLike[str], weights: bool, on_rank_0: Callable[[Callable[[], None]], Any]) -> None:
-    """Write the folder of a `meshc.Program`; with a process group every rank calls it, weights are gathered and rank 0 writes.
 
-    on_rank_0   does something there, while the others wait; what it refuses, all raise
-    """
-    store = program._store if dist.is_initialized() else None
+def save(program: Program, path: str | os.PathLike[str], weights: bool) -> None:
+    """Write the folder of a program; with a process group every rank calls it, weights are gathered and rank 0 writes, while the others
+    wait; what it refuses, all raise."""
+    store = program.compilations.store if dist.is_initialized() else None
     tensors: dict[str, torch.Tensor] | None = None
     if weights:
         tensors = _local_tensors(program) if store is None else dict(store.state_dict(full=True).get("model", {}))
@@ -31,35 +31,36 @@ def save(program: Any, path: str | os.PathLike[str], weights: bool, on_rank_0: C
     if store is None:
         write()
     else:
-        on_rank_0(write)
+        program.world.from_rank_0(write)
 
 
-def _local_tensors(program: Any) -> dict[str, torch.Tensor]:
+def _local_tensors(program: Program) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a model that lies in this process, as far as they have values."""
-    found = {name: value for name, value in program.traced.module.state_dict().items() if isinstance(value, torch.Tensor)}
+    found = {name: value for name, value in program.asked.module.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: value.detach() for name, value in {**_buffers(program), **found}.items() if not value.is_meta}
 
 
-def _buffers(program: Any) -> dict[str, torch.Tensor]:
+def _buffers(program: Program) -> dict[str, torch.Tensor]:
     """All buffers, those that state dicts leave out (rotary tables) too."""
-    return {name: buffer for name, buffer in program.traced.module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
+    return {name: buffer for name, buffer in program.asked.module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
 
 
-def beginnings(program: Any) -> dict[str, Any]:
+def beginnings(program: Program) -> dict[str, Any]:
     """What a saved program begins with: backend, seed, the optimizer's numbers, and what each fresh state is filled with.
 
     A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
     """
     seed = torch.initial_seed() if program.options.seed is None else program.options.seed
-    store = program._store
-    found: dict[str, Any] = {"backend": program.backend, "seed": seed if store is None else store.seed}
-    if program.step is None or program.spec is None:
+    store = program.compilations.store
+    found: dict[str, Any] = {"backend": program.asked.backend, "seed": seed if store is None else store.seed}
+    spec = program.compilations.spec
+    if program.step is None or spec is None:
         return found
     rows = enumerate(numbers(program.step.optimizers))
     found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
     found["fresh"] = fresh = {}
-    names = {id(parameter): name for name, parameter in program.traced.module.named_parameters()}
-    for group in program.spec.groups:
+    names = {id(parameter): name for name, parameter in program.asked.module.named_parameters()}
+    for group in spec.groups:
         for parameter, slots in zip(group.params, group.slots, strict=True):
             name = names.get(id(parameter))
             if name is None and store is not None:  # described before its replacement

@@ -28,13 +28,12 @@ from meshc.program import instance
 from meshc.program.parts import Parts
 from meshc.program.program import Port
 from meshc.program.program import Program as Compiled
-from meshc.runtime.agreement.compare import agree, from_rank_0, refusable
 from meshc.runtime.failure.board import announce
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:
-    from meshc.api.compile import Program
+    from meshc.api.handle import Program
 
 
 def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = None) -> verification.Report:
@@ -50,22 +49,22 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
     ask = program.draft.request
-    if program._store is None:
+    store, world = program.compilations.store, program.world
+    if store is None:
         return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
-    with program._guarded("verify"):
-        if program._board is not None:
-            agree(program._board, "verify", {"what they verify": f"inputs {_described(inputs)}; dtype {dtype}"})
-        with refusable(program._board):
-            program._store.refuse_unfilled()
+    with program.guarded("verify"):
+        world.agree("verify", {"what they verify": f"inputs {_described(inputs)}; dtype {dtype}"})
+        with world.refusable():
+            store.refuse_unfilled()
         args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
-        values = program._store.state_dict(full=True).get("model")
+        values = store.state_dict(full=True).get("model")
 
         def work() -> dict[str, Any]:
             report = _verify(program, values, args, kwargs, dtype == torch.float64)
             moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
             return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows, "moved": moved}
 
-        found = from_rank_0(program._board, work)
+        found = world.from_rank_0(work)
     rows = [(kind, name, error) for kind, name, error in found["rows"]]
     return verification.Report(found["tolerance"], found["amplified"], rows, {(kind, name): moved for kind, name, moved in found["moved"]})
 
@@ -135,7 +134,8 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 
 
 def _optimizer_key(program: Program) -> Any:
-    return program.spec.key_of(program.step.optimizers) if program.spec is not None and program.step is not None else ()
+    spec = program.compilations.spec
+    return spec.key_of(program.step.optimizers) if spec is not None and program.step is not None else ()
 
 
 def _twins(program: Program, key: tuple[Any, ...], request: Request) -> Twins:
@@ -150,25 +150,25 @@ def _twins(program: Program, key: tuple[Any, ...], request: Request) -> Twins:
 def _verify_there(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
 ) -> verification.Report:
-    module = program.traced.module
+    store, module = program.compilations.store, program.asked.module
     ask = program.draft.request
     with calls_allowed(module):
         twin = verification.plain_copy(module, values, double)
     args, kwargs = verification.widen_inputs((args, kwargs), double)
-    seed = program._store.seed if program._store else 0
-    reference = verification.Reference(twin, program.traced.function, args, kwargs, seed, double, program.draft.parts)
+    seed = store.seed if store else 0
+    reference = verification.Reference(twin, program.asked.traced.function, args, kwargs, seed, double, program.draft.parts)
     computed = {p.dtype for p in twin.parameters()} | _computed(program.draft)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32
     report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
     mesh = Mesh.from_axes(program.mesh.axes, device="cpu", ranks=program.mesh.ranks)
-    shapes = dict(program._shapes(args, kwargs))
+    shapes = dict(program.asked.shapes(args, kwargs))
     examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)
     base: dict[str, Any] = dict(
         module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_chosen(program),
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
-        request = program._request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
+        request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
         again = _twins(program, (program.general, double, calling.module_key(twin), _optimizer_key(program)), request)
         plain = instance.fitting(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
@@ -223,7 +223,7 @@ def verify_update(
 ) -> None:
     """Some steps with a copy of the user's optimizer, of what is compiled for it, for inputs of these shapes."""
     assert program.step is not None
-    names = {id(p): name for name, p in program.traced.module.named_parameters()}
+    names = {id(p): name for name, p in program.asked.module.named_parameters()}
     mine = dict(twin.named_parameters())
     original = program.step.optimizers
     held = [p for group in original.param_groups for p in group["params"]]
@@ -248,7 +248,7 @@ def verify_update(
 def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if inputs is not None:
         given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        return calling.canonical(program.traced.signature, *given)
+        return program.asked.by_name(*given)
     generator = torch.Generator().manual_seed(0)
 
     def random(leaf: Any) -> Any:

@@ -105,12 +105,12 @@ def _settings() -> list[tuple[str, Any]]:
     ]
 
 
-def before_compiling(program: Any, args: Any, kwargs: Any, key: Any) -> dict[str, str]:
-    """All that a `meshc.Program` is about to compile from; `key` is what the compilation will be kept under."""
+def before_compiling(asked: Any, args: Any, kwargs: Any, key: Any) -> dict[str, str]:
+    """All that a call of a program (`meshc.api.asked.Asked`) is about to compile from; `key` is what the compilation will be kept under."""
     (spec, leaves), (_, _, grad, autocast), optimizer = key
-    found = {**surroundings(), **_asked(program), **_model(program.traced.module)}
-    if program.step is not None:
-        found |= _step(program.step, program.traced.module, optimizer)
+    found = {**surroundings(), **_asked(asked), **_model(asked.module)}
+    if asked.step is not None:
+        found |= _step(asked.step, asked.module, optimizer)
     found |= {"grad mode": str(grad), "autocast": stable(autocast)}
     found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
     return {**found, INPUTS: calling.describe_inputs(args, kwargs)}
@@ -129,13 +129,13 @@ def _tables(folder: str | Path) -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files if file.is_file()), digest_size=16).hexdigest()
 
 
-def _asked(program: Any) -> dict[str, str]:
+def _asked(asked: Any) -> dict[str, str]:
     """What `meshc.compile` was given beside the model and its inputs."""
-    found = {"what is compiled": type(program.what).__qualname__ if isinstance(program.what, TrainStep | nn.Module) else "a function"}
-    found |= {"the mesh": str(program.mesh), "the plan": "; ".join(str(program.plan).replace("; ", ", ").splitlines())}
-    found["names="] = stable(program.names)
-    found |= {f"{name}=": getattr(program, name) for name in ("inputs", "outputs", "backend")}
-    options = program.options
+    found = {"what is compiled": type(asked.what).__qualname__ if isinstance(asked.what, TrainStep | nn.Module) else "a function"}
+    found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
+    found["names="] = stable(asked.names)
+    found |= {f"{name}=": getattr(asked, name) for name in ("inputs", "outputs", "backend")}
+    options = asked.options
     found["the registered rules"] = stable(registered.by_name())
     return found | {f"the option {entry.name}": stable(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
 

@@ -196,6 +196,10 @@ class Store:
         """What is stored under a port's key (`port.key`); any of the names of a tied parameter will do."""
         return self.held.get(self._alias.get(key, key))
 
+    def live_of(self, key: str) -> Tensor:
+        """What the model has of a parameter, by its port's key."""
+        return self.held[self._alias.get(key, key)].live
+
     def buffer(self, key: str) -> Tensor:
         """The program's own tensor of a port, of its padded local shape; updated in place, and the same tensor for ever."""
         held = self.find(key)

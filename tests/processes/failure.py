@@ -62,7 +62,7 @@ def other_schedule_in_a_pipeline(mesh: Any) -> None:
 def raises_in_a_pipeline(mesh: Any) -> None:
     """Rank 1 runs out of something in the backward of its second step's third microbatch."""
     program, case = staged(mesh)
-    session = program._sessions[next(iter(program._sessions))][0]
+    session = program.compilations.last.session
     assert session is not None
     if dist.get_rank() == 1:
         stages, name = session.executor.stages, "backward_1"

@@ -63,7 +63,7 @@ def dynamic_sizes(mesh: Any) -> None:
         theirs.zero_grad()
         wanted.append(loss.item())
     close(ours, wanted, 1e-10)
-    assert len(program._general) == 1
+    assert len(program.compilations.general) == 1
 
 
 def batch_norm(mesh: Any) -> None:

@@ -217,7 +217,7 @@ def dynamic_sizes(mesh: Any) -> None:
         optimizer.zero_grad()
         wanted.append(loss.item())
     close(ours, wanted, 1e-9)
-    assert len(program._general) == 1
+    assert len(program.compilations.general) == 1
 
 
 def mean_of_parts(mesh: Any) -> None:

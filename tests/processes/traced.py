@@ -106,7 +106,7 @@ def module(mesh: Any) -> None:
 def failure(mesh: Any) -> None:
     """Call 6 fails on rank 1 in its second backward: what both have recorded is written."""
     program, inputs = made(mesh, schedule="1f1b")
-    session = program._last[0]  # type: ignore[index]
+    session = program.compilations.last.session
     assert session is not None
     if dist.get_rank() == 1:
         stage = session.executor.stages["backward_1"]
@@ -133,7 +133,7 @@ def failure(mesh: Any) -> None:
 def memory_of_ranks(mesh: Any) -> None:
     """What each rank is predicted to hold is what it holds. gloo does not say that a message has left: these stay until the update."""
     program, inputs = made(mesh, schedule="zb_v")
-    session = program._last[0]  # type: ignore[index]
+    session = program.compilations.last.session
     assert session is not None and program.step is not None
     given = {f"{index}.{name}": value for index, row in enumerate(numbers(program.step.optimizer)) for name, value in row.items()}
     values = session.values([tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)], given)

@@ -54,7 +54,7 @@ def scheduled(mesh: Any) -> None:
             metrics = program.metrics
             close([loss.item(), metrics["loss"].item(), float(metrics["grad_norm"])], [expected.item(), expected.item(), norm.item()], 1e-9)
             close(metrics["lr"], [1e-2 / (1 + step)], 1e-12)
-    assert len(program._sessions) == 1
+    assert len(program.compilations.kept) == 1
     state = optimizer.state_dict()
     assert state["param_groups"][0]["lr"] == 1e-2 * rate(3)
     assert len(state["state"]) == len(list(case.model.parameters()))
@@ -167,7 +167,7 @@ def microbatches(mesh: Any) -> None:
 
 def messages(program: meshc.Program, kwargs: dict[str, Any]) -> Counter[str]:
     """How many messages each instruction of a call starts."""
-    executor = next(iter(program._sessions.values()))[0].executor
+    executor = next(iter(program.compilations.kept.values())).session.executor
     found: Counter[str] = Counter()
     now = [""]
 
@@ -274,7 +274,7 @@ def dynamic_sizes(mesh: Any) -> None:
         theirs.zero_grad()
         wanted.append(loss.item())
     close(losses, wanted, 1e-9)
-    assert len(program._general) == 1 and len(program._sessions) == 4
+    assert len(program.compilations.general) == 1 and len(program.compilations.kept) == 4
 
 
 def full_disk(mesh: Any) -> None:

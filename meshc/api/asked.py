@@ -1,0 +1,166 @@
+"""What a user asked for: a model, step or function, a mesh, a plan. It does not change; a compilation's key and request follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from meshc.api.options import Options, refuse_others
+from meshc.errors import PlanError
+from meshc.frontend import admission, calling, dynamic
+from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.ir.mesh import DATA_ROLES, Mesh, role
+from meshc.ir.paths import input_names
+from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.passes.phases.draft import Request
+from meshc.plan.recipes import resolve
+from meshc.runtime.state.store import Store
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""A call's arguments: those by position, those by name."""
+
+KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": ("eager", "inductor")}
+
+
+class Asked:
+    """The arguments of `meshc.compile` (which says what each means), checked. Raises PlanError or CaptureError."""
+
+    def __init__(
+        self,
+        what: nn.Module | TrainStep | Callable[..., Any],
+        mesh: Any,
+        plan: Any,
+        inputs: str,
+        outputs: str,
+        backend: str,
+        names: Mapping[str, Sequence[str | None]] | None,
+        options: Options,
+    ) -> None:
+        for name, value in (("inputs", inputs), ("outputs", outputs), ("backend", backend)):
+            if value not in KNOWN[name]:
+                raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, KNOWN[name]))}")
+        refuse_others(options)
+        self.what, self.mesh, self.inputs, self.outputs, self.backend = what, Mesh.of(mesh), inputs, outputs, backend
+        self.names, self.options = names, options
+        self.dynamic = dynamic.read(options.dynamic)
+        self.plan = resolve(plan, self.mesh)
+        self.step = what if isinstance(what, TrainStep) else None
+        admission.refuse_kind(what)
+        self.traced = self._traced()
+        admission.refuse_module(self.module, Store.of(self.module) is not None)
+        refused = getattr(self.traced.function, "refused", [])
+        if refused:
+            raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
+        if inputs == "local" and not self._data_axes():
+            raise PlanError(
+                f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none'
+            )
+
+    def _traced(self) -> Traced:
+        if self.step is not None:
+            return traced_step(self.step)
+        if isinstance(self.what, nn.Module):
+            return Traced(self.what, calling.call_module, self.what.forward)
+        function: Callable[..., Any] = self.what  # type: ignore[assignment]
+        return Traced(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model; of a function an empty one."""
+        return self.traced.module
+
+    @property
+    def name(self) -> str:
+        return calling.name_of(self.what)
+
+    def _data_axes(self) -> list[int]:
+        """Sizes of the axes that split the batch."""
+        return [axis.size for axis in self.mesh.axes if role(axis.name) in DATA_ROLES]
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many ranks a batch is split that each has a part of."""
+        return prod(self._data_axes())
+
+    # ------------------------------------------------------------------------------------------------------------------- a call
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """A call's arguments as the signature has them. Raises InputError."""
+        return calling.canonical(self.traced.signature, args, kwargs)
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: OptimizerSpec | None) -> Any:
+        """What a compilation for this call is kept under."""
+        optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
+        with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
+            return (calling.input_key(args, kwargs), calling.module_key(self.module), optimizer)
+
+    def general_key(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        """The key of what serves all sizes: dynamic dims go by name."""
+        if not self.dynamic:
+            return key
+        names = input_names(self.traced.signature, args, kwargs)
+        (spec, leaves), *rest = key
+        return (spec, tuple(self.dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True)), *rest)
+
+    def shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+        """Path and shape of each tensor that a call passes."""
+        names = input_names(self.traced.signature, args, kwargs)
+        leaves = zip(names, pytree.tree_leaves((args, kwargs)), strict=True)
+        return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def whole(self, inputs: Any) -> Any:
+        """With inputs="local", examples are a rank's part; tracing sees the whole batch."""
+        if self.inputs == "global":
+            return inputs
+        count = self.data_ranks
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+                return leaf
+            return torch.empty((leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+        return pytree.tree_map(whole, inputs)
+
+    # ---------------------------------------------------------------------------------------------------------------- a request
+
+    def request(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: OptimizerSpec | None, store: Store | None, **changes: Any
+    ) -> Request:
+        """What the passes are asked for. store: where the model's state lies already, by which later programs go. changes: fields."""
+        step = self.step
+        grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
+        fixed = {}
+        if store is not None:
+            fixed = {held.name: held.sharding for key, held in store.held.items() if key.startswith("parameter:")}
+        ask: dict[str, Any] = dict(
+            module=self.module, function=self.traced.function, signature=self.traced.signature, args=args, kwargs=kwargs,
+            mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
+            clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
+            batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
+            autocast=calling.autocast_state(), fixed=fixed, dynamic=self.dynamic, schedule=self.options.schedule,
+            pp_splits=tuple(self.options.pp_splits or ()), memory_budget=self.options.memory_budget,
+            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices,
+        )  # fmt: skip
+        return Request(**{**ask, **changes})
+
+    def _microbatches(self, grad: bool) -> int | None:
+        """None: as many as are predicted to be fastest, which a pipeline alone can tell."""
+        step = self.step
+        asked = step.microbatches if step is not None else None if grad else self.options.microbatches
+        if asked is not None:
+            return asked
+        if self.mesh.pipeline_axis is None or (grad and step is None) or self.dynamic:
+            return 1
+        return None if step is None or step.batch_mix == "refuse" else 1  # with a mean of parts another number is another meaning
+
+    def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return any(p.requires_grad for p in self.module.parameters()) or any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        )

@@ -1,0 +1,185 @@
+"""The compilations of one program: one for each kind of call, kept under its key; compiled once, loaded, found again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshc.api.asked import Asked
+from meshc.api.world import World
+from meshc.errors import InputError, MeshcError, StateError
+from meshc.frontend import calling, side_effects
+from meshc.optimizer.optimizer import changes, describe
+from meshc.passes.driver import hooks
+from meshc.passes.driver.pipeline import compile_program, specialised
+from meshc.passes.phases.draft import Draft, Request
+from meshc.program import instance
+from meshc.program.program import Program as Compiled
+from meshc.runtime.agreement import agreed
+from meshc.runtime.agreement.compare import Disagreement
+from meshc.runtime.failure.board import listening
+from meshc.runtime.run.executor import Executor
+from meshc.runtime.run.session import Session
+from meshc.runtime.simulator.passcheck import PassCheck
+from meshc.runtime.state.ownership import calls_allowed, guard_calls
+from meshc.runtime.state.store import Store
+
+WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT)
+"""Words of the notes of a compilation that are warnings."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One of them.
+
+    program  at the sizes of its calls
+    general  what serves all dynamic sizes; without any, `program`
+    session  the program at work on this rank; None without a process group
+    """
+
+    program: Compiled
+    general: Compiled
+    draft: Draft
+    session: Session | None
+
+
+class Compilations:
+    """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches."""
+
+    def __init__(self, asked: Asked, world: World) -> None:
+        self.asked, self.world = asked, world
+        self.spec = describe(asked.step.optimizers) if asked.step else None
+        self.kept: dict[Any, Compilation] = {}
+        self.general: dict[Any, tuple[Compiled, Draft]] = {}
+        self.seconds: dict[str, float] = {}
+        """By pass, of the last that was compiled."""
+        self.store: Store | None = None
+        self._known: list[str] = []
+        self._last: Compilation | None = None
+
+    @property
+    def last(self) -> Compilation:
+        """The one that was called last."""
+        if self._last is None:
+            raise StateError("nothing is compiled yet: call the program, or give example inputs to meshc.compile")
+        return self._last
+
+    def guarded(self, what: str) -> Any:
+        """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
+        return self.world.guarded(what, self.store.step if self.store else 0)
+
+    def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """What a call passes, by name, and the key of its compilation; a part of another shape is refused."""
+        asked = self.asked
+        with self.world.refusable():
+            args, kwargs = asked.by_name(args, kwargs)
+            if asked.dynamic:
+                asked.dynamic.sizes(asked.shapes(*asked.whole((args, kwargs))))
+            elif asked.inputs == "local" and self._known:
+                self._refuse_other_shapes(args, kwargs)
+            return args, kwargs, asked.key(args, kwargs, self.spec)
+
+    def _refuse_other_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """With inputs="local", a part of another shape would stop the other ranks: it is refused, before anything is sent."""
+        mine = calling.describe_inputs(args, kwargs)
+        if mine not in self._known:
+            raise InputError(calling.unequal_parts(f"this rank passed {mine}; the program takes {' or '.join(self._known)}"))
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Compilation:
+        """The compilation for a call that `admit` has taken. All ranks call it."""
+        if key not in self.kept:
+            with self.guarded("compile"):
+                if self.world.board is not None:
+                    self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
+                self.kept[key] = self._compile(args, kwargs, key)
+                self._known.append(calling.describe_inputs(args, kwargs))
+                if self.asked.dynamic and len(self.kept) > instance.KEPT:
+                    del self.kept[next(iter(self.kept))], self._known[0]
+        self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
+        return self._last
+
+    def _refusal(self, difference: Disagreement) -> MeshcError:
+        if difference.field != agreed.INPUTS:
+            return StateError(str(difference))
+        if difference.alone:
+            text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {' or '.join(self._known)}"
+        else:
+            text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
+        if self.asked.inputs == "local":
+            return InputError(calling.unequal_parts(text))
+        return InputError(
+            f'inputs="global" takes the same inputs on every rank: {text}\n'
+            '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
+        )
+
+    # -------------------------------------------------------------------------------------------------------------- compiling
+
+    def request(self, args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any) -> Request:
+        """What the passes are asked for now; changes: fields of the request."""
+        store = self.store or Store.of(self.asked.module)
+        return self.asked.request(args, kwargs, self.spec, store, **changes)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Compilation:
+        asked = self.asked
+        if self.kept and self.spec is not None and asked.step is not None:
+            lines = changes(next(reversed(self.kept))[2], key[2])
+            if lines:
+                warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=5)
+                self.spec = describe(asked.step.optimizers)
+        examples = asked.whole((args, kwargs))
+        general_key = asked.general_key(args, kwargs, key)
+        if general_key not in self.general:
+            self.general[general_key] = self._compile_general(*examples)
+        general, draft = self.general[general_key]
+        with self.world.refusable():
+            own = instance.fitting(general, dict(asked.shapes(*examples)))
+        return Compilation(own, general, draft, self._load(own, general, draft) if self.world.has_ranks else None)
+
+    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Draft]:
+        asked = self.asked
+        request = self.request(args, kwargs)
+        hook = hooks.hook(asked, PassCheck())
+        with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
+            if request.grad and asked.step is None:
+                calling.refuse_partial_storage(asked.plan)
+                calling.refuse_stages(asked.mesh)
+            compiled, draft = compile_program(request, listening(self.world.board, hook))
+        for note in compiled.notes:
+            if any(words in note for words in WARNED):
+                warnings.warn(note, stacklevel=6)
+        self.seconds = dict(draft.seconds)
+        return compiled, draft
+
+    def _load(self, compiled: Compiled, general: Compiled, draft: Draft) -> Session:
+        """`compiled` at work on this rank; `general` is what serves all sizes, if some are dynamic."""
+        asked, world = self.asked, self.world
+        world.agree_on_program(compiled, asked.module)
+        first = Store.of(asked.module) is None
+        owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
+        store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
+        if isinstance(asked.what, nn.Module) or asked.step is not None:
+            guard_calls(asked.module)
+        if asked.step is not None:
+            store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
+            self.spec = None if self.spec is None else self.spec.of_live(store.live)
+            draft.request = replace(draft.request, optimizer=self.spec)
+        if first:
+            seed = torch.initial_seed() if asked.options.seed is None else asked.options.seed
+            store.seed = world.from_rank_0(lambda: seed)
+        coordinates = asked.mesh.coordinates(dist.get_rank())
+        executor = Executor(compiled, world.groups, coordinates, world.device, world.board, asked.backend)
+        make = partial(_specialised, compiled, general, draft)
+        return Session(compiled, store, executor, draft.output_tree, asked.options.cuda_graph, make, asked.options.check_inputs)
+
+
+def _specialised(compiled: Compiled, general: Compiled, draft: Draft, received: Collection[str]) -> Compiled:
+    """`compiled` with the backward for the outputs that received gradients."""
+    shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
+    return instance.fitting(specialised(general, draft, received), shapes)

@@ -1,0 +1,60 @@
+"""`meshc.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshc.api.asked import Asked
+from meshc.api.handle import Program
+from meshc.api.options import Options
+from meshc.api.world import World
+from meshc.frontend import admission, calling
+from meshc.ir.mesh import Mesh
+from meshc.runtime.agreement.compare import together
+from meshc.runtime.failure.board import announce
+from meshc.runtime.run.train_step import TrainStep
+
+DEFAULTS = Options()
+
+
+def compile(
+    what: nn.Module | TrainStep | Callable[..., Any],
+    mesh: Any,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    plan: Any = "auto",
+    inputs: str = "global",
+    outputs: str = "plain",
+    backend: str = "eager",
+    names: Mapping[str, Sequence[str | None]] | None = None,
+    options: Options = DEFAULTS,
+) -> Program:
+    """Compile a module, a TrainStep or a function for a mesh.
+
+    mesh      a torch.distributed.DeviceMesh with axis names, or a `meshc.Mesh("dp=2,tp=4")`, which needs no process group
+    args, kwargs  example inputs, as in torch.export; meta tensors will do. A module with trainable parameters needs them
+    plan      "auto" (each axis's role), a recipe ("fsdp+megatron_sp"), or lines of the plan grammar (docs/plans.md)
+    inputs    "global": the same whole tensors on every rank. "local": each rank's part of the batch
+    outputs   "plain": whole tensors come back. "dtensor": they stay as they lie
+    backend   "eager", or "inductor" for compiled regions between collectives
+    names     names for dims of inputs: {"input_ids": ("batch", "seq")}
+
+    Raises PlanError, CaptureError, CompileError or StateError, each saying what to change.
+    """
+    board = announce()
+    if isinstance(mesh, Mesh) and mesh.device_mesh is None:
+        board = None
+    with together(board, "compile"):
+        admission.refuse_examples(args, kwargs)
+        args, kwargs = tuple(args), dict(kwargs or {})
+        asked = Asked(what, mesh, plan, inputs, outputs, backend, names, options)
+        program = Program(asked, World(asked.mesh, board))
+        if not args and not kwargs and asked.step is None:
+            calling.refuse_unknown_inputs(asked.module)
+    if args or kwargs:
+        program.prepare(args, kwargs)
+    return program

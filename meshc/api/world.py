@@ -1,0 +1,107 @@
+"""The process group that a program lives under: its groups, what ranks say to each other beside the program, one thread at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshc.errors import MeshcError, StateError
+from meshc.frontend import calling
+from meshc.ir.mesh import Mesh
+from meshc.program.program import Program as Compiled
+from meshc.runtime.agreement import agreed
+from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, refusable, together
+from meshc.runtime.comm.groups import Groups
+from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.failure.turn import Turn
+from meshc.text import show
+
+Context = contextlib.AbstractContextManager[Any]
+
+
+class World:
+    """Of one program; without a process group every one of its contexts is one thread's turn, or nothing.
+
+    board   where ranks say that they have failed; None without a process group
+    """
+
+    def __init__(self, mesh: Mesh, board: FailureBoard | None) -> None:
+        self.mesh, self.board = mesh, board
+        self._turn = Turn()
+        self._groups: Groups | None = None
+        self._under = dist.group.WORLD if dist.is_available() else None
+        if mesh.device_mesh is not None:
+            calling.refuse_other_world(mesh, dist.get_world_size())
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether programs run here; a mesh without a process group is compiled for only."""
+        return self.mesh.device_mesh is not None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.mesh.device_type == "cuda" else torch.device("cpu")
+
+    @property
+    def groups(self) -> Groups:
+        """Made when they are first asked for, which all ranks do at once: making groups waits for them, and nothing wakes who waits."""
+        if self._groups is None:
+            assert self.mesh.device_mesh is not None
+            sizes = {axis.name: axis.size for axis in self.mesh.axes}
+            self._groups = Groups(sizes, dist.get_rank(), dist.get_world_size(), self.mesh.device_mesh)
+        return self._groups
+
+    def guarded(self, what: str, step: int = 0) -> Context:
+        """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
+        return self._turn.taken(what) if self.board is None else self.board.guard(step, what)
+
+    def refusable(self) -> Context:
+        """What is raised in it, before anything is sent, is told to the others, who are not waiting yet."""
+        return refusable(self.board)
+
+    def together(self, what: str) -> Context:
+        """A context that all ranks enter: what one refuses, all raise."""
+        return together(self.board, what)
+
+    def from_rank_0(self, work: Callable[[], Any]) -> Any:
+        """What rank 0 makes of it, on every rank; what it raises, all raise."""
+        return from_rank_0(self.board, work)
+
+    def begin(self, what: str) -> None:
+        """From here on this rank sends: one that refuses this call sees that it is alone."""
+        if self.board is not None:
+            self.board.begin(what)
+
+    def agree(self, what: str, mine: dict[str, str], **how: Any) -> None:
+        """That all ranks say the same. Raises what `error` in `how` makes of a difference; without ranks there is none."""
+        if self.board is not None:
+            agree(self.board, what, mine, **how)
+
+    def agree_on_request(self, mine: dict[str, str], refusal: Callable[[Disagreement], MeshcError]) -> None:
+        """Before a compilation: that every rank is about to make it, for the same inputs and the same model."""
+        self.agree("compile", mine, advice=agreed.advice, ahead=agreed.INPUTS, error=refusal)
+
+    def agree_on_program(self, compiled: Compiled, module: nn.Module) -> None:
+        """After it: that every rank has compiled the same."""
+        if self.board is not None:
+            same = {agreed.COMPILED: show.hash_program(compiled)}
+            self.agree("compile", same, advice=agreed.advice, behind=partial(agreed.behind, compiled, module))
+
+    def refuse_call(self) -> None:
+        """Raises StateError where no program can run: without a process group, or under another than it was compiled for."""
+        if not self.has_ranks:
+            raise StateError(
+                f'this program was compiled for meshc.Mesh("{self.mesh}") without a process group: look at it, verify it, save it.\n'
+                "  what to do: save it and start `torchrun ... -m meshc run PATH`, or compile with a DeviceMesh under torchrun"
+            )
+        if dist.group.WORLD is not self._under:
+            raise StateError(
+                "the process group that this program was compiled under has been destroyed, and its groups with it\n"
+                "  what to do: call it before torch.distributed.destroy_process_group(), or compile again under the new group"
+            )
