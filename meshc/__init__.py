@@ -1,6 +1,6 @@
 """meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
 
-from meshc.api.compile import compile
+from meshc.api.compile import TrainStep, compile
 from meshc.api.handle import Program
 from meshc.api.options import Options
 from meshc.api.rules import register_rule
@@ -22,7 +22,6 @@ from meshc.errors import (
 from meshc.ir.mesh import Mesh
 from meshc.package import __version__
 from meshc.plan.plan import Plan
-from meshc.runtime.run.train_step import TrainStep
 
 __all__ = [
     "ArtifactError",
