@@ -16,7 +16,7 @@ SEED ?= 0
 # How long `make attack` goes on.
 SECONDS ?= 3600
 
-.PHONY: venv demo test test-gpu lint bench golden golden-accept matrix zoo fuzz attack conformance placements pipelines clean
+.PHONY: venv demo test test-broad test-gpu lint bench golden golden-accept matrix zoo fuzz attack conformance placements pipelines clean
 
 venv: $(STAMP)
 
@@ -30,8 +30,12 @@ demo: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not processes and not gpu"
-	$(RUN) -m pytest --durations 20 -m "processes and not gpu"
+	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not processes and not gpu and not broad"
+	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "processes and not alone and not gpu and not broad"
+	$(RUN) -m pytest --durations 20 -m "alone and not gpu and not broad"
+
+test-broad: $(STAMP)
+	$(RUN) -m pytest --durations 20 -m "broad and not gpu"
 
 test-gpu: $(STAMP)
 	$(RUN) -m pytest -m gpu

@@ -209,7 +209,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_with_dropout_between_them(kind: type[nn.RNNBase], first: bool) -> None:
     torch.manual_seed(0)
-    x = torch.randn(3, 6, 5) if first else torch.randn(6, 3, 5)
+    x = torch.randn(7, 3, 5) if first else torch.randn(3, 7, 5)
     model = Recurrent(kind, batch_first=first, bidirectional=first)
     names = {"x": ("batch", "seq", None) if first else ("seq", "batch", None)}
     program = meshc.compile(model, meshc.Mesh("dp=2"), kwargs={"x": x}, names=names)

@@ -28,7 +28,9 @@ from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, captured, verify
 SAMPLE = sorted(random.Random(4).sample(list(itertools.product(FAMILIES, SCHEDULES, MESHES)), 10))
 
 
-@pytest.mark.parametrize("family, schedule, mesh", SAMPLE)
+@pytest.mark.parametrize(
+    "family, schedule, mesh", [pytest.param(*cell, marks=[pytest.mark.broad] * (index % 2)) for index, cell in enumerate(SAMPLE)]
+)
 def test_a_sample_of_the_table(family: str, schedule: str, mesh: str) -> None:
     assert verify(family, schedule, mesh).ok
 

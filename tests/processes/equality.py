@@ -36,6 +36,8 @@ TWO = (
 INDUCTOR = (
     Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),
     Sample("nanogpt", "dp_shard=2", backend="inductor"),
+)
+INDUCTOR_LLAMA = (
     Sample("llama", "tp=2", "megatron_sp", backend="inductor"),
 )
 FOUR = (
@@ -79,7 +81,7 @@ def _loss_of(case):  # type: ignore[no-untyped-def]
 
 def run(which: str) -> None:
     dist.init_process_group("gloo")
-    for sample in {"two": TWO, "four": FOUR, "inductor": INDUCTOR}[which]:
+    for sample in {"two": TWO, "four": FOUR, "inductor": INDUCTOR, "inductor_llama": INDUCTOR_LLAMA}[which]:
         line = check(sample)
         if line:
             print(line, flush=True)

@@ -11,7 +11,7 @@ import pytest
 from tests.processes.ending import BUSY_S, PROMISED_S
 from tests.runtime.launch import Run, launch
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 def ends(run: Run, culprit: int) -> None:

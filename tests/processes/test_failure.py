@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.launch import Run, launch
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(600)]
 
 STOPPED = 3  # the exit code of a rank that was told why
 

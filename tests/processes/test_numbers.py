@@ -6,7 +6,7 @@ import pytest
 
 from tests.runtime.launch import Run, launch
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(300)]
 
 TOLD = 3  # the exit code of a rank that was told while it ran
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.launch import launch
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(400)]
 
 
 def test_what_ranks_did_is_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.launch import Run, launch
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 STEPS = "tests.runtime.programs:steps"
 

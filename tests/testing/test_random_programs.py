@@ -1,4 +1,5 @@
-"""200 random cases; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is found and made small."""
+"""100 random cases, 200 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
+found and made small."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from meshc.testing.sketch import Leaf, Sketch, Step, module, text
 PROGRAMS_A_TEST = 5
 
 
-@pytest.mark.parametrize("first", range(0, 40, PROGRAMS_A_TEST))
+@pytest.mark.parametrize(
+    "first", [*range(0, 20, PROGRAMS_A_TEST), *(pytest.param(n, marks=pytest.mark.broad) for n in range(20, 40, PROGRAMS_A_TEST))]
+)
 def test_random_cases(first: int) -> None:
     outcomes = [found for seed in range(first, first + PROGRAMS_A_TEST) for _, found in run_program(seed)]
     assert [found.why for found in outcomes if found.failed] == []

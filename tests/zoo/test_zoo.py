@@ -18,7 +18,12 @@ SAMPLE = (
 """One of each way to be unlike a decoder: two caches, channels, levels with skips, torch's own layers, bags, scatters, states."""
 
 
-@pytest.mark.parametrize("name, mesh", SAMPLE, ids=[key(*cell) for cell in SAMPLE])
+SLOW = ("t5", "unet")
+
+
+@pytest.mark.parametrize(
+    "name, mesh", [pytest.param(*cell, id=key(*cell), marks=[pytest.mark.broad] * (cell[0] in SLOW)) for cell in SAMPLE]
+)
 def test_a_family_means_what_it_means_and_is_split(name: str, mesh: str) -> None:
     row = run(name, mesh)
     assert (row["inference"], row["training"]) == ("ok", "ok")
