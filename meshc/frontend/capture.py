@@ -1,7 +1,7 @@
 """The only file that knows how torch traces: a model to one torch-level graph, and that graph to one ATen graph with its backward.
 
 Tracing happens on fake CPU tensors of global shape, whatever device the model lives on (meta parameters silently give no gradients, fake
-cuda tensors abort on a CPU build). Two private entry points of torch are used, and `tests/test_capture.py` is their canary:
+cuda tensors abort on a CPU build). Two private entry points of torch are used, and `tests/frontend/test_capture.py` is their canary:
 `torch._dynamo.functional_export._dynamo_graph_capture_for_export` and `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`.
 They are imported where they are used: they take a quarter of the time of `import meshc`, and what runs a saved program needs neither.
 """

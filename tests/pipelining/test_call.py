@@ -26,7 +26,7 @@ from meshc.program.program import Port, Program, Stage
 from meshc.report.account import link_accounts, stage_accounts
 from tests.cost.building import ROUND, Building
 from tests.models import Case, nanogpt
-from tests.test_summary import cell
+from tests.report.test_summary import cell
 
 aten = torch.ops.aten
 MB = 4_000_000  # of each value, 1000 x 1000 numbers

@@ -1,7 +1,7 @@
 """Ranks that stop in the middle of something: where, how, and what the others do about it.
 
     run("step", "kill", "1")                    what a rank of a launch does: rank 1 is killed in its third step
-    python -m tests.processes.ending            the table of all places and deeds, by plain processes and under torchrun (192 rows)
+    python -m tests.processes.ending            the table of all places and deeds, by plain processes and under torchrun (196 rows)
     python -m tests.processes.ending step kill  the rows with these words
     python -m tests.processes.ending --rows 4   four rows at once, which is the default: a row mostly waits
 

@@ -18,7 +18,7 @@ from meshc.files.seal import sealed
 from meshc.runtime.saved.saved_state import load_model
 from tests.models import llama, mlp
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 MODEL = '''
 import torch

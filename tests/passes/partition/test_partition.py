@@ -31,7 +31,7 @@ from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.brute_force import check_record
 from meshc.testing.tiles import assemble, tiles
 from tests.graphs import trace
-from tests.passes.test_factorize import LSTM, MIXTURE, fused_by_split, fused_by_view, lstm, mixture
+from tests.passes.place.test_factorize import LSTM, MIXTURE, fused_by_split, fused_by_view, lstm, mixture
 
 ours = torch.ops.meshc
 MESHES = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"), Mesh("a=2,b=2"), Mesh("a=3,b=2"))

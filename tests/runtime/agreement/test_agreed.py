@@ -124,7 +124,7 @@ def test_a_description_has_no_addresses_and_no_order() -> None:
 
     text = agreed.stable(given(["a", "b", "c"]))
     assert text == agreed.stable(dict(reversed(given(["c", "b", "a"]).items()))) and "0x" not in text
-    assert "'set': {'a', 'b', 'c'}" in text and "partial of tests.test_agreed.described [] {'plan': 'x'}" in text, text
+    assert "'set': {'a', 'b', 'c'}" in text and "partial of tests.runtime.agreement.test_agreed.described [] {'plan': 'x'}" in text, text
 
 
 def test_inputs_are_compared_when_the_option_says() -> None:
