@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zbv, ...; by default the one predicted to be fastest")
     told = "modules at which the second and further stages of a pipeline begin; by default stages of equal time"
     one.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
+    one.add_argument("--stages-per-rank", metavar="N", type=int, help="of a pipeline; by default as many as the schedule wants")
     one.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
     one.add_argument("--no-weights", action="store_true", help="save the program alone")
     one.set_defaults(run=_compile)
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("path")
     one.add_argument("--stage", help="only this stage")
     one.add_argument("--summary", action="store_true", help="tables instead of text")
+    one.add_argument("--device", metavar="NAME", help="whose times the summary predicts (a100, h100, h200, b200); default: the mesh's")
     told = "write what a call is predicted to look like: .svg, .json (a trace), or a folder for both; PATH may be a trace to draw"
     one.add_argument("--timeline", metavar="FILE", help=told)
     one.set_defaults(run=_show)
@@ -189,7 +191,8 @@ def _compile(options: argparse.Namespace) -> None:
     differentiate = isinstance(what, TrainStep) or options.grad
     with nullcontext() if differentiate else torch.no_grad():
         asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs, backend=options.backend)
-        more = Options(seed=options.seed, schedule=options.schedule, pp_splits=options.pp_splits)
+        stages = dict(pp_splits=options.pp_splits, stages_per_rank=options.stages_per_rank)
+        more = Options(seed=options.seed, schedule=options.schedule, **stages)
         program = compile.compile(what, mesh, **asked, options=more)
     out = Path(options.out or f"{options.target.rpartition(':')[2]}.meshc")
     program.save(out, weights=not options.no_weights)
@@ -211,7 +214,7 @@ def _show(options: argparse.Namespace) -> None:
         draw.write(line, options.timeline)
         print(_harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
     elif options.summary:
-        print(_harmless(summary.summary(program)))
+        print(_harmless(summary.summary(program, options.device)))
     elif options.stage is not None:
         print(_harmless(show.print_stage(program.stages[options.stage], program)), end="")
     else:
@@ -236,7 +239,8 @@ def _verify(options: argparse.Namespace) -> None:
         raise PlanError(f"{options.path} is {said}, but {options.model} returns {given}")
     mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
-        asked = Options(schedule=saved.info.get("schedule"), pp_splits=saved.info.get("pp_splits") or None)
+        splits, each = saved.info.get("pp_splits") or None, saved.info.get("stages_per_rank")
+        asked = Options(schedule=saved.info.get("schedule"), pp_splits=splits, stages_per_rank=each)
         inputs = saved.info.get("inputs", "global")
         program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=inputs, options=asked)
         if same_program(saved, program.general):

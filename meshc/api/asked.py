@@ -144,7 +144,8 @@ class Asked:
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, dynamic=self.dynamic, schedule=self.options.schedule,
-            pp_splits=tuple(self.options.pp_splits or ()), memory_budget=self.options.memory_budget,
+            pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
+            memory_budget=self.options.memory_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices,
         )  # fmt: skip
         return Request(**{**ask, **changes})

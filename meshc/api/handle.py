@@ -157,9 +157,9 @@ class Program:
     def __str__(self) -> str:
         return show.print_program(self.general)
 
-    def summary(self) -> str:
-        """Tables: parameters with placements and bytes per rank; stages; collectives by kind, axis, count and bytes; memory; time."""
-        return summary.summary(self.compiled)
+    def summary(self, device: str | None = None) -> str:
+        """Tables: parameters with placements and bytes per rank; stages; collectives; memory; time, on `device` ("h100") or the mesh's."""
+        return summary.summary(self.compiled, device)
 
     def timeline(self, path: str | Path | None = None) -> Timeline:
         """What a call is predicted to look like: when each rank of the pipeline runs which stage on which microbatch, and what it sends.

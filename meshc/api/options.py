@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ class Options:
                    {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
     pp_splits      names of modules at which the second and further stages of a pipeline begin: ["model.layers.8", ...];
                    default: stages of equal predicted time
-    schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), or each rank's list as text; default: the one predicted to
-                   be fastest among those that fit
+    schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), each rank's list as text, or a function of (ranks, stages,
+                   microbatches, costs) that returns each rank's actions (docs/add-a-schedule.md), the same on every rank; default: the one
+                   predicted to be fastest among those that fit
+    stages_per_rank  how many stages of a pipeline each rank has, of equal predicted time; default: as many as the schedule wants
     microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best that fits.
                    A TrainStep has its own
     memory_budget  bytes that a rank of a pipeline may hold: what holds more is not chosen, and refused if it is named; default: a GPU's
@@ -36,7 +38,8 @@ class Options:
     cuda_graph: str | bool = "auto"
     dynamic: Any = None
     pp_splits: Sequence[str] | None = None
-    schedule: str | None = None
+    schedule: str | Callable[..., Any] | None = None
+    stages_per_rank: int | None = None
     microbatches: int | None = None
     memory_budget: int | None = None
     check_inputs: int | None = None
@@ -44,12 +47,14 @@ class Options:
     check_indices: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("microbatches", "memory_budget"):
+        for name in ("microbatches", "memory_budget", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Options({name}={value}): at least 1")
         if self.check_inputs is not None and self.check_inputs < 0:
             raise PlanError(f"Options(check_inputs={self.check_inputs}): 0 (never), 1 (every call) or more")
+        if self.schedule is not None and not isinstance(self.schedule, str) and not callable(self.schedule):
+            raise PlanError(f"Options(schedule={self.schedule!r}): a schedule's name, its text, or a function that makes its lists")
         if isinstance(self.pp_splits, str):
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         dynamic.read(self.dynamic)

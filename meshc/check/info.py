@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
+from meshc.ir import bounds
+
 
 def faults_of_info(info: Mapping[str, Any], axes: Collection[str]) -> Iterator[str]:
     """A message for every entry that is not what its reader takes; `axes` are those of the mesh that split anything. Entries that nobody
@@ -57,6 +59,7 @@ _ENTRIES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "numbers": (_by_name(_is_number), "numbers by name"),
     "fresh": (_by_name(lambda value: value is None or _is_number(value)), "numbers, or null, by name"),
     "schedule": (lambda value: value is None or _is_text(value), "a schedule's name"),
+    "stages_per_rank": (lambda value: type(value) is int and 0 < value <= bounds.MOST_STAGES, "a number of stages"),
     "pp_splits": (lambda value: value is None or _are(_is_text)(value), "modules' names"),
     "output_paths": (_are(_is_text), "a list of paths"),
     "work": (_are(_is_row), "rows of a module, an operator, a phase, its arithmetic, and what each axis does of it"),

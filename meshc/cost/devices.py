@@ -108,6 +108,11 @@ def device(name: str) -> Device:
     return _pick(name, _table())
 
 
+def named(name: str) -> Device:
+    """A device by its name: as `meshc calibrate` has measured it for this user, else of the table. Raises PlanError, with those known."""
+    return _pick(name, {**_table(), **calibrated()})
+
+
 def for_mesh(mesh: Mesh) -> Device:
     """The device that a rank of the mesh has, as far as it is known here.
 

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from meshc import ir
 from meshc.cost import memory, work
 from meshc.cost.call import MODES, predicted
-from meshc.cost.devices import for_mesh
+from meshc.cost.devices import Device, for_mesh, named
 from meshc.cost.flops import flops
 from meshc.cost.links import payload
 from meshc.cost.padding import padding
@@ -69,10 +69,11 @@ def collectives(program: Program) -> list[CollectiveUse]:
     return found
 
 
-def summary(program: Program) -> str:
-    """What a user wants to know of a compiled program before running it."""
-    tables = (_head, _parameters, _pipeline, _collectives, _memory, _time, _work, _padding, _notes)
-    blocks = [table(program) for table in tables]
+def summary(program: Program, device: str | None = None) -> str:
+    """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's."""
+    on = for_mesh(program.mesh) if device is None else named(device)
+    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), _memory(program), _time(program, on)]
+    blocks += [_work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -168,18 +169,18 @@ def gradient_shardings(program: Program) -> dict[str, Sharding]:
 # ------------------------------------------------------------------------------------------------------------------------- pipeline
 
 
-def _pipeline(program: Program) -> str:
+def _pipeline(program: Program, device: Device) -> str:
     """The schedule, its stages, and what goes between its ranks."""
     pipeline = program.pipeline
     if pipeline is None:
         return ""
-    line = predicted(program)
+    line = predicted(program, device)
     rows = [
         [
             one.stage, one.rank, ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
             seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}",
         ]
-        for one in stage_accounts(program)
+        for one in stage_accounts(program, device)
     ]  # fmt: skip
     headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
     schedule = pipeline.schedule
@@ -258,8 +259,7 @@ def _share(part: float, whole: float) -> str:
 # ----------------------------------------------------------------------------------------------------------------------------- time
 
 
-def _time(program: Program) -> str:
-    device = for_mesh(program.mesh)
+def _time(program: Program, device: Device) -> str:
     takes = program_seconds(program, device)
     rows = [("computing", takes.compute), *((f"communicating over {axes}", one) for axes, one in takes.communication.items())]
     if program.pipeline is not None:

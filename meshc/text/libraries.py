@@ -18,9 +18,9 @@ from meshc.errors import ArtifactError
 OWN: Final = ("aten", "meshc")
 """Libraries whose operators are listed one by one."""
 TORCHS: Final = frozenset(
-    "prim prims c10d _c10d_functional _c10d_functional_autograd _dtensor debugprims rngprims inductor onednn mkldnn mkldnn_prepacked mkl "
-    "quantized quantized_decomposed higher_order profiler symm_mem streams xnnpack metal vulkan prepacked static_runtime cuda bundled "
-    "_quantized _caffe2 _test aten_backup fsdp sparse export dist _inductor_test".split()
+    "torch prim prims c10d _c10d_functional _c10d_functional_autograd _dtensor debugprims rngprims inductor onednn mkldnn "
+    "mkldnn_prepacked mkl quantized quantized_decomposed higher_order profiler symm_mem streams xnnpack metal vulkan "
+    "prepacked static_runtime cuda bundled _quantized _caffe2 _test aten_backup fsdp sparse export dist _inductor_test".split()
 )
 """Libraries of torch's whose operators no program needs, and which reach processes, groups or memory."""
 
@@ -58,7 +58,7 @@ def forbidden(name: str) -> str:
     """Why an operator of a library that nobody has allowed may not be named, and what to do."""
     library = name.partition(".")[0]
     return (
-        f"the operator {name} is of {library}, a library that is neither torch's nor meshc's, and nobody has allowed it\n"
+        f"the operator {name} is not on the allow-list: the library {library} is neither torch's nor meshc's, and nobody has allowed it\n"
         f"  what to do: if you trust its operators with whatever this program gives them, --allow {library}, which imports the module "
         f"{library} (--allow {library}=MODULE another)"
     )

@@ -420,9 +420,19 @@ def finish(draft: Draft) -> Program:
             "inputs": request.inputs, "outputs": request.outputs,
             "work": [row.plain() for row in work.account(draft)],
             **({"batch_mix": request.batch_mix} if draft.parts is not None else {}),
-            **({"schedule": request.schedule, "pp_splits": list(request.pp_splits)} if draft.pipeline is not None else {}),
+            **_pipeline_asked(draft),
         },
     )
+
+
+def _pipeline_asked(draft: Draft) -> dict[str, Any]:
+    """What compiling a pipeline again takes; of a function the schedule that it has made."""
+    request, pipeline = draft.request, draft.pipeline
+    if pipeline is None:
+        return {}
+    made = request.schedule if request.schedule is None or isinstance(request.schedule, str) else str(pipeline.schedule)
+    each = {"stages_per_rank": request.stages_per_rank} if request.stages_per_rank is not None else {}
+    return {"schedule": made, "pp_splits": list(request.pp_splits), **each}
 
 
 def _unlisted(draft: Draft) -> list[str]:

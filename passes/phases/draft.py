@@ -20,6 +20,7 @@ from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors
 from meshc.passes.phases.names import Names
+from meshc.passes.schedules.kind import Lists
 from meshc.pipelining.cut import Pipeline
 from meshc.plan.plan import Plan
 from meshc.program.parts import Parts
@@ -36,7 +37,8 @@ class Request:
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
     dynamic       which dims of the inputs are left open
-    schedule      of a pipeline: a name, or each rank's list as text
+    schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
+    stages_per_rank  of a pipeline; None: as many as the schedule wants
     memory_budget  bytes that a rank of a pipeline may hold; None: of a GPU its memory, which bounds only what is not named
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
@@ -64,7 +66,8 @@ class Request:
     batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
     dynamic: DynamicDims = DynamicDims()
-    schedule: str | None = None
+    schedule: str | Lists | None = None
+    stages_per_rank: int | None = None
     pp_splits: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
     memory_budget: int | None = None

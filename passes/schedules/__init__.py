@@ -62,11 +62,35 @@ def build(
         function, name = kind.lists, kind.name
     else:
         stages = ranks if stages is None else stages
-        function, name = wanted, getattr(wanted, "__name__", "the schedule")
-    lists = [list(actions) for actions in function(ranks, stages, microbatches, costs)]
-    if len(lists) != ranks:
-        raise ScheduleError(f"{name} made lists for {len(lists)} ranks; the pipeline has {ranks}")
-    for rank, position, item in ((r, p, item) for r, actions in enumerate(lists) for p, item in enumerate(actions)):
-        if not isinstance(item, Action):
-            raise ScheduleError(f"{name}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards")
-    return connect(lists, chain(stages) if links is None else links, name)
+        kind = of_function(wanted, stages_per_rank=None)
+        function, name = kind.lists, kind.name
+    return connect(function(ranks, stages, microbatches, costs), chain(stages) if links is None else links, name)
+
+
+def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = True) -> Kind:
+    """A user's function as a schedule; what it makes is looked at each time it is asked. It is asked with costs and without, and must
+    make the same of the same numbers on every rank."""
+    name = getattr(function, "__name__", "") or type(function).__name__
+
+    def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> list[list[Action]]:
+        asked = f"{name}(ranks={ranks}, stages={stages}, microbatches={microbatches}, costs)"
+        try:
+            made = [list(actions) for actions in function(ranks, stages, microbatches, costs)]
+        except ScheduleError:
+            raise
+        except Exception as error:  # the user's code
+            raise ScheduleError(
+                f"{asked} raised {type(error).__name__}: {error}\n  what to do: return a list of Actions for each rank "
+                "(docs/add-a-schedule.md); a ScheduleError says that the numbers do not suit"
+            ) from error
+        if len(made) != ranks:
+            raise ScheduleError(f"{asked} made lists for {len(made)} ranks; the pipeline has {ranks}")
+        for rank, position, item in ((r, p, item) for r, actions in enumerate(made) for p, item in enumerate(actions)):
+            if not isinstance(item, Action):
+                raise ScheduleError(f"{asked}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards")
+        missing = sorted(set(range(stages)) - {item.stage for actions in made for item in actions})
+        if missing:
+            raise ScheduleError(f"{asked}: no rank runs stage {missing[0]}")
+        return made
+
+    return Kind(name, lists, source="the user's own function", stages_per_rank=stages_per_rank, trains=trains)

@@ -27,7 +27,7 @@ def choose_microbatches(draft: Draft, run: Callable[[Draft], Draft]) -> int:
     if axis is None:
         return 1
     asked = draft.request.schedule
-    if asked is not None and ":" in asked:
+    if isinstance(asked, str) and ":" in asked:
         return parse(asked, ()).microbatches
     found: dict[int, float] = {}
     needs: list[Need] = []

@@ -14,7 +14,7 @@ from meshc.errors import CompileError, PlanError, ScheduleError
 from meshc.ir import records
 from meshc.passes import schedules
 from meshc.passes.phases.draft import Draft, Request
-from meshc.passes.schedules.kind import Kind
+from meshc.passes.schedules.kind import Kind, Lists
 from meshc.passes.stages.balance import best_cuts
 from meshc.passes.stages.homes import Home, Kinds, homes
 from meshc.passes.stages.places import Work
@@ -60,14 +60,15 @@ def shapes_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int], work: Wor
     """What the user asked for; else all schedules that can be, over stages of equal time, the one predicted to be fastest first."""
     trains = bool(found.backward)
     named = _named_cuts(draft.request, found) if draft.request.pp_splits else None
+    stages = _asked_stages(draft, named)
 
     def shaped(kind: Kind | str) -> Shape:
-        ranks = _ranks(draft, kind, None if named is None else len(named) + 1)
+        ranks = _ranks(draft, kind, stages)
         cuts = _balanced_cuts(work, len(ranks)) if named is None else named
         return Shape(cuts, ranks, kind, draft.request.count, trains, homes(found, cuts, numbers))
 
     if draft.request.schedule is not None:
-        return [shaped(_asked(draft.request.schedule, trains))]
+        return [shaped(_asked(draft.request.schedule, trains, stages, draft))]
     shapes = []
     for name in schedules.names():
         kind = schedules.get(name)
@@ -98,7 +99,7 @@ def _ranks(draft: Draft, kind: Kind | str, stages: int | None) -> tuple[int, ...
                 "  what to do: give each rank a line, and each microbatch its actions"
             )
         if stages not in (None, written.stages):
-            raise PlanError(f"pp_splits make {stages} stages, but the schedule is for {written.stages}")
+            raise PlanError(f"pp_splits or stages_per_rank make {stages} stages, but the schedule is for {written.stages}")
         return tuple(written.rank_of(stage) for stage in range(written.stages))
     stages = stages or kind.stages(axis.size)
     kind.refuse(axis.size, stages, count)
@@ -106,8 +107,25 @@ def _ranks(draft: Draft, kind: Kind | str, stages: int | None) -> tuple[int, ...
     return tuple(owner[stage] for stage in range(stages))
 
 
-def _asked(schedule: str, trains: bool) -> Kind | str:
-    """A schedule by name, or the text that the user wrote."""
+def _asked_stages(draft: Draft, named: tuple[int, ...] | None) -> int | None:
+    """How many stages the user wants: by the modules where they begin, or by their number on a rank; None: the schedule says."""
+    axis, each = draft.mesh.pipeline_axis, draft.request.stages_per_rank
+    assert axis is not None
+    if named is not None and each is not None and len(named) + 1 != each * axis.size:
+        raise PlanError(
+            f"pp_splits make {len(named) + 1} stages, but stages_per_rank={each} on {axis} is {each * axis.size}\n"
+            f"  what to do: name {each * axis.size - 1} modules in pp_splits, or leave stages_per_rank out"
+        )
+    return len(named) + 1 if named is not None else None if each is None else each * axis.size
+
+
+def _asked(schedule: str | Lists, trains: bool, stages: int | None, draft: Draft) -> Kind | str:
+    """A schedule by name or as a function, or the text that the user wrote."""
+    if not isinstance(schedule, str):
+        axis = draft.mesh.pipeline_axis
+        assert axis is not None
+        each = None if stages is None or stages % axis.size else stages // axis.size
+        return schedules.of_function(schedule, stages_per_rank=each if stages else 1, trains=trains)
     if ":" in schedule:
         return schedule
     kind = schedules.get(schedule)

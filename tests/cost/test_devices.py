@@ -15,7 +15,7 @@ from meshc.cost.devices import DTYPES, TABLE, Link, device, for_mesh, name_of, r
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.mesh import Mesh
 
-NAMES = ("cpu", "a100", "h100", "h200")
+NAMES = ("cpu", "a100", "h100", "h200", "b200")
 
 
 def test_the_table_has_every_figure_of_every_device() -> None:
@@ -54,7 +54,7 @@ def test_efficiency_stands_apart_from_peaks() -> None:
 
 
 def test_an_unknown_device_lists_those_that_there_are() -> None:
-    with pytest.raises(PlanError, match="device 'h300'; there are cpu, a100, h100, h200"):
+    with pytest.raises(PlanError, match="device 'h300'; there are cpu, a100, h100, h200, b200"):
         device("h300")
 
 
@@ -64,6 +64,7 @@ def test_an_unknown_device_lists_those_that_there_are() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA GH200 480GB", "nvidia-gh200-480gb"),
     ],
 )

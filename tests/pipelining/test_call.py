@@ -23,6 +23,7 @@ from meshc.pipelining.cut import Move, Pipeline
 from meshc.pipelining.schedule import Link
 from meshc.plan.plan import Plan
 from meshc.program.program import Port, Program, Stage
+from meshc.report import summary
 from meshc.report.account import link_accounts, stage_accounts
 from tests.cost.building import ROUND, Building
 from tests.models import Case, nanogpt
@@ -141,6 +142,15 @@ def test_stages_and_links() -> None:
 def step(case: Case, mesh: str, **options: object) -> meshc.Program:
     train = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss, microbatches=2)
     return meshc.compile(train, meshc.Mesh(mesh), kwargs=case.call_kwargs, options=meshc.Options(**options))  # type: ignore[arg-type]
+
+
+def test_a_summary_prices_for_any_device_of_the_table() -> None:
+    told = {name: summary.summary(by_hand(), name) for name in ("a100", "h100", "h200", "b200", "cpu")}
+    assert all(f"predicted time of a call ({name}: " in text for name, text in told.items())
+    assert len({text.partition("predicted time of a call")[2].partition("\n")[2] for text in told.values()}) == len(told)
+    assert len({cell(text, "0        0", "forward") for text in told.values()}) > 1, "stages are priced for it too"
+    with pytest.raises(PlanError, match="device 'z80'; there are .*b200"):
+        summary.summary(by_hand(), "z80")
 
 
 def test_the_summary_tells_of_stages(tmp_path: Path) -> None:

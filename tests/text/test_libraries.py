@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, meshc.Program
 
 
 def test_a_program_of_a_library_is_refused_by_default(saved: tuple[Path, meshc.Program]) -> None:
-    with pytest.raises(ArtifactError, match=r"(?s)main.py, line \d+: the operator mylib.my_\w+ is of mylib, .*what to do: .*--allow mylib"):
+    with pytest.raises(ArtifactError, match=r"(?s)main.py, line \d+: the operator mylib.my_\w+ is not on.*what to do: .*--allow mylib"):
         artifact.load(saved[0])
 
 
