@@ -1,6 +1,6 @@
-"""Saved states, read without a mesh: `meshc.runtime.saved.saved_state`, under the name that users import."""
+"""Saved states, read without a mesh: `meshc.runtime.saved.state_folder`, under the name that users import."""
 
-from meshc.runtime.saved.saved_state import (
+from meshc.runtime.saved.state_folder import (
     ADVICE,
     FORMAT,
     READ,

@@ -19,7 +19,7 @@ from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, refusable, together
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.board import FailureBoard
-from meshc.runtime.failure.turn import Turn
+from meshc.runtime.failure.one_thread import Turn
 from meshc.text import show
 
 Context = contextlib.AbstractContextManager[Any]

@@ -28,12 +28,12 @@ from meshc.frontend.frames import OURS, is_torch
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import observed, unchecked
+from meshc.frontend.spared import unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
 from meshc.ir import Source
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
-from meshc.spared import unguarded
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshc.ops import raised_draws, raised_dropout
+from meshc.ops import drawing, dropout
 
 _functional = torch.nn.functional
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
-RAISED: dict[Any, Callable[..., Any]] = {**raised_dropout.RAISED, **raised_draws.RAISED}
+RAISED: dict[Any, Callable[..., Any]] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
 
 UNKNOWN_COUNT = "how many uniform numbers one of its results takes is not known beforehand"

@@ -17,6 +17,7 @@ from meshc.frontend.admission import refuse_empty
 from meshc.frontend.capture import torch_graph
 from meshc.frontend.faults import phase
 from meshc.frontend.leftovers import given_up
+from meshc.frontend.spared import fewer_collections
 from meshc.ir import calls, records, value_of
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.paths import input_names
@@ -44,7 +45,6 @@ from meshc.passes.trace import autocast, differentiate, fold_masks, inline, part
 from meshc.plan.recipes import resolve
 from meshc.program import instance
 from meshc.program.program import Port, Program, Stage
-from meshc.spared import fewer_collections
 from meshc.text.allowed import refusal, spelling
 
 Pass = Callable[[Draft], Draft]

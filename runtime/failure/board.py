@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc.errors import MeshcError, PeerError
+from meshc.runtime.failure.one_thread import Turn
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
-from meshc.runtime.failure.turn import Turn
 from meshc.runtime.failure.watch import BEAT_S, HAS_ENDED, Watch
 
 VERDICT_S: Final = 6.0

@@ -30,7 +30,7 @@ from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.board import FailureBoard, world_board
 from meshc.runtime.saved.loaded import Loaded
-from meshc.runtime.saved.saved_state import SavedState, check_target, save_state
+from meshc.runtime.saved.state_folder import SavedState, check_target, save_state
 from meshc.text import show
 from meshc.text.libraries import libraries_of
 

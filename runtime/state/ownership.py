@@ -22,7 +22,7 @@ from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.board import current_board
 from meshc.runtime.failure.numbers import Stream
-from meshc.runtime.state.savers import look_who_asks
+from meshc.runtime.state.state_dict_callers import look_who_asks
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store

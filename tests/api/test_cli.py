@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from meshc import artifact
 from meshc.__main__ import main
 from meshc.files.seal import sealed
-from meshc.runtime.saved.saved_state import load_model
+from meshc.runtime.saved.state_folder import load_model
 from tests.models import llama, mlp
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from meshc.errors import ArtifactError, MeshcError
 from meshc.ir.mesh import Mesh
 from meshc.program.program import Port, Program
 from meshc.report.summary import summary
-from meshc.runtime.saved.saved_state import SavedState, save_state
+from meshc.runtime.saved.state_folder import SavedState, save_state
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text import show
 from meshc.text.allowed import OPERATORS

@@ -32,7 +32,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.program.program import Port
 from meshc.runtime.comm import layouts
-from meshc.runtime.saved.disk import shared_runs, tile_runs
+from meshc.runtime.saved.pieces import shared_runs, tile_runs
 from meshc.text.parse import parse_one_type
 from meshc.text.show import port_type
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meshc
-from meshc.runtime.failure.turn import Turn
+from meshc.runtime.failure.one_thread import Turn
 
 
 def in_a_thread(function: Callable[[], Any], name: str = "the second") -> BaseException | None:

@@ -13,7 +13,7 @@ from meshc.files.tensor_file import TensorFile
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
 from meshc.runtime.comm import layouts
-from meshc.runtime.saved.disk import read_tile, tile_runs
+from meshc.runtime.saved.pieces import read_tile, tile_runs
 
 SHARDINGS = {
     "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),

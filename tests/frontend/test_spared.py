@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.guards import CheckFunctionManager
 
 import meshc
-from meshc.spared import OBJECTS, fewer_collections
+from meshc.frontend.spared import OBJECTS, fewer_collections
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_no_guard_is_made_for_a_trace_that_is_called_once(monkeypatch: pytest.Mo
     meshc.compile(nn.Linear(4, 8), meshc.Mesh("dp=2"), args=(torch.ones(2, 4),))
     assert not made
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
-    assert len(made) == 1, "where torch makes guards has moved: see meshc/spared.py"
+    assert len(made) == 1, "where torch makes guards has moved: see meshc/frontend/spared.py"
 
 
 @pytest.mark.usefixtures("thresholds")
