@@ -24,7 +24,7 @@ from tests.conformance.ours import placements
 from tests.conformance.placements_table import table
 from tests.conformance.refuted import REFUTED
 from tests.conformance.torch_samples import entries
-from tests.coverage_page import put
+from tests.coverage_page import left_alone, put
 from tests.results import Results
 from tests.zoo.operators import used
 
@@ -101,7 +101,8 @@ def main() -> int:
     for row in known:
         if arguments.show and (missing := sorted(set(row[arguments.show]) - set(row["meshc"]))):
             print(f"{row['entry']}, {row['operator']}: {'; '.join(missing)}")
-    put("placements", table(known, used()))
+    if not left_alone(parser, arguments, len(set(everything) - set(rows))):
+        put("placements", table(known, used()))
     return 0
 
 
