@@ -39,7 +39,7 @@ from meshc.ir.mesh import Mesh
 from meshc.pipelining import draw, trace
 from meshc.plan.plan import Plan
 from meshc.program import instance
-from meshc.program.program import Program
+from meshc.program.program import BACKENDS, Program
 from meshc.report import summary
 from meshc.runtime.run.link_times import link_times, process_group
 from meshc.runtime.saved.launched import Run, run_command, run_saved
@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
     one.add_argument("--plan", default="auto", help="a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file")
     one.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
-    one.add_argument("--backend", default="eager", choices=("eager", "inductor"))
+    told = "eager or inductor; of several (eager,inductor) each has its program, in PATH/eager and PATH/inductor"
+    one.add_argument("--backend", default=["eager"], type=_backends, help=told)
     one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
     one.add_argument("--seed", type=int, help="of the program's random numbers")
     one.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zbv, ...; by default the one predicted to be fastest")
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--state", metavar="DIR", help=told)
     told = "write parameters, optimizer state, seed and step to this folder at the end, each rank its own part"
     three.add_argument("--save-state", metavar="DIR", help=told)
-    three.add_argument("--backend", choices=("eager", "inductor"), help="default: what the program was compiled for")
+    three.add_argument("--backend", choices=BACKENDS, help="refused unless the program was compiled for it")
     three.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
     three.set_defaults(run=_run)
 
@@ -187,17 +188,34 @@ def _plan(words: str) -> Any:
 def _compile(options: argparse.Namespace) -> None:
     mesh = Mesh(options.mesh)
     plan = _plan(options.plan)
+    places = _places(Path(options.out or f"{options.target.rpartition(':')[2]}.meshc"), options.backend)
     what, args, kwargs = load_target(options.target)
     differentiate = isinstance(what, TrainStep) or options.grad
-    with nullcontext() if differentiate else torch.no_grad():
-        asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs, backend=options.backend)
-        stages = dict(pp_splits=options.pp_splits, stages_per_rank=options.stages_per_rank)
-        more = Options(seed=options.seed, schedule=options.schedule, **stages)
-        program = compile.compile(what, mesh, **asked, options=more)
-    out = Path(options.out or f"{options.target.rpartition(':')[2]}.meshc")
-    program.save(out, weights=not options.no_weights)
-    print(program.summary())
-    print(f"saved to {out}; run it with\n  {run_command(program.compiled, out)}")
+    asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs)
+    stages = dict(pp_splits=options.pp_splits, stages_per_rank=options.stages_per_rank)
+    more = Options(seed=options.seed, schedule=options.schedule, **stages)
+    for backend, out in places.items():
+        with nullcontext() if differentiate else torch.no_grad():
+            program = compile.compile(what, mesh, **asked, backend=backend, options=more)
+        program.save(out, weights=not options.no_weights)
+        print(program.summary())
+        print(f"saved to {out}; run it with\n  {run_command(program.compiled, out)}")
+
+
+def _backends(words: str) -> list[str]:
+    found = words.split(",")
+    if len(set(found)) != len(found) or not set(found) <= set(BACKENDS):
+        raise argparse.ArgumentTypeError(f"{words!r} is no list of backends; they are {','.join(BACKENDS)}")
+    return found
+
+
+def _places(out: Path, backends: Sequence[str]) -> dict[str, Path]:
+    """Where the program for each backend is stored: one at the path itself, of several each in a folder there, named after it."""
+    if len(backends) == 1:
+        return {backends[0]: out}
+    if artifact.is_saved(out):
+        raise PlanError(f"{out} is a saved program, and several are stored in folders of a folder: remove it, or name another with --out")
+    return {backend: out / backend for backend in backends}
 
 
 # --------------------------------------------------------------------------------------------------------------------- show, verify
@@ -241,8 +259,8 @@ def _verify(options: argparse.Namespace) -> None:
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
         splits, each = saved.info.get("pp_splits") or None, saved.info.get("stages_per_rank")
         asked = Options(schedule=saved.info.get("schedule"), pp_splits=splits, stages_per_rank=each)
-        inputs = saved.info.get("inputs", "global")
-        program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=inputs, options=asked)
+        how = {"inputs": saved.info.get("inputs", "global"), "backend": saved.backend, "options": asked}
+        program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), **how)
         if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")

@@ -2,7 +2,7 @@
 
     manifest.json            format and version, mesh, torch version; size and SHA-256 of each text, size and header's SHA-256 of each file
                              of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this
-    program.json             ports, schedule or pipeline, plan, mesh, mode, microbatches, notes, the stages' side tables
+    program.json             ports, schedule or pipeline, plan, mesh, mode, backend, microbatches, notes, the stages' side tables
     stages/NAME.py           the stages, as `meshc.text` prints them
     constants.safetensors    constant tensors
     weights.safetensors      parameters and buffers, if they were saved along
@@ -35,16 +35,15 @@ from meshc.pipelining import written
 from meshc.plan.plan import Plan
 from meshc.program.complete import refuse_incomplete
 from meshc.program.instance import relation
-from meshc.program.program import KINDS, Instruction, Port, Program
+from meshc.program.program import BACKENDS, KINDS, Instruction, Port, Program
 from meshc.text import libraries
 from meshc.text.allowed import name_of
 from meshc.text.parse import parse_one_type, parse_sizes, parse_stage
 from meshc.text.show import port_type, print_sizes, print_stage, side_table
 
 FORMAT: Final = "meshc program"
-VERSION: Final = 2
-READ: Final = (1, 2)
-"""Versions that are read. In the first, files of tensors have one hash over all, and the manifest has none."""
+VERSION: Final = 3
+"""The only one that is read: of a program of another version it is not known which backend its text was written for."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
 CONSTANTS: Final = "constants.safetensors"
@@ -125,14 +124,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     files = _manifest(folder)
     if WEIGHTS not in files:
         raise ArtifactError(f"{folder} was saved without weights; save it with them, or load them into the running program")
-    return _tensors(folder, WEIGHTS, files[WEIGHTS])
-
-
-def _tensors(folder: Path, name: str, entry: Mapping[str, Any]) -> TensorFile:
-    if "header" in entry:
-        return TensorFile(folder / name, entry, AGAIN)
-    _check(folder, name, entry, editable=False)
-    return TensorFile(folder / name, advice=AGAIN)
+    return TensorFile(folder / WEIGHTS, files[WEIGHTS], AGAIN)
 
 
 def load_weights(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -146,6 +138,7 @@ def _described(program: Program) -> dict[str, Any]:
         "mesh": str(program.mesh),
         "plan": str(program.plan),
         "mode": program.mode,
+        "backend": program.backend,
         "microbatches": program.microbatches,
         "axis_sizes": program.axis_sizes,
         "inputs": [_port_row(port) for port in program.inputs],
@@ -175,7 +168,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
     for instruction in schedule:
         if instruction.stage and instruction.stage not in stages:
             raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
-    with _tensors(folder, CONSTANTS, files[CONSTANTS]) as held:
+    with TensorFile(folder / CONSTANTS, files[CONSTANTS], AGAIN) as held:
         constants = {name: held.tensor(name) for name in held.names}
     program = Program(
         stages,
@@ -192,6 +185,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         dict(told["info"]),
         dynamic,
         tuple(_constraint(text, hints) for text in told.get("constraints", [])),
+        backend=str(told["backend"]),
     )
     return _with_pipeline(program, told, folder) if "pipeline" in told else program
 
@@ -263,13 +257,12 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not folder.is_dir():
         raise ArtifactError(f"there is no saved program at {folder}{kept_aside(folder)}: `program.save(path)` makes such a folder")
     if not (folder / MANIFEST).is_file():
-        raise ArtifactError(f"{folder} is no saved program: it has no {MANIFEST}")
+        raise ArtifactError(f"{folder} is no saved program: it has no {MANIFEST}{_several(folder)}")
     manifest = _json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT or manifest.get("version") not in READ:
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         found = f"{manifest.get('format')!r} version {manifest.get('version')!r}"
-        known = " and ".join(map(str, READ))
-        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {known}: compile and save the program again")
-    if manifest["version"] > READ[0] and not seal.unbroken(bounds.read_text(folder / MANIFEST)):
+        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {VERSION}: compile and save the program again")
+    if not seal.unbroken(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
     files = manifest.get("files")
     if not isinstance(files, dict):
@@ -283,10 +276,21 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
                 raise ArtifactError(f"{part} is a link, which may lead out of the program's folder: nothing was read")
         if not (folder / pure).is_file():
             raise ArtifactError(f"{folder} is damaged: {name}, which its manifest lists, is missing; save or copy the program again")
-        hashed = "header" if name in TENSORS and isinstance(entry, dict) and "header" in entry else "sha256"
+        hashed = "header" if name in TENSORS else "sha256"
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get(hashed), str):
             raise ArtifactError(f"{folder / MANIFEST} has no size and hash for {name}")
     return files
+
+
+def is_saved(path: str | os.PathLike[str]) -> bool:
+    """Whether a saved program lies in the folder `path`, intact or not."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def _several(folder: Path) -> str:
+    """What to name instead of a folder that holds a program for each of several backends."""
+    inside = [str(folder / name) for name in BACKENDS if is_saved(folder / name)]
+    return f"; it holds programs, name one of them: {' or '.join(inside)}" if inside else ""
 
 
 def _listed(folder: Path, name: str, files: Mapping[str, Any]) -> Path:

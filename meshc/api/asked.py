@@ -20,12 +20,13 @@ from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.draft import Request
 from meshc.plan.recipes import resolve
+from meshc.program.program import BACKENDS
 from meshc.runtime.state.store import Store
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """A call's arguments: those by position, those by name."""
 
-KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": ("eager", "inductor")}
+KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": BACKENDS}
 
 
 class Asked:
@@ -146,7 +147,7 @@ class Asked:
             autocast=calling.autocast_state(), fixed=fixed, dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget,
-            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices,
+            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 

@@ -174,7 +174,7 @@ class Compilations:
             seed = torch.initial_seed() if asked.options.seed is None else asked.options.seed
             store.seed = world.from_rank_0(lambda: seed)
         coordinates = asked.mesh.coordinates(dist.get_rank())
-        executor = Executor(compiled, world.groups, coordinates, world.device, world.board, asked.backend)
+        executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
         make = partial(_specialised, compiled, general, draft)
         return Session(compiled, store, executor, draft.output_tree, asked.options.cuda_graph, make, asked.options.check_inputs)
 

@@ -46,13 +46,13 @@ def _buffers(program: Program) -> dict[str, torch.Tensor]:
 
 
 def beginnings(program: Program) -> dict[str, Any]:
-    """What a saved program begins with: backend, seed, the optimizer's numbers, and what each fresh state is filled with.
+    """What a saved program begins with: seed, the optimizer's numbers, and what each fresh state is filled with.
 
     A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
     """
     seed = torch.initial_seed() if program.options.seed is None else program.options.seed
     store = program.compilations.store
-    found: dict[str, Any] = {"backend": program.asked.backend, "seed": seed if store is None else store.seed}
+    found: dict[str, Any] = {"seed": seed if store is None else store.seed}
     spec = program.compilations.spec
     if program.step is None or spec is None:
         return found

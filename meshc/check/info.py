@@ -1,6 +1,6 @@
 """What a saved program says beside its text (`Program.info`) is read by what runs and shows it: each entry is of its kind, or is refused.
 
-    {"seed": 0, "backend": "eager", "numbers": {"0.lr": 0.1}, "fresh": {"w/exp_avg": 0.0, "w/slow": null}, ...}
+    {"seed": 0, "numbers": {"0.lr": 0.1}, "fresh": {"w/exp_avg": 0.0, "w/slow": null}, ...}
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def _is_text(value: Any) -> bool:
 
 _ENTRIES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "seed": (_is_integer, "an integer of 64 bits"),
-    "backend": (lambda value: value in ("eager", "inductor"), "eager or inductor"),
     "inputs": (lambda value: value in ("global", "local"), "global or local"),
     "outputs": (lambda value: value in ("plain", "dtensor"), "plain or dtensor"),
     "numbers": (_by_name(_is_number), "numbers by name"),

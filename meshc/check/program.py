@@ -26,7 +26,7 @@ from meshc.ir.sharding import local_shape
 from meshc.pipelining.cut import slot
 from meshc.program import instance
 from meshc.program.accumulate import WAYS, whole_of
-from meshc.program.program import Port, Program, Stage
+from meshc.program.program import BACKENDS, Port, Program, Stage
 from meshc.text.show import print_type
 
 SHOWN = 10
@@ -45,6 +45,8 @@ def check_program(program: Program, where: str) -> None:
 
 def _all_faults(program: Program, where: str) -> Iterator[str]:
     yield from _axes(program, where)
+    if program.backend not in BACKENDS:
+        yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
     yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes if axis.size > 1]))
     for world in _worlds(program):
         found = False

@@ -21,6 +21,9 @@ from meshc.plan.plan import Plan
 
 KINDS = ("parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric")
 
+BACKENDS = ("eager", "inductor")
+"""What runs a stage: its operators one by one, or regions of them that Inductor compiles."""
+
 
 @dataclass(frozen=True)
 class Port:
@@ -110,6 +113,7 @@ class Program:
     dynamic      sizes that calls choose, within their ranges; `meshc.program.instance.at` puts them in
     constraints  what else must hold of them: `n_seq % 4 == 0`
     pipeline     where the mesh has an axis of pipeline stages: each rank's list, in the place of `schedule`
+    backend      one of BACKENDS: what the stages were written for, and nothing else runs them
     """
 
     stages: dict[str, Stage]
@@ -127,6 +131,7 @@ class Program:
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
+    backend: str = "eager"
 
     def port(self, key: str) -> Port:
         for port in (*self.inputs, *self.outputs):

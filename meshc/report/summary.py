@@ -81,7 +81,8 @@ def _head(program: Program) -> str:
     ranks = program.mesh.world_size
     what = MODES.get(program.mode, program.mode)
     batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
-    return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}\n" + "\n".join(
+    regions = f", compiled regions ({program.backend})" if program.backend != "eager" else ""
+    return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}{regions}\n" + "\n".join(
         f"  {line}" for line in str(program.plan).splitlines()
     )
 

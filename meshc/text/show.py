@@ -132,8 +132,8 @@ def hash_stage(stage: Stage, program: Program | None = None) -> str:
 
 
 def print_program(program: Program, *, comments: bool = True) -> str:
-    """The whole program: mesh, plan, mode; ports; stages; schedule or pipeline. Constants stand there with the hash of their values."""
-    head = {"mesh": str(program.mesh), "plan": str(program.plan), "mode": program.mode}
+    """The whole program: mesh, plan, mode, backend; ports; stages; schedule or pipeline. Of constants there is the hash of their values."""
+    head = {"mesh": str(program.mesh), "plan": str(program.plan), "mode": program.mode, "backend": program.backend}
     blocks = ["\n".join([*(f"{name} = {_long(text)}" for name, text in head.items()), f"microbatches = {program.microbatches}"])]
     for title, ports in (("inputs", program.inputs), ("outputs", program.outputs)):
         blocks.append(_listing(title, [_port(port) for port in ports]))

@@ -80,7 +80,7 @@ def draft_text(name: str, draft: Any) -> str:
         program = Program(
             draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), draft.schedule, draft.constants, draft.sizes,
             draft.request.count, "step" if draft.request.train else "autograd" if draft.request.grad else "forward",
-            pipeline=draft.pipeline,
+            pipeline=draft.pipeline, backend=draft.request.backend,
         )  # fmt: skip
         count = sum(spmd.is_collective(node.target) for stage in draft.stages.values() for node in stage.graph.nodes)
         return f"# after {name}: what each of {draft.mesh.world_size} ranks runs, {count} collectives\n\n{print_program(program)}"

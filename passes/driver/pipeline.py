@@ -415,6 +415,7 @@ def finish(draft: Draft) -> Program:
         dynamic=draft.dynamic,
         constraints=draft.constraints,
         pipeline=draft.pipeline,
+        backend=request.backend,
         info={
             "output_paths": draft.output_tree.paths() if draft.output_tree else [], "random_calls": draft.random_calls,
             "inputs": request.inputs, "outputs": request.outputs,

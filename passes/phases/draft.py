@@ -43,6 +43,7 @@ class Request:
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
     check_indices  labels and indices that their reader has no row for are refused
+    backend       what will run the program
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
@@ -73,6 +74,7 @@ class Request:
     memory_budget: int | None = None
     gather_once: bool = True
     check_indices: bool = True
+    backend: str = "eager"
 
     @property
     def count(self) -> int:

@@ -75,7 +75,6 @@ class Executor:
         coordinates: Mapping[str, int],
         device: torch.device,
         board: FailureBoard | None = None,
-        backend: str = "eager",
     ) -> None:
         self.program = program
         self.device = device
@@ -85,9 +84,9 @@ class Executor:
         self.lasts = last_reads(program, self.steps)
         self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
         here = self._here if board is not None else None
-        make = {"eager": generate, "inductor": compile_regions}.get(backend)
+        make = {"eager": generate, "inductor": compile_regions}.get(program.backend)
         if make is None:
-            raise StateError(f"backend={backend!r} is not known: use 'eager' or 'inductor'")
+            raise StateError(f"the program is for the backend {program.backend!r}, which this runtime does not know")
         self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
         mine = dict.fromkeys(step.stage for step in self.steps if step.op == "run")
         stages = {name: program.stages[name] for name in mine}

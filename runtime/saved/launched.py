@@ -75,6 +75,7 @@ def run_saved(ask: Run) -> None:
                 given = {"--backend": ask.backend, "--seed": ask.seed}
                 given |= {"number of --inputs": len(ask.inputs), "--save-state": ask.save_state is not None}
                 agree(board, "load", agreed.before_running(program, ask.path, ask.state, given), agreed.advice)
+            _refuse_other_backend(program, ask)
             _run_rank(program, ask, device, board)
     finally:
         if board is not None:
@@ -97,11 +98,20 @@ def _check(program: Program, ask: Run, world: int) -> None:
         check_target(ask.save_state)
 
 
+def _refuse_other_backend(program: Program, ask: Run) -> None:
+    if ask.backend not in (None, program.backend):
+        raise StateError(
+            f"{ask.path} is a program for the backend {program.backend}, and --backend asks for {ask.backend}: what a program's text says "
+            "is what runs, and the text for another backend is another one\n"
+            f"  what to do: leave out --backend, or compile again for {ask.backend} (`meshc compile --backend {ask.backend}`, or "
+            f'meshc.compile(..., backend="{ask.backend}"))'
+        )
+
+
 def _run_rank(program: Program, ask: Run, device: torch.device, board: FailureBoard | None) -> None:
     rank = dist.get_rank() if board is not None else 0
-    backend = ask.backend or program.info.get("backend", "eager")
     with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
-        loaded = Loaded(program, begin, rank, device, board, backend, ask.seed)
+        loaded = Loaded(program, begin, rank, device, board, ask.seed)
     writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
     for name in ask.inputs or (None,):
         with TensorFile(Path(name)) if name is not None else nullcontext() as file:

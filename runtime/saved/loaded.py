@@ -43,7 +43,6 @@ class Loaded:
         rank: int,
         device: torch.device,
         board: FailureBoard | None = None,
-        backend: str = "eager",
         seed: int | None = None,
     ) -> None:
         mesh = program.mesh
@@ -52,7 +51,7 @@ class Loaded:
         self.device = device
         self.sizes = program.axis_sizes
         self.coordinates = coordinates = mesh.coordinates(rank)
-        self._load = lambda fitting: Executor(_without_backward(fitting), groups, coordinates, device, board, backend)
+        self._load = lambda fitting: Executor(_without_backward(fitting), groups, coordinates, device, board)
         self._executors: dict[tuple[int, ...], tuple[Program, Executor]] = {}
         if not program.dynamic:
             self.executor = self._load(program)

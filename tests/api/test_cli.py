@@ -77,7 +77,27 @@ def test_compile_saves_a_program_and_says_how_to_run_it(folder: Path, capsys: py
     program = artifact.load("m.meshc")
     assert (program.mode, str(program.mesh)) == ("forward", "dp=2,tp=2")
     assert str(program.plan) == "dp: batch\ntp: heads, ffn, vocab > features@products"
-    assert program.info["backend"] == "eager"
+    assert program.backend == "eager"
+
+
+def test_of_several_backends_each_has_its_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["compile", "model.py:build", "--mesh", "tp=2", "--out", "m", "--no-weights"]
+    assert main([*ask, "--backend", "eager,inductor"]) == 0
+    assert "torchrun --nproc-per-node 2 -m meshc run m/inductor" in capsys.readouterr().out
+    assert [artifact.load(f"m/{name}").backend for name in ("eager", "inductor")] == ["eager", "inductor"]
+    assert "m is no saved program: it has no manifest.json; it holds programs, name one of them: m/eager or m/inductor" in failing(
+        capsys, "show", "m"
+    )
+    assert main(["show", "m/inductor"]) == 0
+    assert '\nbackend = "inductor"\n' in capsys.readouterr().out
+    assert main(["verify", "m/inductor", "--model", "model.py:build"]) == 0
+    assert "is what the model compiles to now" in capsys.readouterr().out
+    assert "m/eager is a saved program, and several are stored in folders" in failing(
+        capsys, *ask[:-3], "--out", "m/eager", "--backend", "inductor,eager"
+    )
+    with pytest.raises(SystemExit):
+        main([*ask, "--backend", "eager,eager"])
+    assert "'eager,eager' is no list of backends; they are eager,inductor" in capsys.readouterr().err
 
 
 def test_a_plan_may_be_lines_or_a_file(folder: Path) -> None:
@@ -171,6 +191,9 @@ def test_a_program_of_one_rank_needs_no_launcher(folder: Path, capsys: pytest.Ca
     case = mlp()
     save_file(case.kwargs, "x.safetensors")
     assert main(["run", "m", "--inputs", "x.safetensors", "--outputs", "out"]) == 0
+    told = failing(capsys, "run", "m", "--inputs", "x.safetensors", "--outputs", "out", "--backend", "inductor")
+    assert "m is a program for the backend eager, and --backend asks for inductor" in told and "meshc compile --backend inductor" in told
+    assert main(["run", "m", "--inputs", "x.safetensors", "--outputs", "out", "--backend", "eager"]) == 0
     found = load_file("out/outputs.safetensors")
     torch.testing.assert_close(found["output"], case.model.eval()(**case.kwargs).detach(), rtol=1e-5, atol=1e-6)
     save_file({"x": torch.zeros(6, 23), "y": torch.zeros(1)}, "bad.safetensors")
