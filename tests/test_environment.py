@@ -71,7 +71,7 @@ def test_two_dumps_are_equal_and_dumping_changes_nothing(tmp_path: Path) -> None
     compiled().dump(tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
     assert show.hash_program(program.compiled) == before
-    assert of(files(tmp_path / "a"), "emit").endswith(show.print_program(program.compiled))
+    assert of(files(tmp_path / "a"), NAMES[-1]).endswith(show.print_program(program.compiled))
 
 
 def test_a_dump_replaces_an_older_one_and_nothing_else(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Whether a program's text says one thing in all its parts, before anything of it runs.
 
     ports      what enters and leaves has the type that the signature says, and constants are what their file holds
-    stages     every value is what its operator makes (`stage.py`)
+    stages     every value is what its operator makes (`stage.py`), and what is compiled can be (`regions.py`)
     keys       what one stage gives under a key is what another reads under it
     schedule   runs stages that are there, on values that are there
 
@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check.info import faults_of_info
+from meshc.check.regions import faults as faults_of_regions
 from meshc.check.stage import faults as faults_of_stage
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError
@@ -75,6 +76,8 @@ def _faults(program: Program, where: str) -> Iterator[str]:
     for stage in program.stages.values():
         for name, why in faults_of_stage(stage, sizes):
             yield _at(stage, name, why)
+    for name, value, why in faults_of_regions(program):
+        yield _at(program.stages[name], value, f"{value}: {why}")
     for port in (*program.inputs, *program.outputs):
         try:
             check_type(_local(port, sizes), sizes)

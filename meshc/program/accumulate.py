@@ -36,6 +36,10 @@ WHOLES: Final = tuple(f"{word}:" for _, word in WAYS.values())
 """How keys of wholes begin."""
 
 
+ADDED: Final = tuple(f"{word}:" for way, word in WAYS.values() if way in ACCUMULATES)
+"""Of these, of wholes of a part's shape."""
+
+
 def is_added(key: str) -> bool:
     """Whether a stage's output under this key is taken into a sum, a largest or a smallest as soon as the stage has made it."""
     found = whole_of(key)

@@ -10,14 +10,14 @@ A message costs tens of microseconds before its first byte moves, with gloo and 
 - all-reduces of gradients, in buckets as DistributedDataParallel's (pytorch.org/docs/stable/notes/ddp.html), up to ALONE bytes each;
 - gathers of stored vectors (norms, biases) of one phase, and the reduce-scatters of their gradients.
 
-Matrices that are stored split travel alone in a program: gathered together they would be whole at once. Where the runtime has decided which
-of them start together (`level`), those go together too.
+Matrices that are stored split travel alone: gathered together they would be whole at once. Where it has been decided which of them start
+together (`level`), those go together too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -44,16 +44,18 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 
-def bundle(stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | None = None, window: int = BUCKET) -> dict[Node, Node]:
+def bundle(
+    stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | None = None, window: int = BUCKET, apart: Collection[Node] = ()
+) -> dict[Node, Node]:
     """Joins collectives of a stage, in place; gives each new one, with one of those that it stands for. `sizes`: of the mesh's axes.
 
-    With `level`, matrices that are stored split travel together too, up to `window` bytes of those of one level.
+    With `level`, matrices that are stored split travel together too, up to `window` bytes of those of one level; not those `apart`.
     """
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
     groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for node in stage.graph.nodes:
         kind = _kind(node, level is not None)
-        if kind:
+        if kind and node not in apart:
             alike = record(node).phase if node.target is spmd.all_gather else node.args[-1]  # the reduction
             start = level[node] if level is not None else 0
             groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, start)].append(node)

@@ -1,7 +1,7 @@
 """Reading a program's text back: `ast` finds the assignments, the allow-list the operators; nothing in a text is ever executed.
 
-The grammar is what `meshc.text` prints: one function a stage, one call an assignment, arguments that are names, literals, constants, lists.
-Everything else is refused with the line, what is wrong there, and what may stand there.
+The grammar is what `meshc.text` prints: one function a stage, one call an assignment, blocks that are regions, arguments that are
+names, literals, constants, lists. Everything else is refused with the line, what is wrong there, and what may stand there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from meshc import ir
 from meshc.errors import ArtifactError
 from meshc.ir import PHASES, Record, Source
+from meshc.ir.regions import set_region
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sizes import Dynamic, from_ast
 from meshc.ir.sizes import parse as parse_size
@@ -26,6 +27,7 @@ from meshc.text.allowed import resolve
 from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD
 
 REDUCTIONS: Final = ("sum", "max", "min")
+REGION: Final = "the only blocks are regions, by number: with region(3):"
 TYPE_EXAMPLE: Final = "for example f32[batch 8/dp, heads 4/tp * head 32] pending(sum: cp), i64[8, 128], int"
 ARGUMENT: Final = (
     "an argument is a value's name, a number, a string, True, False, None, inf, nan, a dtype, layout, device, or a list of these"
@@ -186,6 +188,7 @@ class _Reader:
         self.at: dict[str, int] = {}
         self.axis_sizes: dict[str, int] | None = None
         self.hints: dict[str, int] = {}
+        self.regions: set[int] = set()
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
@@ -206,7 +209,10 @@ class _Reader:
         inputs = self.parameters(function)
         *assignments, last = function.body
         for statement in assignments:
-            self.assignment(statement)
+            if isinstance(statement, ast.With):
+                self.region_of(statement)
+            else:
+                self.assignment(statement)
         if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
             self.fail(last, 'a stage ends with its results: return {"output:loss": loss}')
         outputs = [self.string(key or last, "a result's key") for key in last.value.keys]
@@ -252,7 +258,22 @@ class _Reader:
             self.define(argument, argument.arg, argument.annotation, None)
         return keys
 
-    def assignment(self, statement: ast.stmt) -> None:
+    def region_of(self, block: ast.With) -> None:
+        """Lines under `with region(NUMBER):`."""
+        match block.items:
+            case [ast.withitem(ast.Call(func=ast.Name(id="region"), args=[ast.Constant(value=int() as number)], keywords=[]), None)]:
+                pass
+            case _:
+                self.fail(block, REGION)
+        if isinstance(number, bool):
+            self.fail(block, REGION)
+        if number in self.regions:
+            self.fail(block, f"there is a region {number} above: the lines of a region stand together, under a number of their own")
+        self.regions.add(number)
+        for statement in block.body:
+            set_region(self.assignment(statement), number)
+
+    def assignment(self, statement: ast.stmt) -> Node:
         target: ast.expr
         annotation: ast.expr | None = None
         value: ast.expr | None
@@ -274,9 +295,9 @@ class _Reader:
             if item.arg is None:
                 self.fail(value, "** may not stand here")
             keywords[item.arg] = self.argument(item.value)
-        self.define(statement, target.id, annotation, (operator, arguments, keywords))
+        return self.define(statement, target.id, annotation, (operator, arguments, keywords))
 
-    def define(self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None) -> None:
+    def define(self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None) -> Node:
         """A parameter, or the result of `call`: operator, arguments, keywords."""
         if name in self.values:
             self.fail(at, f"{name} is assigned twice")
@@ -290,7 +311,7 @@ class _Reader:
         self.values[name] = node
         self.at[name] = getattr(at, "lineno", 1)
         if annotation is None:
-            return
+            return node
         try:
             found = parse_type(self.string(annotation, "a type"), self.axis_sizes, self.hints)
         except ArtifactError as error:
@@ -301,6 +322,7 @@ class _Reader:
             ir.set_record(node, tuple(self.told(name, record, row) for record, row in zip(found, rows, strict=True)))
         else:
             ir.set_record(node, self.told(name, found, row))
+        return node
 
     def told(self, name: str, record: Record, row: Any) -> Record:
         """The record with what the side table says of it."""

@@ -27,6 +27,11 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     int                                          no tensor
     (f32[8], f32[8])                             several results
 
+Lines that one compiled function runs stand under its number, in a program for a backend that has such (`meshc/ir/regions.py`):
+
+    with region(0):
+        h: "f32[batch 8/dp, ffn 688/tp]" = aten.mm(x, w)
+
 Comments (source, reason, the user's line, the phase) come from `side_table` and are not part of a program.
 """
 
@@ -44,7 +49,7 @@ from torch.fx import Graph, Node
 
 from meshc import ir
 from meshc.errors import ArtifactError
-from meshc.ir import Record, Source
+from meshc.ir import Record, Source, regions
 from meshc.ir.sharding import local_shape
 from meshc.ir.sizes import Dynamic, Ratio, Size, braced
 from meshc.pipelining import written
@@ -102,15 +107,25 @@ def print_stage(stage: Stage, program: Program | None = None, *, comments: bool 
     for node, key in zip(placeholders, stage.inputs, strict=True):
         lines.append(f"    {names[node]}{_annotation(node, axis_sizes)} = {quote(key)},{_comment(node) if comments else ''}")
     lines = [*marked, f"def {stage.name}(", *lines, "):"] if lines else [*marked, f"def {stage.name}():"]
-    group: tuple[str, Source] = ("forward", Source())
-    for node in stage.graph.nodes:
-        if node.op == "call_function":
-            if comments:
-                group = _open_group(node, group, lines)
-            lines.append(f"    {names[node]}{_annotation(node, axis_sizes)} = {_call(node, names)}{_comment(node) if comments else ''}")
-        elif node.op not in ("placeholder", "output"):
-            raise ArtifactError(f"{node.name} is a {node.op} of {node.target!r}: a program's text holds calls of operators only")
+    lines += _calls(stage.graph, names, axis_sizes, comments)
     return "\n".join([*lines, *_returned(stage, names)]) + "\n"
+
+
+def _calls(graph: Graph, names: Mapping[Node, str], axis_sizes: Mapping[str, int] | None, comments: bool) -> Iterator[str]:
+    """The lines of a stage between its parameters and its results, those of a region under its number."""
+    group: tuple[str, Source] = ("forward", Source())
+    for number, nodes in regions.blocks(node for node in graph.nodes if node.op not in ("placeholder", "output")):
+        indent = "    " if number is None else "        "
+        if number is not None:
+            yield f"    with region({number}):"
+        for node in nodes:
+            if node.op != "call_function":
+                raise ArtifactError(f"{node.name} is a {node.op} of {node.target!r}: a program's text holds calls of operators only")
+            above: list[str] = []
+            if comments:
+                group = _open_group(node, group, above)
+            told = _comment(node) if comments else ""
+            yield from (indent + line for line in (*above, f"{names[node]}{_annotation(node, axis_sizes)} = {_call(node, names)}{told}"))
 
 
 def _open_group(node: Node, group: tuple[str, Source], lines: list[str]) -> tuple[str, Source]:
@@ -120,9 +135,9 @@ def _open_group(node: Node, group: tuple[str, Source], lines: list[str]) -> tupl
         return group
     phase, source = records[0].phase, records[0].source
     if phase != group[0]:
-        lines.append(f"    # {'-' * 8} {phase} {'-' * 8}")
+        lines.append(f"# {'-' * 8} {phase} {'-' * 8}")
     if source.code and (phase, source) != group:
-        lines.append(f"    # {_one_line(source.code)}")
+        lines.append(f"# {_one_line(source.code)}")
     return phase, source
 
 

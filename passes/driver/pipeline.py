@@ -24,7 +24,7 @@ from meshc.ir.paths import input_names
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.lower import collectives, emit
+from meshc.passes.lower import collectives, emit, group_regions
 from meshc.passes.lower.specialise import specialise
 from meshc.passes.microbatches import cut, microbatch
 from meshc.passes.partition.partition import partition
@@ -306,6 +306,7 @@ PASSES: tuple[Entry, ...] = (
     Entry("cut", cut.cut_backward),  # likewise: what lies where decides what is saved
     Entry("collectives", collectives.schedule_collectives),  # once it is settled which stage a collective is in
     Entry("emit", emit.fuse_updates),
+    Entry("regions", group_regions.group_regions),  # last: what stands in a region is what runs in it
 )
 
 PLANLESS = [entry.name for entry in PASSES].index("annotate")

@@ -46,6 +46,7 @@ CASES: Final[dict[str, Callable[[], meshc.Program]]] = {
     "gpt dp tp": lambda: train(gpt(dropout=0.1), "dp=2,tp=2", clip=1.0),
     "gpt megatron_sp": lambda: train(gpt(tied=False), "tp=2", "megatron_sp", sgd=True),
     "gpt fsdp microbatches": lambda: train(gpt(layers=2), "dp_shard=2", clip=1.0, microbatches=2),
+    "gpt fsdp regions": lambda: train(gpt(layers=2), "dp_shard=2", clip=1.0, sgd=True, backend="inductor"),
     "gpt ulysses": lambda: train(gpt(), "cp=2", sgd=True),
     "gpt pipeline": lambda: train(gpt(8, 2), "pp=2", sgd=True, microbatches=4, options=meshc.Options(schedule="1f1b")),
     "gpt pipeline fsdp": lambda: train(

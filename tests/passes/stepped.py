@@ -20,10 +20,15 @@ import meshc
 
 
 def steps(
-    what: nn.Module | meshc.TrainStep, mesh: str, plan: Any = "auto", options: meshc.Options | None = None, **inputs: Tensor
+    what: nn.Module | meshc.TrainStep,
+    mesh: str,
+    plan: Any = "auto",
+    options: meshc.Options | None = None,
+    backend: str = "eager",
+    **inputs: Tensor,
 ) -> dict[str, str]:
     """Pass -> text after it, in the order of passes; `source` is what comes before the first."""
-    program = meshc.compile(what, meshc.Mesh(mesh), kwargs=inputs, plan=plan, options=options or meshc.Options())
+    program = meshc.compile(what, meshc.Mesh(mesh), kwargs=inputs, plan=plan, backend=backend, options=options or meshc.Options())
     with tempfile.TemporaryDirectory() as folder:
         program.dump(folder)
         files = sorted(Path(folder).glob("*.py"))

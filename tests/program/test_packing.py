@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from meshc.cost import memory
 from meshc.ir import Record, set_record, spmd
 from meshc.ir.mesh import Mesh
+from meshc.passes.lower.group_regions import grouped
 from meshc.plan.plan import Plan
 from meshc.program import packing
 from meshc.program.program import Instruction, Port, Program, Stage
@@ -126,7 +127,7 @@ def alone() -> Groups:
 
 @pytest.mark.parametrize("make", [generate, compile_regions])
 def test_a_large_gradient_has_the_same_memory_at_each_call(make) -> None:  # type: ignore[no-untyped-def]
-    run = make(reduced(escaping=False), alone(), {"dp": 0}, torch.device("cpu"))
+    run = make(grouped(reduced(escaping=False), {"dp": 1}), alone(), {"dp": 0}, torch.device("cpu"))
     for seed in range(3):
         x = torch.randn(2048, 1, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(run([x])[0], (x @ x[:1024].t()).sum(), rtol=1e-5, atol=0.0)
@@ -136,7 +137,7 @@ def test_a_large_gradient_has_the_same_memory_at_each_call(make) -> None:  # typ
 def test_but_not_if_it_leaves(make) -> None:  # type: ignore[no-untyped-def]
     stage = reduced(escaping=True)
     assert not any(packing.stays(node) for node in stage.graph.nodes)
-    run = make(stage, alone(), {"dp": 0}, torch.device("cpu"))
+    run = make(grouped(stage, {"dp": 1}), alone(), {"dp": 0}, torch.device("cpu"))
     xs = [torch.randn(2048, 1, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     results = [run([x])[0] for x in xs]
     for x, result in zip(xs, results, strict=True):

@@ -1,4 +1,4 @@
-"""Regions: what is compiled together, when gathers of parameters start, and that Inductor's result may be written over."""
+"""Regions as they run: Inductor's result may be written over, what was compiled is found again, and a stranger's region is guarded."""
 
 from __future__ import annotations
 
@@ -7,71 +7,21 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
+from meshc.errors import MeshcError
 from meshc.ir import Record, set_record, spmd
+from meshc.passes.lower.group_regions import grouped
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
-from meshc.runtime.run.regions import _bundled, compile_regions, levels
+from meshc.runtime.run.regions import _pieces, compile_regions
+from meshc.text.parse import parse_stage
 
 aten = torch.ops.aten
-BYTES = 4 * 4 * 4
-"""Of a gathered weight."""
-
 
 def add(graph: Graph, target: object, *args: object, rows: int = 4) -> Node:
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     set_record(node, Record((rows, 4), torch.float32))
     return node
-
-
-def layers(count: int) -> Stage:
-    """x @ w0 @ w1 ..., each weight stored split over two ranks and gathered before its product."""
-    graph = Graph()
-    x = graph.placeholder("x")
-    weights = [graph.placeholder(f"w{index}") for index in range(count)]
-    for node in (x, *weights):
-        set_record(node, Record((2, 4), torch.float32))
-    for weight in weights:
-        x = add(graph, aten.mm.default, x, add(graph, spmd.all_gather, weight, ["dp"], 0), rows=2)
-    graph.output([x])
-    return Stage("main", graph, ("input:x", *(f"parameter:w{index}" for index in range(count))), ("output:y",))
-
-
-def by_kind(stage: Stage, window: int) -> tuple[list[int], list[int]]:
-    found = levels(stage, {}, window)
-    calls = [node for node in stage.graph.nodes if node.op == "call_function"]
-    return [found[n] for n in calls if n.target is spmd.all_gather], [found[n] for n in calls if n.target is aten.mm.default]
-
-
-def test_one_window_gathers_all_before_one_region() -> None:
-    assert by_kind(layers(4), 4 * BYTES) == ([0, 0, 0, 0], [1, 1, 1, 1])
-
-
-def test_windows_start_before_the_region_that_reads_the_one_before() -> None:
-    """Two weights a window: the third and the fourth travel while the first two are read."""
-    gathers, products = by_kind(layers(6), 2 * BYTES)
-    assert products == [1, 1, 2, 2, 3, 3]
-    assert gathers == [0, 0, 0, 0, 1, 1]
-
-
-def test_a_gather_is_never_after_its_reader() -> None:
-    for count in range(1, 7):
-        for window in range(1, 4):
-            gathers, products = by_kind(layers(count), window * BYTES)
-            assert all(gather < product for gather, product in zip(gathers, products, strict=True))
-
-
-def test_what_starts_together_travels_together_and_keeps_its_level() -> None:
-    """Two messages for six weights; what is cut from one is of the level of its first reader, what is joined of the message's own."""
-    whole = layers(6)
-    stage, level = _bundled(whole, {"dp": 2}, levels(whole, {}, 2 * BYTES))
-    gathers = [node for node in stage.graph.nodes if node.target is spmd.all_gather]
-    assert [(level[node], node.meta["meshc"].shape) for node in gathers] == [(0, (2 * 4 * 8,)), (1, (2 * 2 * 8,))]
-    assert [level[node] for node in stage.graph.nodes if node.target is aten.mm.default] == [1, 1, 2, 2, 3, 3]
-    assert [level[node] for node in stage.graph.nodes if node.target is aten.cat.default] == [0, 1]
-    for node in stage.graph.nodes:
-        for operand in node.all_input_nodes if node.op == "call_function" else []:
-            assert level[node] >= level[operand] + (operand.target is spmd.all_gather)
 
 
 def reductions(equal: bool) -> Stage:
@@ -100,7 +50,7 @@ def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypat
     wanted = [2 * (x.relu() + 1), 2 * ((x.relu() if equal else -x) + 1)]
     groups, here = Groups({"dp": 1}, 0, 1), {"dp": 0}
     for make in (generate, compile_regions):
-        run = make(reductions(equal), groups, here, torch.device("cpu"))
+        run = make(grouped(reductions(equal), groups.sizes), groups, here, torch.device("cpu"))
         for _ in range(2):
             for found, value in zip(run([x]), wanted, strict=True):
                 torch.testing.assert_close(found, value)
@@ -111,6 +61,32 @@ def test_what_was_compiled_is_found_again() -> None:
     groups.prepare([("dp",)])
     for _ in range(2):
         counters.clear()
-        compile_regions(reductions(False), groups, {"dp": 0}, torch.device("cpu"))([x])
+        compile_regions(grouped(reductions(False), groups.sizes), groups, {"dp": 0}, torch.device("cpu"))([x])
     found = counters["aot_autograd"]["autograd_cache_hit"]
     assert found == 2 and not counters["inductor"]["fxgraph_cache_bypass"], counters
+
+
+def test_in_a_region_of_a_text_what_needs_a_guard_runs_after_it_and_the_rest_is_compiled() -> None:
+    """Rows that a gradient does not have: what was compiled in this process is trusted, what was read from a text is not."""
+    text = """@ranks("dp=1")
+def main(
+    gradient: "f32[3, 4]" = "input:gradient",
+    rows: "i64[3]" = "input:rows",
+):
+    with region(0):
+        twice: "f32[3, 4]" = aten.mul.Tensor(gradient, 2.0)
+        table: "f32[4, 4]" = aten.embedding_dense_backward(twice, rows, 4, -1, False)
+        back: "f32[4, 4]" = aten.neg(table)
+    return {
+        "output:y": back,
+    }
+"""
+    stage = parse_stage(text)
+    assert [(compiled, [node.name for node in nodes]) for compiled, nodes in _pieces(stage, {})] == [
+        (True, ["twice"]), (False, ["table"]), (True, ["back"]),
+    ]  # fmt: skip
+    gradient, rows = torch.arange(12.0).reshape(3, 4), torch.tensor([2, 0, 2])
+    run = compile_regions(stage, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
+    torch.testing.assert_close(run([gradient, rows])[0], torch.zeros(4, 4).index_add(0, rows, -2 * gradient))
+    with pytest.raises(MeshcError, match=r"line 8: table could not be made: .*its operands do not fit"):
+        run([gradient, rows + 9])

@@ -1,0 +1,50 @@
+"""Regions: neighbouring nodes of a stage that run as one compiled function, by a number that each of them carries.
+
+    with region(2):
+        mm: "f32[8, 4]" = aten.mm(x, w)
+        relu: "f32[8, 4]" = aten.relu(mm)
+    all_reduce: "f32[8, 4]" = all_reduce(relu, ["tp"], "sum")        in no region: runs by itself
+
+The number is all that a node knows; nodes of one number stand together, and no number comes back later in its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Final
+
+from torch.fx import Graph, Node
+
+from meshc.ir import spmd
+
+REGION: Final = "meshc region"
+
+
+def region_of(node: Node) -> int | None:
+    """The number of the region that a node is in; None if it runs by itself."""
+    return node.meta.get(REGION)
+
+
+def set_region(node: Node, number: int) -> None:
+    node.meta[REGION] = number
+
+
+def blocks(nodes: Iterable[Node]) -> Iterator[tuple[int | None, list[Node]]]:
+    """Neighbours of one region, or of none, with its number."""
+    for number, members in groupby(nodes, region_of):
+        yield number, list(members)
+
+
+def is_number(node: Node) -> bool:
+    """Whether a node is an integer that says where a rank or a microbatch stands: it is known before anything runs."""
+    return node.op == "call_function" and node.target in spmd.INTEGERS.values()
+
+
+def changing(graph: Graph) -> set[Node]:
+    """Integers that are others for each microbatch."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if is_number(node) and (node.args[0] == spmd.MICROBATCH or any(operand in found for operand in node.all_input_nodes)):
+            found.add(node)
+    return found

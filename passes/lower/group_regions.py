@@ -1,0 +1,90 @@
+"""Regions: for a backend that compiles, what runs between two waits becomes one function, and what starts there travels together.
+
+    a = relu(x)                             with region(0):
+    r = all_reduce(a, ["tp"], "sum")            a = relu(x)
+    b = mm(x, w)                  becomes       b = mm(x, w)
+    c = add(b, r)                           r = all_reduce(a, ["tp"], "sum")
+                                            with region(1):
+                                                c = add(b, r)
+
+`meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, then the collectives that they feed;
+`meshc/program/bundle.py` joins those of a level. Every rank runs the same order, and nothing is decided after this pass.
+
+A collective of sums over microbatches alone is left as it is: it starts as soon as its own sums are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from torch.fx import Graph, Node
+
+from meshc.ir import spmd
+from meshc.ir.regions import changing, is_number, set_region
+from meshc.passes.lower.levels import WINDOW, levels, runs_alone
+from meshc.passes.phases.draft import Draft
+from meshc.program.accumulate import ADDED
+from meshc.program.bundle import bundle
+from meshc.program.program import Stage
+
+
+def group_regions(draft: Draft) -> Draft:
+    """Marks and reorders each stage; values do not change. Nothing is to be done for a backend that runs operators one by one."""
+    if draft.request.backend != "eager":
+        draft.stages = {name: grouped(stage, draft.sizes) for name, stage in draft.stages.items()}
+    return draft
+
+
+def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None) -> Stage:
+    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes of parameters that are gathered together."""
+    graph = Graph()
+    graph.output(graph.graph_copy(stage.graph, {}))
+    stage = replace(stage, graph=graph)
+    level = levels(stage, window)
+    for sent, member in bundle(stage, sizes, level, WINDOW, apart=_of_sums(stage)).items():
+        level[sent] = level[member]
+        if sent.target is spmd.all_gather:
+            _level_before(sent, level)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in level:
+            level[node] = max(level[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
+    _place(graph, level)
+    graph.lint()
+    return stage
+
+
+def _of_sums(stage: Stage) -> set[Node]:
+    """Collectives of what is made of sums over microbatches alone."""
+    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
+    whole = {node for node, key in keys if key.startswith(ADDED)}
+    found: set[Node] = set()
+    for node in stage.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and whole.issuperset(node.all_input_nodes):
+            (found if spmd.is_collective(node.target) else whole).add(node)
+    return found
+
+
+def _level_before(gather: Node, level: dict[Node, int]) -> None:
+    """What prepares a bundle, made with it, is of its level."""
+    for operand in gather.all_input_nodes:
+        if operand not in level:
+            level[operand] = level[gather]
+            _level_before(operand, level)
+
+
+def _place(graph: Graph, level: Mapping[Node, int]) -> None:
+    """Puts the nodes in the order of their levels, of a level the region first, and numbers the regions."""
+    varying = changing(graph)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    alone = {node for node in calls if is_number(node) or runs_alone(node, varying)}
+    order = sorted(calls, key=lambda node: (0, True) if is_number(node) else (1 + level[node], node in alone))
+    order = [*graph.find_nodes(op="placeholder"), *order]
+    for before, node in pairwise(order):
+        if before.next is not node:
+            before.append(node)
+    inside = sorted({level[node] for node in calls if node not in alone})
+    for node in calls:
+        if node not in alone:
+            set_region(node, inside.index(level[node]))

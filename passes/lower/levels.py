@@ -1,0 +1,122 @@
+"""Levels: after how many waits each node of a stage can run, where all that one wait allows runs at once.
+
+A node's level counts the collectives behind it. All nodes of a level run, then the collectives that they feed start, and the next level
+waits for those that it reads. What runs by itself (updates in place, what depends on the microbatch's number, products whose memory is
+kept) is behind the nodes of its level too.
+
+Gathers of stored parameters would all be of level 0, and the whole model in memory at once. So they come in windows of some bytes: what
+stands after a window's first gather is of a later level than what stands before it, and its gathers start before the level that reads the
+window before.
+
+    level 0:  gathers of windows 0 and 1      level 1:  what reads window 0, gathers of window 2      level 2:  window 1's ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import is_getitem, local_bytes, record, spmd
+from meshc.ir.regions import changing, is_number
+from meshc.program.packing import stays
+from meshc.program.program import Stage
+
+WINDOW = 128 * 1024 * 1024
+"""Bytes of parameters gathered together at most: about what FSDP gathers for a block of a large model."""
+
+WINDOWS = 8
+"""There are at least about so many in a stage, or a small model would be whole for as long as it runs."""
+
+
+def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
+    """The level of each node. Windows are of `window` bytes, or of so many that a stage has some."""
+    return _Levels(stage, window).found
+
+
+def runs_alone(node: Node, changing: set[Node]) -> bool:
+    """Whether a call is no part of a region: a collective, or what must not be traced, or what would be traced for one microbatch only."""
+    if node.op != "call_function":
+        return False
+    if is_getitem(node):  # of several results, which do not leave a region together
+        return runs_alone(node.args[0], changing)  # type: ignore[arg-type]
+    return spmd.is_collective(node.target) or stays(node) or _writes(node) or any(operand in changing for operand in node.all_input_nodes)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _stored(stage: Stage) -> set[Node]:
+    """Parameters, what is made of them alone, and their gathers."""
+    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
+    found = {node for node, key in keys if key.startswith("parameter:")}
+    for node in stage.graph.nodes:
+        operands = node.all_input_nodes if node.op == "call_function" else []
+        if operands and all(operand in found and operand.target is not spmd.all_gather for operand in operands):
+            found.add(node)
+    return found
+
+
+class _Levels:
+    """found    node -> level
+    floor      what is no gather is of this level at least: that of the window that is being read
+    after      where a value that has been overwritten may be read again
+    joined     the level of the last collective between pipeline stages, which keep their order: the stages' graphs differ
+    """
+
+    def __init__(self, stage: Stage, window: int | None) -> None:
+        self.stored = _stored(stage)
+        self.changing = changing(stage.graph)
+        if window is None:
+            gathered = sum(local_bytes(record(node)) for node in self.stored if node.target is spmd.all_gather)
+            window = min(WINDOW, gathered // WINDOWS)
+        self.window, self.window_bytes = window, 0
+        self.floor = self.floor_before = self.joined = 0
+        self.found: dict[Node, int] = {}
+        self.after: dict[Node, int] = {}
+        for node in stage.graph.nodes:
+            if node.op == "placeholder" or is_number(node):
+                self.found[node] = 0
+            elif node.op == "call_function":
+                self.found[node] = self._level(node)
+
+    def _level(self, node: Node) -> int:
+        if is_getitem(node):
+            return self.found[node.all_input_nodes[0]]
+        behind = max((self._behind(operand) for operand in node.all_input_nodes), default=0)
+        if node in self.stored:
+            self.found[node] = max(self.floor_before - 1, behind, 0)
+            return max(self._window(node), self.found[node]) if node.target is spmd.all_gather else self.found[node]
+        level = max(self.floor, behind)
+        if _writes(node):
+            level = max(level, *self.found.values())
+            self.after |= dict.fromkeys(_memory(node), level + 1)
+        if spmd.is_collective(node.target) and spmd.joins_stages(node):
+            level = self.joined = max(level, self.joined)
+        return level
+
+    def _behind(self, operand: Node) -> int:
+        return max(self.found[operand] + runs_alone(operand, self.changing), self.after.get(operand, 0))
+
+    def _window(self, gather: Node) -> int:
+        """The least level of a gather, which begins a window where the one before is full."""
+        size = local_bytes(record(gather))
+        if self.window_bytes + size > self.window:
+            self.floor_before, self.floor, self.window_bytes = self.floor, max(self.found.values()) + 1, 0
+        self.window_bytes += size
+        return self.floor_before - 1
+
+
+def _memory(node: Node) -> Iterator[Node]:
+    """The operands that a node writes, and what these are made of: a tile may lie in the memory of what it is a tile of."""
+    work: list[Any] = []
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            work += value if isinstance(value, list | tuple) else [value]
+    while work:
+        operand = work.pop()
+        yield operand
+        work += operand.all_input_nodes
