@@ -75,7 +75,7 @@ def main(
 ):
     with region(0):
         twice: "f32[3, 4]" = aten.mul.Tensor(gradient, 2.0)
-        table: "f32[4, 4]" = aten.embedding_dense_backward(twice, rows, 4, -1, False)
+        table: "f32[4, 4]" = aten.embedding_dense_backward(twice, rows, 4, -1, True)
         back: "f32[4, 4]" = aten.neg(table)
     return {
         "output:y": back,
@@ -87,6 +87,6 @@ def main(
     ]  # fmt: skip
     gradient, rows = torch.arange(12.0).reshape(3, 4), torch.tensor([2, 0, 2])
     run = compile_regions(stage, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
-    torch.testing.assert_close(run([gradient, rows])[0], torch.zeros(4, 4).index_add(0, rows, -2 * gradient))
+    torch.testing.assert_close(run([gradient, rows])[0], -aten.embedding_dense_backward(2 * gradient, rows, 4, -1, True))
     with pytest.raises(MeshcError, match=r"line 8: table could not be made: .*its operands do not fit"):
         run([gradient, rows + 9])
