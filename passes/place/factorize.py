@@ -14,7 +14,7 @@ are the sources; classes only name: `propagate` decides at each operator.)
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -58,23 +58,101 @@ class _Solved:
     active: bool = True
 
 
+class _Dims:
+    """A class for each dim of each value, joined where dims are one."""
+
+    def __init__(self) -> None:
+        self.union = _Union()
+        self.of: dict[Value, list[int | None]] = {}
+        self.size: dict[int, int] = {}
+
+    def __call__(self, value: Value) -> list[int | None]:
+        if value not in self.of:
+            shape = records(value[0])[value[1]].shape
+            self.of[value] = [None if extent == 1 else self.union.new() for extent in shape]
+            self.size.update((item, extent) for item, extent in zip(self.of[value], shape, strict=True) if item is not None)
+        return self.of[value]
+
+    def join(self, one: Value, other: Value) -> None:
+        for a, b in zip(self(one), self(other), strict=True):
+            if a is not None and b is not None:
+                self.union.join(a, b)
+
+
+@dataclass
+class _Operator:
+    """An operator's rule, the values it reads, and its letters as classes of dims."""
+
+    node: Node
+    rule: Rule
+    values: list[Value]
+    letters: dict[str, int]
+    relations: list[_Solved]
+
+    def solve(self, dims: _Dims) -> None:
+        """Its relations, once all dims are joined that are one."""
+        for relation in self.rule.relations:
+            inside, outside = (_side(names, self.letters, dims.union, dims.size) for names in (relation.inside, relation.outside))
+            self.relations.append(_Solved(self.node, relation, inside, outside))
+
+
+class _Atoms:
+    """A class for each piece that the cuts make of a class of dims; pieces that relations align are joined."""
+
+    def __init__(self, dims: _Dims, cuts: Mapping[int, frozenset[int]]) -> None:
+        self.union = _Union()
+        self.size: dict[int, int] = {}
+        self._dims, self._cuts = dims, cuts
+        self._of: dict[int, list[int]] = {}
+
+    def __call__(self, item: int) -> list[int]:
+        """The pieces of a class of dims, major to minor."""
+        root = self._dims.union.find(item)
+        if root not in self._of:
+            self._of[root] = []
+            for extent in _extents(self._dims.size[item], self._cuts.get(root, frozenset())):
+                piece = self.union.new()
+                self.size[piece] = extent
+                self._of[root].append(piece)
+        return self._of[root]
+
+    def align(self, solved: _Solved, letters: dict[str, int]) -> list[tuple[Token | None, Token | None]] | None:
+        """The pieces of a relation's two sides, pair by pair, which are one from now on; None if the sides do not share factors."""
+        inside, outside = (_tokens(names, letters, self, self.size) for names in (solved.relation.inside, solved.relation.outside))
+        pairs = _align(inside, outside)
+        if pairs is None:
+            return None
+        for (_, a, _), (_, b, _) in pairs:
+            if a is not None and b is not None:
+                self.union.join(a, b)
+        return [(inner[0], outer[0]) for inner, outer in pairs]
+
+
 def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = ()) -> Factors:
     """Classes for every dim of every value of a global-view graph. `alike` pairs values of one meaning: a gradient and its parameter."""
-    union = _Union()
-    dim_of: dict[Value, list[int | None]] = {}
-    size: dict[int, int] = {}
+    dims = _Dims()
+    operators = [*_operators(graph, dims)]
+    for one, other in alike:
+        dims.join(one, other)
+    for operator in operators:
+        operator.solve(dims)
+    dropped: list[str] = []
+    atoms = _Atoms(dims, _solve([solved for operator in operators for solved in operator.relations], dropped))
+    aligned = {id(solved): pairs for operator in operators for solved, pairs in _aligned(operator, atoms, dropped)}
 
-    def dims(value: Value) -> list[int | None]:
-        if value not in dim_of:
-            shape = records(value[0])[value[1]].shape
-            dim_of[value] = [None if extent == 1 else union.new() for extent in shape]
-            for item, extent in zip(dim_of[value], shape, strict=True):
-                if item is not None:
-                    size[item] = extent
-        return dim_of[value]
+    factors = Factors({}, {}, {}, dropped)
+    for value, items in dims.of.items():
+        factors.dims[value] = tuple(() if item is None else tuple(map(atoms.union.find, atoms(item))) for item in items)
+    for atom, extent in atoms.size.items():
+        factors.size[atoms.union.find(atom)] = extent
+    for operator in operators:
+        alias, whole = _settled(operator, atoms, aligned)
+        factors.instances[operator.node] = _instance(operator, dims, atoms, alias, whole)
+    return factors
 
-    rules: dict[Node, tuple[Rule, list[Value], list[dict[str, int]]]] = {}
-    unsolved: list[tuple[Node, Relation, dict[str, int]]] = []
+
+def _operators(graph: Graph, dims: _Dims) -> Iterator[_Operator]:
+    """Every operator, in the order of the graph, its letters' dims joined on the way."""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             dims((node, 0))
@@ -89,90 +167,47 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = ()) -> Factor
                 if item is None or name == ONE:
                     continue
                 if name in letters:
-                    union.join(letters[name], item)
+                    dims.union.join(letters[name], item)
                 letters[name] = item
-        for relation in rule.relations:
-            unsolved.append((node, relation, letters))
-        rules[node] = (rule, values, [letters])
-
-    for one, other in alike:
-        for a, b in zip(dims(one), dims(other), strict=True):
-            if a is not None and b is not None:
-                union.join(a, b)
-
-    relations = [
-        _Solved(node, relation, _side(relation.inside, letters, union, size), _side(relation.outside, letters, union, size))
-        for node, relation, letters in unsolved
-    ]
-    dropped: list[str] = []
-    cuts = _solve(relations, dropped)
-
-    # atoms: a class per piece of a dim class, joined through the relations that hold
-    pieces = _Union()
-    piece_size: dict[int, int] = {}
-    atoms: dict[int, list[int]] = {}
-
-    def atoms_of(item: int) -> list[int]:
-        root = union.find(item)
-        if root not in atoms:
-            atoms[root] = []
-            for extent in _extents(size[item], cuts.get(root, frozenset())):
-                piece = pieces.new()
-                piece_size[piece] = extent
-                atoms[root].append(piece)
-        return atoms[root]
-
-    aligned: dict[tuple[Node, int], tuple[list[Token | None], list[Token | None]]] = {}
-    for node, (rule, _, (letters,)) in rules.items():
-        mine = [solved for solved in relations if solved.node is node] if rule.relations else []
-        for index, solved in enumerate(mine):
-            if solved.active:
-                inside = _tokens(solved.relation.inside, letters, atoms_of, piece_size)
-                outside = _tokens(solved.relation.outside, letters, atoms_of, piece_size)
-                pairs = _align(inside, outside)
-                if pairs is None:
-                    solved.active = False
-                    dropped.append(f"{node.name}: {solved.relation.inside} and {solved.relation.outside} do not share factors")
-                    continue
-                for (_, a, _), (_, b, _) in pairs:
-                    if a is not None and b is not None:
-                        pieces.join(a, b)
-                aligned[(node, index)] = ([p[0][0] for p in pairs], [p[1][0] for p in pairs])
-
-    factors = Factors({}, {}, {}, dropped)
-    for value, items in dim_of.items():
-        factors.dims[value] = tuple(() if item is None else tuple(pieces.find(atom) for atom in atoms_of(item)) for item in items)
-    for atom, extent in piece_size.items():
-        factors.size[pieces.find(atom)] = extent
-    for node, (rule, values, (letters,)) in rules.items():
-        mine = [solved for solved in relations if solved.node is node] if rule.relations else []
-        alias: dict[Token, Token] = {}
-        whole: set[Token] = set()
-        for index, solved in enumerate(mine):
-            real = [n for n in (*solved.relation.inside, *solved.relation.outside) if not n.startswith("#")]
-            if not solved.active:
-                whole |= {(name, k) for name in real for k in range(len(atoms_of(letters[name])))}
-                continue
-            for inner, outer in zip(*aligned[(node, index)], strict=True):
-                if inner is not None and outer is not None:
-                    alias[outer] = alias.get(inner, inner)
-                elif inner is not None or outer is not None:
-                    whole |= {token for token in (inner, outer) if token is not None}
-        factors.instances[node] = _instance(node, rule, values, atoms_of, pieces, piece_size, alias, whole, dim_of)
-    return factors
+        yield _Operator(node, rule, values, letters, [])
 
 
-def _instance(
-    node: Node,
-    rule: Rule,
-    values: Sequence[Value],
-    atoms_of: Callable[[int], list[int]],
-    pieces: _Union,
-    piece_size: Mapping[int, int],
-    alias: Mapping[Token, Token],
-    whole: set[Token],
-    dim_of: Mapping[Value, list[int | None]],
-) -> Instance:
+def _aligned(
+    operator: _Operator, atoms: _Atoms, dropped: list[str]
+) -> Iterator[tuple[_Solved, list[tuple[Token | None, Token | None]]]]:
+    """The operator's relations that hold, each with the pieces that it makes one. What does not hold is `dropped`, with the reason."""
+    for solved in operator.relations:
+        if not solved.active:
+            continue
+        pairs = atoms.align(solved, operator.letters)
+        if pairs is None:
+            solved.active = False
+            dropped.append(f"{operator.node.name}: {solved.relation.inside} and {solved.relation.outside} do not share factors")
+        else:
+            yield solved, pairs
+
+
+def _settled(
+    operator: _Operator, atoms: _Atoms, aligned: Mapping[int, list[tuple[Token | None, Token | None]]]
+) -> tuple[dict[Token, Token], set[Token]]:
+    """What an operator's relations say of its tokens: which go by another's name, which must be whole."""
+    alias: dict[Token, Token] = {}
+    whole: set[Token] = set()
+    for solved in operator.relations:
+        if not solved.active:
+            real = [name for name in (*solved.relation.inside, *solved.relation.outside) if not name.startswith("#")]
+            whole |= {(name, k) for name in real for k in range(len(atoms(operator.letters[name])))}
+            continue
+        for inner, outer in aligned[id(solved)]:
+            if inner is not None and outer is not None:
+                alias[outer] = alias.get(inner, inner)
+            else:
+                whole |= {token for token in (inner, outer) if token is not None}
+    return alias, whole
+
+
+def _instance(operator: _Operator, dims: _Dims, atoms: _Atoms, alias: Mapping[Token, Token], whole: set[Token]) -> Instance:
+    node, rule = operator.node, operator.rule
     size: dict[Token, int] = {}
     factor: dict[Token, int] = {}
     whole = {alias.get(token, token) for token in whole}
@@ -184,24 +219,23 @@ def _instance(
                 found.append(())
                 continue
             row = []
-            for position, atom in enumerate(atoms_of(item)):
+            for position, atom in enumerate(atoms(item)):
                 token = alias.get((name, position), (name, position))
-                size[token] = piece_size[atom]
-                factor.setdefault(token, pieces.find(atom))
+                size[token] = atoms.size[atom]
+                factor.setdefault(token, atoms.union.find(atom))
                 if name in rule.whole or (position and name in rule.major):
                     whole.add(token)
                 row.append(token)
             found.append(tuple(row))
         return tuple(found)
 
-    ins = tuple(tokens(names, dim_of[value]) for value, names in zip(values, rule.operands, strict=True))
-    outs = tuple(tokens(names, dim_of[(node, index)]) for index, names in enumerate(rule.results))
-    sums: list[dict[Token, str]] = []
+    ins = tuple(tokens(names, dims.of[value]) for value, names in zip(operator.values, rule.operands, strict=True))
+    outs = tuple(tokens(names, dims.of[(node, index)]) for index, names in enumerate(rule.results))
     tied = _tied(rule, size, whole)
     letter_sums: tuple[dict[str, str], ...] = rule.sums or tuple({} for _ in outs)
-    for result in letter_sums:
-        sums.append({t: how for letter, how in result.items() for t in size if t[0] == letter})
-    return Instance(node, rule, tuple(values), ins, outs, tuple(sums), frozenset(whole), size, factor, rule.kind != "unknown", tied)
+    sums = tuple({t: how for letter, how in result.items() for t in size if t[0] == letter} for result in letter_sums)
+    known = rule.kind != "unknown"
+    return Instance(node, rule, tuple(operator.values), ins, outs, sums, frozenset(whole), size, factor, known, tied)
 
 
 def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Token, Token]:
