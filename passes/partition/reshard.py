@@ -9,7 +9,7 @@ slice or a reduce-scatter adds is zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -39,80 +39,113 @@ def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = froze
 
     `sequential` axes (microbatches) are reduced on their own; with `first` before anything else, so that other ranks wait for the last.
     """
-    now = {(d, p): list(part.axes) for d, p, part in source.parts()}
-    goal = {(d, p): list(part.axes) for d, p, part in target.parts()}
-    pending = dict(source.pending)
-    wanted = dict(target.pending)
-    found: list[Step] = []
-    place = {axis: part for part, axes in goal.items() for axis in axes}
+    way = _Way(source, target, sequential)
+    found = [*way.early()] if first else []
+    while (step := way.next()) is not None:
+        found.append(step)
+    return found
 
-    def used() -> set[str]:
-        return {axis for axes in now.values() for axis in axes} | set(pending)
 
-    def next_axis(part: tuple[int, int]) -> str | None:
-        have, want = now[part], goal[part]
+Place = tuple[int, int]
+"""A dim, and which of its parts."""
+
+
+class _Way:
+    """Where a value lies on the way from one sharding to another; each method takes the step that its name says, if that is due."""
+
+    def __init__(self, source: Sharding, target: Sharding, sequential: frozenset[str]) -> None:
+        self.now: dict[Place, list[str]] = {(d, p): list(part.axes) for d, p, part in source.parts()}
+        self.goal: dict[Place, list[str]] = {(d, p): list(part.axes) for d, p, part in target.parts()}
+        self.pending, self.wanted = dict(source.pending), dict(target.pending)
+        self.sequential = sequential
+        self.place = {axis: part for part, axes in self.goal.items() for axis in axes}
+
+    def early(self) -> list[Step]:
+        """Sums over sequential axes that nothing of the target splits."""
+        axes = [axis for axis in self._unwanted() if axis in self.sequential]
+        return [Step("all_reduce", (axis,), reduction=self.pending.pop(axis)) for axis in axes]
+
+    def next(self) -> Step | None:
+        """The cheapest kind of step that is due; None at the target."""
+        ways = (self._slice, self._reduce_scatter, self._all_reduce, self._all_to_all, self._all_gather, self._first, self._rest)
+        return next((step for way in ways if (step := way()) is not None), None)
+
+    def _unwanted(self) -> list[str]:
+        """Axes that a sum is pending over, which the target neither has pending so nor splits."""
+        return [axis for axis in self.pending if self.wanted.get(axis) != self.pending[axis] and axis not in self.place]
+
+    def _used(self) -> set[str]:
+        return {axis for axes in self.now.values() for axis in axes} | set(self.pending)
+
+    def _next_axis(self, part: Place) -> str | None:
+        """The axis that splits a part next, if those that split it now are the target's first."""
+        have, want = self.now[part], self.goal[part]
         return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
 
-    early = [axis for axis in pending if first and axis in sequential and wanted.get(axis) != pending[axis] and axis not in place]
-    found += [Step("all_reduce", (axis,), reduction=pending.pop(axis)) for axis in early]
-    while True:
-        step = None
-        for part in now:
-            axis = next_axis(part)
-            if axis is not None and axis not in used():
-                step = Step("slice", (axis,), part)
-                now[part].append(axis)
-                break
-        if step is None:
-            for part in now:
-                axis = next_axis(part)
-                if axis is not None and axis in pending:
-                    step = Step("reduce_scatter", (axis,), part, reduction=pending.pop(axis))
-                    now[part].append(axis)
-                    break
-        if step is None:
-            over = [axis for axis in pending if wanted.get(axis) != pending[axis] and axis not in place]
-            if over:
-                alone = [axis for axis in over if axis in sequential]
-                group = alone or [axis for axis in over if pending[axis] == pending[over[0]]]
-                step = Step("all_reduce", tuple(group), reduction=pending[group[0]])
-                for axis in group:
-                    del pending[axis]
-        if step is None:
-            for part, axes in now.items():
-                if axes and axes != goal[part][: len(axes)]:
-                    axis = axes[-1]
-                    other = place.get(axis)
-                    if other is not None and other != part and next_axis(other) == axis:
-                        step = Step("all_to_all", (axis,), other, part)
-                        axes.pop()
-                        now[other].append(axis)
-                        break
-        if step is None:
-            for part, axes in now.items():
-                if axes and axes != goal[part][: len(axes)]:
-                    keep = 0
-                    while keep < len(axes) and axes[: keep + 1] == goal[part][: keep + 1]:
-                        keep += 1
-                    movable = [a for a in axes[keep:] if place.get(a) is not None and place[a] != part]
-                    cut = max([keep, *(axes.index(a) + 1 for a in movable[-1:] if a != axes[-1])])
-                    step = Step("all_gather", tuple(axes[cut:]), part)
-                    del axes[cut:]
-                    break
-        if step is None:
-            fresh = [axis for axis in wanted if axis not in pending]
-            if fresh:
-                step = Step("first", tuple(fresh))
-                pending.update({axis: wanted[axis] for axis in fresh})
-        if step is None:
-            late = [axis for axis in pending if axis not in wanted]
-            if not late:
-                return found
-            stuck = [axis for axis in late if pending[axis] == pending[late[0]]]
-            step = Step("all_reduce", tuple(stuck), reduction=pending[stuck[0]])
-            for axis in stuck:
-                del pending[axis]
-        found.append(step)
+    def _slice(self) -> Step | None:
+        for part, axes in self.now.items():
+            axis = self._next_axis(part)
+            if axis is not None and axis not in self._used():
+                axes.append(axis)
+                return Step("slice", (axis,), part)
+        return None
+
+    def _reduce_scatter(self) -> Step | None:
+        for part, axes in self.now.items():
+            axis = self._next_axis(part)
+            if axis is not None and axis in self.pending:
+                axes.append(axis)
+                return Step("reduce_scatter", (axis,), part, reduction=self.pending.pop(axis))
+        return None
+
+    def _all_reduce(self) -> Step | None:
+        over = self._unwanted()
+        return self._reduced([axis for axis in over if axis in self.sequential] or over)
+
+    def _rest(self) -> Step | None:
+        """What the target splits and cannot be reached by a reduce-scatter."""
+        return self._reduced([axis for axis in self.pending if axis not in self.wanted])
+
+    def _reduced(self, axes: list[str]) -> Step | None:
+        """One all-reduce over those of the axes that are pending as the first is."""
+        if not axes:
+            return None
+        how = self.pending[axes[0]]
+        group = [axis for axis in axes if self.pending[axis] == how]
+        for axis in group:
+            del self.pending[axis]
+        return Step("all_reduce", tuple(group), reduction=how)
+
+    def _astray(self) -> Iterator[tuple[Place, list[str]]]:
+        """Parts that axes split which do so nowhere in the target, or not in this order."""
+        yield from ((part, axes) for part, axes in self.now.items() if axes and axes != self.goal[part][: len(axes)])
+
+    def _all_to_all(self) -> Step | None:
+        for part, axes in self._astray():
+            other = self.place.get(axes[-1])
+            if other is not None and other != part and self._next_axis(other) == axes[-1]:
+                axis = axes.pop()
+                self.now[other].append(axis)
+                return Step("all_to_all", (axis,), other, part)
+        return None
+
+    def _all_gather(self) -> Step | None:
+        for part, axes in self._astray():
+            keep = 0
+            while keep < len(axes) and axes[: keep + 1] == self.goal[part][: keep + 1]:
+                keep += 1
+            movable = [a for a in axes[keep:] if self.place.get(a) is not None and self.place[a] != part]
+            cut = max([keep, *(axes.index(a) + 1 for a in movable[-1:] if a != axes[-1])])
+            gone = axes[cut:]
+            del axes[cut:]
+            return Step("all_gather", tuple(gone), part)
+        return None
+
+    def _first(self) -> Step | None:
+        """Sums that the target has pending and the source has not: on the first rank what it is, zeros elsewhere."""
+        fresh = [axis for axis in self.wanted if axis not in self.pending]
+        self.pending.update({axis: self.wanted[axis] for axis in fresh})
+        return Step("first", tuple(fresh)) if fresh else None
 
 
 def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
