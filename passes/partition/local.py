@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from meshc.ir import spmd
+from meshc.ir import records, spmd
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
@@ -138,12 +138,18 @@ class Lowering(Local):
         return found
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
-        reason = f"{moved(self.node, {})}, over a split dim{lines(axes, self.build.entries)}"
+        reason = f"{moved(self.node, {})}, over split {self._split(axes)}{lines(axes, self.build.entries)}"
         return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=reason)
 
     def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
-        reason = f"{moved(self.node, {})}, over a split dim{lines(axes, self.build.entries)}"
+        reason = f"{moved(self.node, {})}, over split {self._split(axes)}{lines(axes, self.build.entries)}"
         return self.emit(spmd.all_gather, x, list(axes), dim, reason=reason)
+
+    def _split(self, axes: Sequence[str]) -> str:
+        """The factors of the operands that the axes split, by name."""
+        shardings = [found.sharding for x in self.operands for found in records(x) if found.sharding is not None]
+        parts = [part for sharding in shardings for _, _, part in sharding.parts()]
+        return " and ".join(dict.fromkeys(part.factor for part in parts if set(part.axes) & set(axes))) or "dims"
 
     def index(self, axes: Sequence[str]) -> Node:
         return self.build.index(axes)

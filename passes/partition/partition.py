@@ -25,7 +25,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.guards import Guards
 from meshc.passes.partition.local import Lowering, mask_part
-from meshc.passes.partition.reasons import differing, lines, moved, reader
+from meshc.passes.partition.reasons import differing, lines, moved, reader, summed
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
@@ -153,13 +153,21 @@ class Partitioner:
         before = self.build.context
         axes = differing(best.sharding, want, list(self.build.sizes))
         what = moved(value[0], self.ports)
-        reason = f"{what}{f', for {reason}' if reason != what else ''}{lines(axes, self.assignment.entries)}"
+        why = f", for {reason}" if reason != what else ""
+        reason = f"{what}{why}{self._summed(value, best.sharding, axes)}{lines(axes, self.assignment.entries)}"
         self.build.context = replace(before, reason=reason)
         node, sharding = reshard(self.build, best.node, best.sharding, want, reason, self.sequential, self.accumulate)
         self.build.context = before
         gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.pending
         phase = self.phase if gathered else best.phase
         return self._add(value, Form(node, sharding, phase))
+
+    def _summed(self, value: Value, lies: Sharding, axes: Sequence[str]) -> str:
+        node, index = value
+        chosen = self.assignment.chosen.get(node)
+        if chosen is None or not any(lies.pending_over(axis) for axis in axes):
+            return ""
+        return summed(self.factors.instances[node], index, chosen, axes, self.assignment.names)
 
     # ----------------------------------------------------------------------------------------------- values made where they are used
 

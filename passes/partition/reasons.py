@@ -13,6 +13,8 @@ from torch.fx import Node
 
 from meshc.ir import op_name, records
 from meshc.ir.sharding import Sharding
+from meshc.passes.phases.factors import Instance, Token
+from meshc.passes.phases.names import Names
 from meshc.program.program import Port
 
 
@@ -30,6 +32,14 @@ def moved(node: Node, ports: Mapping[Node, Port]) -> str:
         return found.reason
     backward = "gradient " if found.phase == "backward" else ""
     return f"{backward}{_short(node)}{f' of {found.source.module}' if found.source.module else ''}"
+
+
+def summed(instance: Instance, index: int, chosen: Mapping[Token, Sequence[str]], axes: Iterable[str], names: Names) -> str:
+    """What was split, so that a result waits for a sum over `axes`: `, summed over ffn`."""
+    over = set(axes)
+    tokens = [token for token in instance.sums[index] if over & set(chosen.get(token, ()))]
+    factors = dict.fromkeys(names.of[instance.factor[token]] for token in tokens if instance.factor[token] in names.of)
+    return f", summed over {' and '.join(factors)}" if factors else ""
 
 
 def lines(axes: Iterable[str], entries: Mapping[str, str]) -> str:

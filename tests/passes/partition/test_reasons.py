@@ -31,10 +31,10 @@ def program(plan: str) -> meshc.Program:
 
 def test_a_reduction_names_the_product_its_reader_and_the_plans_line() -> None:
     reasons = [use.reason for use in collectives(program("dp: batch\ntp: ffn").compiled)]
-    gradient = "gradient native_layer_norm_backward of 0.norm, for the gradient norm; dp: batch"
+    gradient = "gradient native_layer_norm_backward of 0.norm, for the gradient norm, summed over batch; dp: batch"
     assert reasons == [
-        "mm of 0.down, for add; tp: ffn",
-        f"5 reductions together: mean, for the program's output; dp: batch | {gradient}, and 2 more",
+        "mm of 0.down, for add, summed over ffn; tp: ffn",
+        f"5 reductions together: mean, for the program's output, summed over batch; dp: batch | {gradient}, and 2 more",
         "the gradient norm; tp: ffn",
     ]
 
