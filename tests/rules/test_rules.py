@@ -49,6 +49,14 @@ def test_what_torch_calls_pointwise_is(op: Any) -> None:
     assert prove(found) > 1
 
 
+def test_a_sample_is_the_same_whatever_was_drawn_before() -> None:
+    first = pointwise_sample(aten.atan2.default)
+    f(3, 3)
+    again = pointwise_sample(aten.atan2.default)
+    assert first is not None and again is not None
+    assert all(torch.equal(a, b) for a, b in zip(first.args, again.args, strict=True))
+
+
 def splittable(op: Any, *args: Any, **kwargs: Any) -> str:
     """The letters that may be split, `+` before those that leave a sum."""
     one = build(Sample(op, args, kwargs))

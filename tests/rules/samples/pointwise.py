@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshc.testing.brute_force import Sample
-from tests.rules.samples.calls import b, i, positive
+from tests.rules.samples.calls import b, begin, i, positive
 
 aten = torch.ops.aten
 
@@ -28,6 +28,7 @@ def pointwise_operators() -> list[Any]:
 
 def pointwise_sample(op: Any) -> Sample | None:
     """A call with tensors that broadcast, of the first kind that the operator takes; None if it takes none of them."""
+    begin(str(op))
     for kind in (positive, lambda *shape: i(4, *shape) + 1, b):
         shapes = iter(((5, 4), (4,), (5, 1)))
         args: list[Any] = []
