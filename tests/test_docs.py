@@ -105,3 +105,10 @@ def test_a_partial_run_leaves_the_page_alone(words: list[str], missing: int, alo
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     assert left_alone(parser, parser.parse_args(words), missing) is alone
     assert ("is as it was" in capsys.readouterr().out) is alone
+
+
+def test_the_spine_has_the_lengths_that_the_page_says() -> None:
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) > 15
+    lengths = {file: (int(told), len((ROOT / file).read_text().splitlines())) for file, told in rows}
+    assert {file: both for file, both in lengths.items() if not 0.8 <= both[0] / both[1] <= 1.25} == {}
