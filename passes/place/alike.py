@@ -1,0 +1,23 @@
+"""Which values of a graph have one meaning, and so one set of factors: a gradient and its parameter, a value before and after a step."""
+
+from __future__ import annotations
+
+from meshc.ir import value_of
+from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.factors import Value
+
+
+def alike(draft: Draft) -> list[tuple[Value, Value]]:
+    """Gradients, new values and tangents with what they are gradients, new values and tangents of."""
+    inputs = draft.placeholders()
+    results = {port.key: value_of(node) for port, node in zip(draft.outputs, draft.results(), strict=True)}
+    pairs = []
+    for key, value in results.items():
+        kind, name = key.split(":", 1)
+        other = inputs.get(f"parameter:{name}" if kind == "gradient" and ":" not in name else name if kind == "gradient" else key)
+        if other is not None:
+            pairs.append((value, (other, 0)))
+        tangent = inputs.get(f"tangent:{name}")
+        if kind == "output" and tangent is not None:
+            pairs.append((value, (tangent, 0)))
+    return pairs
