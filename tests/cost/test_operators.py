@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 import meshc.ops.attention
 import meshc.ops.optim  # noqa: F401 - registers the updates
-from meshc import ir
 from meshc.cost.operators import moved_bytes, seconds
 from meshc.ir import spmd
 from tests.cost.building import F32, ROUND, Building
@@ -59,7 +59,7 @@ def test_what_moves_nothing_takes_nothing() -> None:
     flat = b.call(aten.reshape.default, x, [10000], made=(10000,))
     turned = b.call(aten.t.default, x, made=(100, 100))
     many = b.call(aten.split.Tensor, x, 50, made=[(50, 100), (50, 100)])
-    piece = b.call(ir.operator.getitem, many, 0, made=(50, 100))
+    piece = b.call(operator.getitem, many, 0, made=(50, 100))
     place = b.call(spmd.coordinate, "dp", dtype=None)
     tile = b.call(spmd.shard, x, 0, 2, place, made=(50, 100))
     sent = b.call(spmd.all_reduce, x, ["dp"], "sum", made=(100, 100))
