@@ -118,7 +118,7 @@ SCRIPT = """
 import sys
 from meshc.__main__ import main
 from meshc.cost import measure
-from meshc.runtime import link_times
+from meshc.runtime.run import link_times
 
 measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
 link_times.SIZES = (1 << 10, 1 << 20)

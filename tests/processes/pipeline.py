@@ -161,7 +161,7 @@ def states_of_another_cut(mesh: Any) -> None:
     others = [program_of(cases[1], mesh, pp_splits=["ln_f"]), program_of(cases[2], flat, schedule=None)]
     for other in others:
         other(**cases[0].call_kwargs)
-        for parameter in other.what.model.parameters():
+        for parameter in other.asked.module.parameters():
             parameter.data.zero_()
         other.load_state_dict(first.state_dict())
     wanted = [first(**cases[0].call_kwargs).item() for _ in range(2)]
