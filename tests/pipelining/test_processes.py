@@ -1,4 +1,4 @@
-"""Cells of the pipelines' table on two processes, one launch; `make pipelines` runs ten, under torchrun."""
+"""Cells of the pipelines' table on two processes, one launch (`make test-broad`); `make pipelines` runs ten, under torchrun."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES
 from tests.pipelining.processes import CELLS, on_ranks
 
 
+@pytest.mark.broad
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 def test_models_on_two_ranks() -> None:

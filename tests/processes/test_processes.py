@@ -108,7 +108,7 @@ def test_a_local_batch_of_another_shape() -> None:
     [
         (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")),
         (("tp=2", "auto"), ("dp=2", "fsdp"), ("pp=2", "auto")),
-        (("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto")),
+        pytest.param((("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto")), marks=BROAD),
     ],
     ids=lambda route: " to ".join(mesh for mesh, _ in route),
 )
