@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import meshc
 from meshc.frontend import capture
 from meshc.ir import spmd
-from meshc.passes.driver import pipeline
+from meshc.passes.trace import capture as first_pass
 from meshc.program.program import Program as Compiled
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
@@ -167,7 +167,7 @@ def test_a_step_is_traced_once_for_a_comparison_and_once_for_all_sizes(dynamic: 
         traced.append(args)
         return capture.torch_graph(*args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "torch_graph", counted)
+    monkeypatch.setattr(first_pass, "torch_graph", counted)
     for rows in (6, 7, 3) if dynamic else (6,):
         report = meshc.verify(program, {"x": torch.randn(rows, 4)}, dtype=torch.float64)
         assert {"output", "gradient", "parameter after step 2"} <= {kind for kind, *_ in report.rows}
