@@ -58,7 +58,8 @@ def stage_accounts(program: Program, device: Device | None = None) -> list[Stage
     for stage in range(schedule.stages):
         rank = schedule.rank_of(stage)
         read = set(program.stages[f"forward_{stage}"].inputs)
-        mine = [port for port in program.inputs if port.kind == "parameter" and port.key in read and pipeline.owners[port.key] == rank]
+        here = [port for port in program.inputs if program.owns(port.key, {pipeline.axis: rank})]
+        mine = [port for port in here if port.kind == "parameter" and port.key in read]
         actions = [action for action in schedule.actions[rank] if action.stage == stage]
         in_flight = int(max(held(actions), default=0))
         size = sum(memory.port_bytes(port, program.axis_sizes) for port in mine)

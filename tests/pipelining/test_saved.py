@@ -18,6 +18,7 @@ from meshc.errors import ArtifactError, PlanError, ScheduleError
 from meshc.pipelining.cut import Move
 from meshc.pipelining.schedule import parse
 from meshc.program.complete import refuse_incomplete
+from meshc.report.account import stage_accounts
 from meshc.runtime.run.cuda_graph import refusal
 from meshc.text.show import hash_program, print_program
 from tests.models import resnet
@@ -91,6 +92,16 @@ def test_what_compiles_is_complete() -> None:
     with torch.no_grad():
         inference = meshc.compile(Blocks(), meshc.Mesh("pp=2,tp=2"), kwargs={"x": torch.randint(11, (4, 6))})
     refuse_incomplete(inference.compiled)
+
+
+def test_a_parameter_that_every_rank_owns_is_counted_by_each() -> None:
+    program = compiled(schedule="gpipe", microbatches=2)
+    assert program.pipeline is not None
+    owners = program.pipeline.owners
+    key = next(key for key in program.stages["forward_1"].inputs if key.startswith("parameter:") and owners[key] == 1)
+    before = [*stage_accounts(program)]
+    program.pipeline = replace(program.pipeline, owners={k: rank for k, rank in owners.items() if k != key})
+    assert [*stage_accounts(program)] == before
 
 
 def test_a_part_that_is_taken_twice_is_refused() -> None:
