@@ -3,7 +3,7 @@
     python -m tests.attack --seconds 3600 --seed 0
     python -m tests.attack --case operators:123456789        one of them again, in this process
 
-No case may end its child by a signal, take longer than 20 s, get an exception out that is none of meshc's, or take 500 MB.
+No case may end its child by a signal, take longer than 20 s of the processor, get an exception out that is none of meshc's, or take 500 MB.
 """
 
 from __future__ import annotations
