@@ -1,17 +1,5 @@
 """What a plan's name stands for, and what a plan does: `meshc.plan.recipes`, under the name that users import."""
 
-from meshc.plan.recipes import (
-    RECIPES,
-    ROLE_RECIPES,
-    Recipe,
-    explain,
-    resolve,
-)
+from meshc.plan.recipes import RECIPES, explain, resolve
 
-__all__ = [
-    "RECIPES",
-    "ROLE_RECIPES",
-    "Recipe",
-    "explain",
-    "resolve",
-]
+__all__ = ["RECIPES", "explain", "resolve"]

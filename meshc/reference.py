@@ -1,21 +1,5 @@
 """One device that draws as meshc's ranks do: `meshc.frontend.reference`, under the name that users import."""
 
-from meshc.frontend.reference import (
-    ANSWERS,
-    FILLING,
-    Answer,
-    Microbatch,
-    ReferenceRandom,
-    Tile,
-    aten,
-)
+from meshc.frontend.reference import Microbatch, ReferenceRandom
 
-__all__ = [
-    "ANSWERS",
-    "Answer",
-    "FILLING",
-    "Microbatch",
-    "ReferenceRandom",
-    "Tile",
-    "aten",
-]
+__all__ = ["Microbatch", "ReferenceRandom"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshc.api.asked import Asked
-from meshc.api.world import World
+from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.optimizer.optimizer import changes, describe
@@ -71,7 +71,7 @@ class Compilations:
             raise StateError("nothing is compiled yet: call the program, or give example inputs to meshc.compile")
         return self._last
 
-    def guarded(self, what: str) -> Any:
+    def guarded(self, what: str) -> Context:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
         return self.world.guarded(what, self.store.step if self.store else 0)
 

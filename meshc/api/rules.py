@@ -37,7 +37,10 @@ def register_rule(op: Any, rule: str | Callable[..., Any], **fields: Any) -> Non
     known = overload_of(op)
     name = str(known).removesuffix(".default")
     if any(known in family.RULES for family in FAMILIES):
-        raise CompileError(f"{name} has a rule of meshc's own, which no other may replace")
+        raise CompileError(
+            f"{name} has a rule of meshc's own, which no other may replace\n"
+            "  what to do: if yours splits more, define an operator of your own that does the same, and register the rule for that"
+        )
     if known._schema.is_mutable:
         raise CompileError(
             f"{name} writes into its operands, and a program's operators do not\n"

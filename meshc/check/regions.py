@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from meshc import ir
-from meshc.ir.regions import blocks, changing, is_number, region_of
-from meshc.ir.spmd import is_collective
+from meshc.ir.regions import blocks, changing, region_of, why_alone
 from meshc.program.program import Program
 
 
@@ -36,19 +34,8 @@ def _wrong(graph: Graph) -> Iterator[tuple[Node, str]]:
             yield nodes[0], f"it is in region {number}, which has ended above: the lines of a region stand together"
         seen.add(number)
         for node in nodes:
-            why = _why_alone(node, varying)
+            why = why_alone(node, varying)
             if number is not None and why:
                 yield node, f"it is in region {number}, and {why}: it runs by itself"
             if ir.is_getitem(node) and region_of(node.all_input_nodes[0]) != number:
                 yield node, f"it takes apart what {node.all_input_nodes[0]} makes, and they are not in one region"
-
-
-def _why_alone(node: Node, varying: set[Node]) -> str:
-    target: Any = node.target
-    if is_collective(target):
-        return "talks to other ranks"
-    if is_number(node):
-        return "says where a rank or a microbatch stands"
-    if any(operand in varying for operand in node.all_input_nodes):
-        return "is another for each microbatch"
-    return "writes into its operands" if getattr(getattr(target, "_schema", None), "is_mutable", False) else ""

@@ -1,4 +1,4 @@
-"""What a compilation is spared: work of torch's and Python's that nobody asks the result of, a fifth of its time.
+"""What a compilation is spared: work of torch's and Python's that nobody asks the result of, a tenth to a fifth of its time.
 
     guards        conditions under which Dynamo's trace of a model would hold for another call; export makes and compiles them for
                   limits that a caller sets to sizes, of which meshc sets none, and throws them away

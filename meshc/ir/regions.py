@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
@@ -39,6 +40,23 @@ def blocks(nodes: Iterable[Node]) -> Iterator[tuple[int | None, list[Node]]]:
 def is_number(node: Node) -> bool:
     """Whether a node is an integer that says where a rank or a microbatch stands: it is known before anything runs."""
     return node.op == "call_function" and node.target in spmd.INTEGERS.values()
+
+
+def why_alone(node: Node, changing: set[Node]) -> str:
+    """What forbids that a call is compiled with others, once for all ranks and microbatches; nothing, if it may be. `changing`:
+    integers that are others for each microbatch."""
+    if spmd.is_collective(node.target):
+        return "talks to other ranks"
+    if is_number(node):
+        return "says where a rank or a microbatch stands"
+    if any(operand in changing for operand in node.all_input_nodes):
+        return "is another for each microbatch"
+    return "writes into its operands" if writes(node) else ""
+
+
+def writes(node: Node) -> bool:
+    """Whether a call writes into its operands."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def changing(graph: Graph) -> set[Node]:

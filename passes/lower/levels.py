@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, local_bytes, record, spmd
-from meshc.ir.regions import changing, is_number
+from meshc.ir.regions import changing, is_number, why_alone, writes
 from meshc.program.packing import stays
 from meshc.program.program import Stage
 
@@ -37,16 +36,13 @@ def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
 
 
 def runs_alone(node: Node, changing: set[Node]) -> bool:
-    """Whether a call is no part of a region: a collective, or what must not be traced, or what would be traced for one microbatch only."""
-    if node.op != "call_function":
+    """Whether a call is no part of a region: a collective, or what must not be traced, or what would be traced for one microbatch only.
+    Where a rank stands is known before all else: it costs no level."""
+    if node.op != "call_function" or is_number(node):
         return False
     if is_getitem(node):  # of several results, which do not leave a region together
         return runs_alone(node.args[0], changing)  # type: ignore[arg-type]
-    return spmd.is_collective(node.target) or stays(node) or _writes(node) or any(operand in changing for operand in node.all_input_nodes)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return stays(node) or bool(why_alone(node, changing))
 
 
 def _stored(stage: Stage) -> set[Node]:
@@ -91,7 +87,7 @@ class _Levels:
             self.found[node] = max(self.floor_before - 1, behind, 0)
             return max(self._window(node), self.found[node]) if node.target is spmd.all_gather else self.found[node]
         level = max(self.floor, behind)
-        if _writes(node):
+        if writes(node):
             level = max(level, *self.found.values())
             self.after |= dict.fromkeys(_memory(node), level + 1)
         if spmd.is_collective(node.target) and spmd.joins_stages(node):
