@@ -50,8 +50,8 @@ def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
     kwargs = dict(kwargs)
     if kwargs.get("pin_memory"):
         raise Wrong("programs pin no memory")
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")
+    if any(argument.name == "device" and argument.kwarg_only for argument in target._schema.arguments):
+        kwargs["device"] = torch.device("meta")  # also where it says none: what is made of sizes alone would be made in memory
     try:
         if target in PIECES and PIECES[target](*args, **kwargs) != count:
             raise Wrong(f"it gives {PIECES[target](*args, **kwargs)} results, {count} are declared")

@@ -80,3 +80,12 @@ def test_a_call_that_fits_is_made() -> None:
     call = next(call for call in written() if call.target is aten._embedding_bag_forward_only.default)
     assert isinstance(call, Call)
     assert torch.equal(guarded(call.target, call.target)(*call.args)[0], call.target(*call.args)[0])
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [(aten.fft_rfftfreq.default, (9,)), (aten.zeros.default, ([9],)), (aten.arange.default, (9,)), (aten.eye.default, (3,))],
+)
+def test_what_is_made_of_sizes_alone_takes_no_memory_while_it_is_checked(target: Any, args: tuple[Any, ...]) -> None:
+    for device in ({}, {"device": None}, {"device": torch.device("cpu")}):
+        assert made_by(target, args, device, 1).is_meta
