@@ -29,13 +29,14 @@ from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds
+from meshc.ir.keys import KINDS
 from meshc.ir.mesh import Mesh
 from meshc.ir.sizes import parse as parse_size
 from meshc.pipelining import written
 from meshc.plan.plan import Plan
 from meshc.program.complete import refuse_incomplete
 from meshc.program.instance import relation
-from meshc.program.program import BACKENDS, KINDS, Instruction, Port, Program
+from meshc.program.program import BACKENDS, Instruction, Port, Program
 from meshc.text import libraries
 from meshc.text.allowed import name_of
 from meshc.text.parse import parse_one_type, parse_sizes, parse_stage

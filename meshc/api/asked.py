@@ -15,6 +15,7 @@ from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError
 from meshc.frontend import admission, calling, dynamic
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
@@ -138,7 +139,7 @@ class Asked:
         grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
         fixed = {}
         if store is not None:
-            fixed = {held.name: held.sharding for key, held in store.held.items() if key.startswith("parameter:")}
+            fixed = {held.name: held.sharding for key, held in store.held.items() if is_a(key, "parameter")}
         ask: dict[str, Any] = dict(
             module=self.module, function=self.traced.function, signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,

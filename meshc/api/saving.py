@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact
+from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers
 
 if TYPE_CHECKING:
@@ -64,6 +65,6 @@ def beginnings(program: Program) -> dict[str, Any]:
         for parameter, slots in zip(group.params, group.slots, strict=True):
             name = names.get(id(parameter))
             if name is None and store is not None:  # described before its replacement
-                name = (store.parameter_key(parameter) or "").removeprefix("parameter:")
+                name = name_of(store.parameter_key(parameter) or "")
             fresh.update({f"{name}/{slot.name}": slot.fill for slot in slots})
     return found

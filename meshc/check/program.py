@@ -133,7 +133,7 @@ def _keys(program: Program, where: str) -> Iterator[str]:
                 if not _alike(told, record):
                     yield _at(stage, f"return {key}", f"a part of {whole[1]} is {print_type(record)}, but {who} {print_type(told)}")
     for stage in program.stages.values():
-        for key, node in zip(stage.inputs, stage.graph.find_nodes(op="placeholder"), strict=True):
+        for node, key in stage.keys().items():
             record = ir.record(node)
             if key not in known:
                 continue  # of what nothing makes the schedule says whether it is needed
@@ -147,8 +147,7 @@ def _alike(one: Record, other: Record) -> bool:
 
 
 def _given(stage: Stage) -> Iterator[tuple[str, Node]]:
-    (output,) = stage.graph.find_nodes(op="output")
-    for key, value in zip(stage.outputs, output.args[0], strict=True):
+    for key, value in stage.results().items():
         if isinstance(value, Node) and ir.has_record(value) and not isinstance(value.meta[ir.KEY], tuple):
             yield key, value
 

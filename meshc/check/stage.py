@@ -20,6 +20,7 @@ from meshc.check import operators, placed
 from meshc.check.moved import check_moved
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record
+from meshc.ir.keys import kind_of
 from meshc.ir.spmd import is_collective, joins_stages
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
@@ -158,7 +159,7 @@ def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
     for operand in written:
-        foreign = sorted(key for key in roots.get(operand, ()) if key.partition(":")[0] not in OWN)
+        foreign = sorted(key for key in roots.get(operand, ()) if kind_of(key) not in OWN)
         if foreign:
             raise Wrong(f"it writes into {operand}, in the memory of {foreign[0]}, which is no parameter, buffer or state of the program")
     if len(set(written)) != len(written):

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
+from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
@@ -91,9 +92,9 @@ def updates(node: Node) -> Iterator[tuple[Node, Node]]:
 
 def output_bytes(stage: Stage) -> dict[str, int]:
     """Bytes of each tensor that a stage gives, by key, whatever storage it shares."""
-    (output,) = stage.graph.find_nodes(op="output")
-    given = zip(stage.outputs, output.args[0], strict=True)
-    return {key: ir.local_bytes(ir.record(value)) for key, value in given if isinstance(value, Node) and ir.is_tensor(value)}
+    return {
+        key: ir.local_bytes(ir.record(value)) for key, value in stage.results().items() if isinstance(value, Node) and ir.is_tensor(value)
+    }
 
 
 def value_bytes(program: Program) -> dict[str, int]:
@@ -148,7 +149,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
             inside, leaves = walked[case]
             waiting = sum(carried.values())
             if waiting + inside.total > best.total:
-                grown = sum(size for key, size in carried.items() if key.startswith(("gradient:", "sum:")))
+                grown = sum(size for key, size in carried.items() if is_a(key, "gradient", "sum"))
                 best = Peak(waiting + inside.total, inside.gradients + grown, inside.at, position)
             carried.update((slot(key, step.microbatch), size) for key, size in leaves.items())
         elif step.op in ACCUMULATES:
@@ -158,7 +159,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
             carried.pop(step.value, None)
             rows = carried[step.into] = carried.get(step.into, 0) + made[step.value]
             if rows >= sizes[step.into] and sum(carried.values()) + rows > best.total:  # all are there, and are copied into one
-                best = Peak(sum(carried.values()) + rows, 0, f"rows of {step.into.partition(':')[2]} joined", position)
+                best = Peak(sum(carried.values()) + rows, 0, f"rows of {name_of(step.into)} joined", position)
         elif step.op == "recv":
             carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
         for key in last if step.op == "send" else ():
@@ -181,8 +182,8 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
     inside = packing.pieces(stage.graph)
     joined = {piece.whole for piece in inside.values()}
     first: dict[Node, Node] = {}  # the first value made in the memory of each
-    entering = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
-    gradients |= {node for node, key in entering.items() if key.startswith("sum:")}
+    entering = stage.keys()
+    gradients |= {node for node, key in entering.items() if is_a(key, "sum")}
     for position, node in enumerate(nodes):
         last[node] = position
         if node.op == "output":
@@ -190,7 +191,7 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
                 if isinstance(value, Node) and not (summed and is_added(key)):
                     results.setdefault(home[value], []).append(key)
                     last[home[value]] = position
-                    if key.startswith("gradient:"):
+                    if is_a(key, "gradient"):
                         gradients.add(value)
             continue
         whole = inside[node].whole if node in inside else node

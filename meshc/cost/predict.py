@@ -9,8 +9,9 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import link_of, send_seconds
 from meshc.cost.memory import output_bytes
 from meshc.ir import local_bytes, record
+from meshc.ir.keys import is_a
 from meshc.ir.mesh import Mesh
-from meshc.pipelining.cut import FLOW, STAGE_NAMES, Pipeline
+from meshc.pipelining.cut import STAGE_NAMES, Pipeline
 from meshc.pipelining.timing import Costs
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
@@ -45,9 +46,8 @@ def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
     """Bytes on a rank of each value that stages hand on, for one microbatch."""
     found = {}
     for stage in stages.values():
-        (output,) = stage.graph.find_nodes(op="output")
-        for key, node in zip(stage.outputs, output.args[0], strict=True):
-            if key.startswith(FLOW):
+        for key, node in stage.results().items():
+            if is_a(key, "flow"):
                 found[key] = local_bytes(record(node))
     return found
 
@@ -58,7 +58,7 @@ def saved_bytes(stages: Mapping[str, Stage], count: int) -> list[int]:
     found = []
     for stage in range(count):
         late = [stages[name] for name in (f"backward_{stage}", f"input_{stage}", f"weight_{stage}") if name in stages]
-        read = {key for one in late for key in one.inputs if key.startswith(FLOW)}
+        read = {key for one in late for key in one.inputs if is_a(key, "flow")}
         made = {key for one in late for key in one.outputs}
         here = set(stages[f"forward_{stage}"].outputs) | set(stages[f"forward_{stage}"].inputs)
         found.append(sum(sizes[key] for key in (read - made) & here))

@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from meshc.frontend.spared import unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
 from meshc.ir import Source
+from meshc.ir.graph import give, output_of, placeholders, results_of
+from meshc.ir.keys import PortKind, key_of
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
 
@@ -95,8 +97,8 @@ class JointGraph:
     """
 
     module: torch.fx.GraphModule
-    placeholders: list[tuple[str, str]]
-    outputs: list[tuple[str, str]]
+    placeholders: list[tuple[PortKind, str]]
+    outputs: list[tuple[PortKind | Literal["none"], str]]
 
 
 @contextlib.contextmanager
@@ -199,7 +201,7 @@ def torch_graph(
 def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
     """The trace with torch's symbolic tensors for its inputs, and which symbol stands for which of the user's sizes."""
     _refuse_sizes_as_outputs(traced)
-    values = [node.meta["val"] for node in traced.module.graph.find_nodes(op="placeholder")]
+    values = [node.meta["val"] for node in placeholders(traced.module.graph)]
     symbolic = [value for value in values if isinstance(value, torch.Tensor)]
     for (_, given), tensor in zip(traced.inputs, symbolic, strict=True):
         tensor.requires_grad_(given.requires_grad)
@@ -222,8 +224,7 @@ def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) ->
 
 def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
     """What is no tensor in an output is a constant of the program; a size that calls choose is none."""
-    (output,) = traced.module.graph.find_nodes(op="output")
-    for name, leaf in zip(traced.output_tree.paths(), output.args[0], strict=True):
+    for name, leaf in zip(traced.output_tree.paths(), results_of(traced.module.graph), strict=True):
         if isinstance(leaf, torch.fx.Node) and not isinstance(leaf.meta.get("example_value"), torch.Tensor | None):
             raise CaptureError(
                 f"the model returns a number (output {name}) that follows from a size that was to stay open\n"
@@ -233,9 +234,8 @@ def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
 
 def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> OutputTree:
     codegen: Any = module.graph._codegen  # a captured graph's, which flattens and unflattens
-    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    (output,) = module.graph.find_nodes(op="output")
-    leaves = [given.get(leaf, leaf) for leaf in output.args[0]]
+    given = dict(zip(placeholders(module.graph), inputs, strict=True))
+    leaves = [given.get(leaf, leaf) for leaf in results_of(module.graph)]
     plain = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
     return OutputTree(codegen.pytree_info.out_spec, plain)
 
@@ -244,25 +244,25 @@ def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[
     """Caches take no gradient."""
     if not paths:
         return
-    (output,) = module.graph.find_nodes(op="output")
-    with module.graph.inserting_before(output):
+    given = results_of(module.graph)
+    with module.graph.inserting_before(output_of(module.graph)):
         leaves = [
             module.graph.call_method("detach", (node,)) if path in paths and isinstance(node, torch.fx.Node) else node
-            for path, node in zip(names, output.args[0], strict=True)
+            for path, node in zip(names, given, strict=True)
         ]
-    for before, after in zip(output.args[0], leaves, strict=True):
+    for before, after in zip(given, leaves, strict=True):
         if after is not before:
             after.meta.update(before.meta)
-    output.args = (tuple(leaves),)
+    give(module.graph, leaves)
     module.recompile()
 
 
 def _own_outputs(module: torch.fx.GraphModule) -> None:
     """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives the others no tangent,
     since it would make them anew from what they are views of."""
-    (output,) = module.graph.find_nodes(op="output")
+    output = output_of(module.graph)
     taken = {_storage(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
-    leaves = list(output.args[0])
+    leaves = list(results_of(module.graph))
     for index, node in enumerate(leaves):
         if not isinstance(node, torch.fx.Node) or not getattr(node.meta.get("example_value"), "requires_grad", False):
             continue
@@ -271,7 +271,7 @@ def _own_outputs(module: torch.fx.GraphModule) -> None:
                 leaves[index] = module.graph.call_method("clone", (node,))
             leaves[index].meta.update(node.meta)
         taken.add(_storage(node))
-    output.args = (tuple(leaves),)
+    give(module.graph, leaves)
     module.recompile()
 
 
@@ -338,26 +338,26 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
     module = joint.graph_module
     settle_checks(module.graph)
     _drop_plain_inputs(module.graph)
-    placeholders: list[tuple[str, str]] = []
-    for node in module.graph.find_nodes(op="placeholder"):
+    entered: list[tuple[PortKind, str]] = []
+    for node in placeholders(module.graph):
         if _is_python_value(node, traced):
             module.graph.erase_node(node)  # a flag: tracing has read it, and nothing of the graph does
         else:
-            placeholders.append(_input_name(node.meta["desc"], qualified, traced))
-    (output,) = module.graph.find_nodes(op="output")
+            entered.append(_input_name(node.meta["desc"], qualified, traced))
+    output = output_of(module.graph)
     outputs = [_output_name(description, qualified, traced) for description in output.meta["desc"]]
-    return JointGraph(module, placeholders, outputs)
+    return JointGraph(module, entered, outputs)
 
 
 def _drop_plain_inputs(graph: torch.fx.Graph) -> None:
     """Numbers, truths and strings among the inputs are constants of the trace."""
-    for node in graph.find_nodes(op="placeholder"):
+    for node in placeholders(graph):
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            node.replace_all_uses_with(node.meta.get("val"))
+            node.replace_all_uses_with(node.meta.get("val"))  # type: ignore[arg-type]  # it takes constants too
             graph.erase_node(node)
 
 
-def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
+def _input_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[PortKind, str]:
     if isinstance(description, ParamAOTInput):
         name = qualified(description.target)
         if name not in traced.tensors:
@@ -401,7 +401,7 @@ def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:flat_index])
 
 
-def _output_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[str, str]:
+def _output_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[PortKind | Literal["none"], str]:
     if isinstance(description, PlainAOTOutput):
         return "output", traced.output_tree.paths()[description.idx]
     if isinstance(description, GradAOTOutput):
@@ -410,7 +410,7 @@ def _output_name(description: Any, qualified: Callable[[str], str], traced: Torc
             raise CaptureError(
                 f"a tensor of the model ({name}) takes a gradient and is not its parameter\n  what to do: make it an nn.Parameter"
             )
-        return "gradient", name if kind == "parameter" else f"{kind}:{name}"
+        return "gradient", name if kind == "parameter" else key_of(kind, name)
     if description is None:
         return "none", ""
     mutated = getattr(description, "mutated_input", None)

@@ -25,6 +25,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.fx import Graph, Node
 
 from meshc.errors import CaptureError
+from meshc.ir.graph import give, output_of, placeholders, results_of
 
 aten = torch.ops.aten
 TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
@@ -38,15 +39,15 @@ def settle_checks(graph: Graph) -> None:
         if node.args[1] is not aten._linalg_check_errors.default:
             raise CaptureError(f"{node.args[1]} has an effect besides its results; programs have no such operators")
         _poison(graph, node, node.args[2])
-    (output,) = graph.find_nodes(op="output")
-    described = list(zip(output.args[0], output.meta["desc"], strict=True))
-    output.args = (tuple(value for value, description in described if not isinstance(description, TOKENS_OUT)),)
+    output = output_of(graph)
+    described = list(zip(results_of(graph), output.meta["desc"], strict=True))
+    give(graph, (value for value, description in described if not isinstance(description, TOKENS_OUT)))
     output.meta["desc"] = [description for _, description in described if not isinstance(description, TOKENS_OUT)]
     for node in reversed(checks):
         for item in list(node.users):
             graph.erase_node(item)
         graph.erase_node(node)
-    for node in graph.find_nodes(op="placeholder"):
+    for node in placeholders(graph):
         if isinstance(node.meta.get("desc"), TOKENS):
             graph.erase_node(node)
 

@@ -31,6 +31,8 @@ from torch.fx import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshc.errors import CompileError, InputError, StateError
+from meshc.ir.graph import results_of
+from meshc.ir.keys import key_of, name_of
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
 from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
 from meshc.optimizer.slots import fresh_slots, private_copy
@@ -239,7 +241,9 @@ def _inline(
             f"{group.index}. Pass the described parameter as `like`."
         )
     sources = {"param": param, "grad": grad}
-    sources |= {f"state:{name}": value for name, value in state.items()} | {f"number:{name}": value for name, value in numbers.items()}
+    sources |= {key_of("state", name): value for name, value in state.items()} | {
+        key_of("number", name): value for name, value in numbers.items()
+    }
     values: dict[Node, Any] = {}
     inputs = iter(update.inputs)
     for node in update.graph.graph.nodes:
@@ -248,9 +252,8 @@ def _inline(
         elif node.op == "call_function":
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = call(node.target, *args, **kwargs)
-    (output,) = [node for node in update.graph.graph.nodes if node.op == "output"]
-    results = dict(zip(update.outputs, [values[node] for node in output.args[0]], strict=True))
-    return results.pop("param"), {name.removeprefix("state:"): value for name, value in results.items()}
+    results = dict(zip(update.outputs, [values[node] for node in results_of(update.graph.graph)], strict=True))
+    return results.pop("param"), {name_of(key): value for key, value in results.items()}
 
 
 # Back to the live optimizer.

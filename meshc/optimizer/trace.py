@@ -17,6 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshc.errors import CompileError, MeshcError
+from meshc.ir.graph import equal_calls
+from meshc.ir.keys import key_of
 from meshc.optimizer.numbers import Branch, NumbersAsTensors
 from meshc.optimizer.slots import create_state, private_copy
 from meshc.optimizer.spec import FIRST, Guard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, unhooked
@@ -26,8 +28,8 @@ _MAX_BRANCHES = 5  # each doubles the paths
 
 def _placeholders(optimizer: torch.optim.Optimizer, index: int, slots: Sequence[Slot]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = group_numbers(optimizer, optimizer.param_groups[index])
-    state = tuple(f"state:{slot.name}" for slot in slots)
-    return ("param", "grad", *state, *(f"number:{name}" for name in names)), ("param", *state)
+    state = tuple(key_of("state", slot.name) for slot in slots)
+    return ("param", "grad", *state, *(key_of("number", name) for name in names)), ("param", *state)
 
 
 def trace_update(
@@ -85,7 +87,7 @@ def _one_path(
     """Run `step` once on copies of `given`, taking `decisions` at its branches; raises Branch at the first that is not decided."""
     name = type(optimizer).__qualname__
     param = given["param"].clone()
-    hyper = {number: given[f"number:{number}"] for number in present}
+    hyper = {number: given[key_of("number", number)] for number in present}
     state: dict[str, Any] = {}
     mode = NumbersAsTensors(name, decisions)
     mode.grads[id(param)] = (param, given["grad"].clone())
@@ -96,7 +98,7 @@ def _one_path(
     created: dict[str, Any] | None = None
     started = True
     if any(slot.name == FIRST for slot in slots):
-        first = given[f"state:{FIRST}"] != 0
+        first = given[key_of("state", FIRST)] != 0
         with mode:
             if is_torchs_own(optimizer):
                 created = _created(optimizer, index, param, hyper)
@@ -105,7 +107,7 @@ def _one_path(
     for slot in slots:
         if slot.hidden or not started:
             continue
-        tensor = given[f"state:{slot.name}"].clone()
+        tensor = given[key_of("state", slot.name)].clone()
         if created is not None and slot.from_first_step:
             tensor = torch.where(first, created[slot.name], tensor)
         state[slot.name] = tensor
@@ -128,11 +130,11 @@ def _one_path(
     final = twin.state[param]
     for slot in slots:
         if slot.name == FIRST:
-            results[f"state:{FIRST}"] = torch.zeros_like(given[f"state:{FIRST}"])
+            results[key_of("state", FIRST)] = torch.zeros_like(given[key_of("state", FIRST)])
             continue
         value = final.pop(slot.name)
         value = value if isinstance(value, Tensor) else torch.full((), value, dtype=slot.dtype)
-        results[f"state:{slot.name}"] = value if value.dtype == slot.dtype else value.to(slot.dtype)
+        results[key_of("state", slot.name)] = value if value.dtype == slot.dtype else value.to(slot.dtype)
     if final:
         raise CompileError(f"{name}.step creates state {', '.join(map(repr, final))} after its first step; create all state in the first.")
     return results
@@ -206,18 +208,8 @@ _COPIES = {
 
 
 def _merge_equal(graph: Graph) -> None:
-    seen: dict[Hashable, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            continue
-        # repr keeps 1, 1.0 and True apart, which compare equal
-        signature = (node.target, repr((node.args, node.kwargs)))
-        if signature in seen:
-            node.replace_all_uses_with(seen[signature])
-        else:
-            seen[signature] = node
+    for node, first in equal_calls(graph.nodes):
+        node.replace_all_uses_with(first)
 
 
 def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, sunk: dict[tuple[Node, Node, Node], Node]) -> Node | None:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from meshc.ir.keys import is_a
 from meshc.pipelining.schedule import Action, Link, Schedule
 
 STAGE_NAMES: Final = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
-FLOW: Final = "flow:"
-"""Keys of values that belong to one microbatch begin so."""
 
 
 @dataclass(frozen=True)
@@ -58,4 +57,4 @@ def stage_name(action: Action) -> str:
 
 def slot(key: str, microbatch: int) -> str:
     """What a rank keeps a value under: one that belongs to a microbatch apart from those of others."""
-    return f"{key}@{microbatch}" if key.startswith(FLOW) else key
+    return f"{key}@{microbatch}" if is_a(key, "flow") else key

@@ -13,12 +13,14 @@ from typing import Final
 
 import torch
 
-WAYS: Final[Mapping[str, tuple[str, str]]] = {
+from meshc.ir.keys import Kind, key_of, kind_of, name_of
+
+WAYS: Final[Mapping[str, tuple[str, Kind]]] = {
     "part": ("add", "sum"), "high": ("max", "largest"), "low": ("min", "smallest"), "rows": ("join", "joined"),
 }  # fmt: skip
 """First word of a part's key -> (the instruction, first word of the whole's key)."""
 
-OF_REDUCTION: Final = {"sum": "part", "max": "high", "min": "low"}
+OF_REDUCTION: Final[Mapping[str, Kind]] = {"sum": "part", "max": "high", "min": "low"}
 """The first word of what is reduced over microbatches."""
 
 ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"add": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -27,16 +29,15 @@ ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"add": torch.ad
 
 def whole_of(key: str) -> tuple[str, str] | None:
     """(instruction, key of the whole) for the key of a part; None for other keys."""
-    word, _, name = key.partition(":")
-    found = WAYS.get(word)
-    return None if found is None else (found[0], f"{found[1]}:{name}")
+    found = WAYS.get(kind_of(key))
+    return None if found is None else (found[0], key_of(found[1], name_of(key)))
 
 
-WHOLES: Final = tuple(f"{word}:" for _, word in WAYS.values())
-"""How keys of wholes begin."""
+WHOLES: Final = tuple(word for _, word in WAYS.values())
+"""The kinds of wholes."""
 
 
-ADDED: Final = tuple(f"{word}:" for way, word in WAYS.values() if way in ACCUMULATES)
+ADDED: Final = tuple(word for way, word in WAYS.values() if way in ACCUMULATES)
 """Of these, of wholes of a part's shape."""
 
 

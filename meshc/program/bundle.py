@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, local_bytes, record, records, set_record, spmd
+from meshc.ir import Record, local_bytes, record, records, spmd
+from meshc.ir.graph import call
 from meshc.program.packing import is_view
 from meshc.program.preparation import chain, from_placeholder
 from meshc.program.program import Stage
@@ -164,10 +165,9 @@ class _Bundle:
         return Record((), like.dtype, None, like.source, said, like.phase)
 
     def _add(self, target: Any, *args: Any, like: Record, shape: tuple[int, ...], final: bool = False) -> Node:
+        made = Record(shape, like.dtype, like.sharding if final else None, like.source, like.reason, like.phase)
         with self.graph.inserting_after(self.place):
-            self.place = self.graph.call_function(target, args)
-        sharding = like.sharding if final else None
-        set_record(self.place, Record(shape, like.dtype, sharding, like.source, like.reason, like.phase))
+            self.place = call(self.graph, made, target, *args)
         return self.place
 
     def _flat(self, node: Node) -> Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshc.errors import ScheduleError
+from meshc.ir.keys import key_of
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline, slot, stage_name
 from meshc.program.accumulate import ACCUMULATES
@@ -66,7 +67,7 @@ class _Rank:
     def __init__(self, program: Program, pipeline: Pipeline, rank: int) -> None:
         self.program, self.rank, self.coordinates = program, rank, {pipeline.axis: rank}
         self.there = {port.key for port in program.inputs if program.owns(port.key, self.coordinates)}
-        self.there |= {f"constant:{name}" for name in program.constants}
+        self.there |= {key_of("constant", name) for name in program.constants}
         makers = [stage for stage in program.stages.values() if not stage.name.startswith(("before_", "after_"))]
         self.made = {key for stage in makers for key in stage.outputs}
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from meshc.ir.graph import placeholders, results_of
+from meshc.ir.keys import PortKind, key_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.pipelining.cut import Pipeline
 from meshc.plan.plan import Plan
-
-KINDS = ("parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric")
 
 BACKENDS = ("eager", "inductor")
 """What runs a stage: its operators one by one, or regions of them that Inductor compiles."""
@@ -29,14 +29,14 @@ BACKENDS = ("eager", "inductor")
 class Port:
     """One named value that enters or leaves a program.
 
-    kind      one of KINDS; a parameter, buffer or state that enters and leaves under one name is updated in place
+    kind      a parameter, buffer or state that enters and leaves under one name is updated in place
     name      `model.layers.0.mlp.up_proj.weight`; inputs and outputs have their path (`input_ids`, `logits`, `past_key_values.0.0`)
     shape     global
     sharding  how it lies where it enters or leaves (storage)
     of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry` of the optimizer
     """
 
-    kind: str
+    kind: PortKind
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Port:
     @property
     def key(self) -> str:
         """Unique within the program: values of one kind have distinct names."""
-        return f"{self.kind}:{self.name}"
+        return key_of(self.kind, self.name)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,14 @@ class Stage:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    def keys(self) -> dict[Node, str]:
+        """The key under which each placeholder's value comes in."""
+        return dict(zip(placeholders(self.graph), self.inputs, strict=True))
+
+    def results(self) -> dict[str, Node]:
+        """What the stage gives, by key."""
+        return dict(zip(self.outputs, results_of(self.graph), strict=True))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshc.pipelining.cut import FLOW, Move, Pipeline, slot, stage_name
+from meshc.ir.keys import is_a
+from meshc.pipelining.cut import Move, Pipeline, slot, stage_name
 from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
 from meshc.program.accumulate import WHOLES, whole_of
@@ -47,7 +48,7 @@ def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
     seen: set[str] = set()
     for step in reversed(steps):
         keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
-        slots = {slot(key, step.microbatch) for key in keys if key.startswith((FLOW, *WHOLES))}
+        slots = {slot(key, step.microbatch) for key in keys if is_a(key, "flow", *WHOLES)}
         found.append(frozenset(slots - seen))
         seen |= slots
     return found[::-1]

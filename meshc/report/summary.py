@@ -23,6 +23,8 @@ from meshc.cost.padding import padding
 from meshc.cost.program import program_seconds
 from meshc.cost.work import collapsed
 from meshc.ir import PHASES, Source, spmd
+from meshc.ir.graph import placeholders
+from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program import packing
@@ -155,12 +157,12 @@ def gradient_shardings(program: Program) -> dict[str, Sharding]:
     """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
     found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
     for stage in program.stages.values():
-        keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+        keys = stage.keys()
         for node in stage.graph.nodes:
             for parameter, gradient in memory.updates(node):
                 while packing.is_view(parameter):  # the update of a tile of a parameter that is stored whole
                     parameter = parameter.all_input_nodes[0]
-                name = keys.get(parameter, "").removeprefix("parameter:")
+                name = name_of(keys[parameter]) if is_a(keys.get(parameter, ""), "parameter") else ""
                 sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
                 if name and sharding is not None:
                     found[name] = sharding.without_pending()
@@ -352,10 +354,9 @@ def factors(names: Any, found: Any, program: Program) -> str:
     members: dict[int, list[str]] = defaultdict(list)
     graph = next((node.graph for node, _ in found.dims), None)
     if graph is not None:
-        placeholders = graph.find_nodes(op="placeholder")
-        for port, node in zip(program.inputs, placeholders, strict=True):
+        for port, node in zip(program.inputs, placeholders(graph), strict=True):
             if port.kind in ("parameter", "input", "buffer"):
-                shown = collapsed(port.name) if port.kind != "input" else f"input:{port.name}"
+                shown = collapsed(port.name) if port.kind != "input" else port.key
                 for dim, row in enumerate(found.dims[(node, 0)]):
                     for factor in row:
                         members[factor].append(f"{shown}[{dim}]")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, record, set_record, value_of
+from meshc.ir.graph import placeholders, results_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition import partition
@@ -171,8 +172,7 @@ def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Ride | None = None, 
     if instance.kind != "layout":
         assignment.wanted[node], assignment.chosen[node] = tuple(wanted), chosen
     inputs, values = [], []
-    placeholders = one.graph.find_nodes(op="placeholder")
-    for position, (placeholder, tensor) in enumerate(zip(placeholders, one.tensors, strict=True)):
+    for position, (placeholder, tensor) in enumerate(zip(placeholders(one.graph), one.tensors, strict=True)):
         found = record(placeholder)
         sharding = wanted[position]
         if zero:
@@ -181,8 +181,7 @@ def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Ride | None = None, 
         assignment.given[(placeholder, 0)] = sharding
         inputs.append(Port("input", placeholder.name, found.shape, found.dtype or torch.float64, sharding))
         values.append(tiles(tensor, sharding, mesh, seed=position))
-    (output,) = one.graph.find_nodes(op="output")
-    kept = [value_of(result)[1] for result in output.args[0]]
+    kept = [value_of(result)[1] for result in results_of(one.graph)]
     local = partition(one.graph, assignment, inputs, [given[index] for index in kept], guarded="cpu")
     stage = Stage("main", local, (), ())
     rows = [[column[rank] for column in values] for rank in range(mesh.world_size)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from meshc.ir import records
+from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import Mesh
 from meshc.passes.phases.draft import Draft
 from meshc.testing.case import How
@@ -86,7 +87,7 @@ def _pin(chance: random.Random, draft: Draft, mesh: Mesh) -> list[str]:
     assert draft.names is not None and draft.factors is not None
     places = []
     for key, node in draft.placeholders().items():
-        kind, name = key.split(":", 1)
+        kind, name = kind_of(key), name_of(key)
         if kind in ("parameter", "input"):
             rows = draft.factors.dims[(node, 0)]
             words = [[draft.names.of[factor] for factor in row] for row in rows]

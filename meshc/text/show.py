@@ -50,6 +50,7 @@ from torch.fx import Graph, Node
 from meshc import ir
 from meshc.errors import ArtifactError
 from meshc.ir import Record, Source, regions
+from meshc.ir.graph import placeholders
 from meshc.ir.sharding import local_shape
 from meshc.ir.sizes import Dynamic, Ratio, Size, braced
 from meshc.pipelining import written
@@ -98,13 +99,13 @@ def print_stage(stage: Stage, program: Program | None = None, *, comments: bool 
     marked = [] if axis_sizes is None else [f"@ranks({quote(','.join(f'{axis}={size}' for axis, size in axis_sizes.items()))})"]
     if program is not None and program.dynamic:
         marked.append(f"@sizes({quote(print_sizes(program.dynamic))})")
-    placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
-    if len(placeholders) != len(stage.inputs):
-        raise ArtifactError(f"stage {stage.name} has {len(placeholders)} parameters and {len(stage.inputs)} keys for them")
+    entered = placeholders(stage.graph)
+    if len(entered) != len(stage.inputs):
+        raise ArtifactError(f"stage {stage.name} has {len(entered)} parameters and {len(stage.inputs)} keys for them")
     if not stage.name.isidentifier() or keyword.iskeyword(stage.name):
         raise ArtifactError(f"a stage's name is a Python name, not {stage.name!r}")
     lines = []
-    for node, key in zip(placeholders, stage.inputs, strict=True):
+    for node, key in zip(entered, stage.inputs, strict=True):
         lines.append(f"    {names[node]}{_annotation(node, axis_sizes)} = {quote(key)},{_comment(node) if comments else ''}")
     lines = [*marked, f"def {stage.name}(", *lines, "):"] if lines else [*marked, f"def {stage.name}():"]
     lines += _calls(stage.graph, names, axis_sizes, comments)

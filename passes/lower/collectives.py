@@ -16,6 +16,7 @@ from itertools import pairwise
 from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, spmd
+from meshc.ir.graph import placeholders
 from meshc.passes.phases.draft import Draft
 from meshc.program.bundle import bundle
 from meshc.program.preparation import chain, from_placeholder, is_preparation
@@ -28,7 +29,6 @@ def schedule_collectives(draft: Draft) -> Draft:
         _start_reductions(stage.graph)
         bundle(stage, sizes)
         _start_gathers(stage.graph)
-        stage.graph.lint()
     return draft
 
 
@@ -51,12 +51,12 @@ def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None
 
 def _start_reductions(graph: Graph) -> None:
     place = _positions(graph)
-    placeholders = graph.find_nodes(op="placeholder")
-    if not placeholders:
+    entered = placeholders(graph)
+    if not entered:
         return
     for node in list(graph.nodes):
         if node.target in (spmd.all_reduce, spmd.reduce_scatter) and node.args[1] != ["mb"] and not spmd.joins_stages(node):
-            _hoist(node, place, placeholders[-1])
+            _hoist(node, place, entered[-1])
 
 
 def _start_gathers(graph: Graph) -> None:

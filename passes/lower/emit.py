@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, is_getitem, records, set_record
+from meshc.ir import Record, is_getitem, records
+from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.phases.draft import Draft
 from meshc.program.program import Stage
@@ -37,13 +38,11 @@ def _fuse(stage: Stage) -> Stage:
     for (target, rest, _), members in groups.items():
         operands = 1 + len(WRITTEN[target])
         columns = [[member.args[i] for member in members] for i in range(operands)]
+        made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
         with graph.inserting_after(members[-1]):
-            many = graph.call_function(MANY[target], (*columns, *rest))
-        source = records(members[-1])[0].source
-        set_record(many, Record(phase="update", reason=f"one update for {len(members)} parameters", source=source))
+            many = call(graph, made, MANY[target], *columns, *rest)
         for member in members:
             _replace_results(graph, member, many)
-    graph.lint()
     return stage
 
 

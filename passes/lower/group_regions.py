@@ -22,6 +22,8 @@ from itertools import pairwise
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
+from meshc.ir.graph import copied, made_only_of, placeholders
+from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, set_region
 from meshc.passes.lower.levels import WINDOW, levels, runs_alone
 from meshc.passes.phases.draft import Draft
@@ -39,8 +41,7 @@ def group_regions(draft: Draft) -> Draft:
 
 def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None) -> Stage:
     """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes of parameters that are gathered together."""
-    graph = Graph()
-    graph.output(graph.graph_copy(stage.graph, {}))
+    graph = copied(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
     for sent, member in bundle(stage, sizes, level, WINDOW, apart=_of_sums(stage)).items():
@@ -51,19 +52,14 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None) -
         if node.op == "call_function" and node not in level:
             level[node] = max(level[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
     _place(graph, level)
-    graph.lint()
     return stage
 
 
 def _of_sums(stage: Stage) -> set[Node]:
     """Collectives of what is made of sums over microbatches alone."""
-    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
-    whole = {node for node, key in keys if key.startswith(ADDED)}
-    found: set[Node] = set()
-    for node in stage.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and whole.issuperset(node.all_input_nodes):
-            (found if spmd.is_collective(node.target) else whole).add(node)
-    return found
+    sums = [node for node, key in stage.keys().items() if is_a(key, *ADDED)]
+    made = made_only_of(stage.graph, sums, through=lambda node: not spmd.is_collective(node.target))
+    return {node for node in made if spmd.is_collective(node.target)}
 
 
 def _level_before(gather: Node, level: dict[Node, int]) -> None:
@@ -80,7 +76,7 @@ def _place(graph: Graph, level: Mapping[Node, int]) -> None:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     alone = {node for node in calls if is_number(node) or runs_alone(node, varying)}
     order = sorted(calls, key=lambda node: (0, True) if is_number(node) else (1 + level[node], node in alone))
-    order = [*graph.find_nodes(op="placeholder"), *order]
+    order = [*placeholders(graph), *order]
     for before, node in pairwise(order):
         if before.next is not node:
             before.append(node)

@@ -13,12 +13,13 @@ window before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import Node
 
 from meshc.ir import is_getitem, local_bytes, record, spmd
+from meshc.ir.graph import made_of, made_only_of
+from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
 from meshc.program.packing import stays
 from meshc.program.program import Stage
@@ -47,13 +48,8 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
 
 def _stored(stage: Stage) -> set[Node]:
     """Parameters, what is made of them alone, and their gathers."""
-    keys = zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)
-    found = {node for node, key in keys if key.startswith("parameter:")}
-    for node in stage.graph.nodes:
-        operands = node.all_input_nodes if node.op == "call_function" else []
-        if operands and all(operand in found and operand.target is not spmd.all_gather for operand in operands):
-            found.add(node)
-    return found
+    parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter")]
+    return made_only_of(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
 
 
 class _Levels:
@@ -106,13 +102,10 @@ class _Levels:
         return self.floor_before - 1
 
 
-def _memory(node: Node) -> Iterator[Node]:
+def _memory(node: Node) -> dict[Node, None]:
     """The operands that a node writes, and what these are made of: a tile may lie in the memory of what it is a tile of."""
     work: list[Any] = []
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if argument.alias_info is not None and argument.alias_info.is_write:
             work += value if isinstance(value, list | tuple) else [value]
-    while work:
-        operand = work.pop()
-        yield operand
-        work += operand.all_input_nodes
+    return made_of(work)

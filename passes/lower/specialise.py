@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, record, set_record
+from meshc.ir import Record, record
+from meshc.ir.graph import call, entering
+from meshc.ir.keys import is_a, key_of
 from meshc.passes.microbatches.microbatch import Splitter
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
-TANGENT = "tangent:"
 
 
 def specialise(stage: Stage, received: Collection[str]) -> Stage:
     """The backward stage for gradients of the outputs named in `received`; its outputs are the gradients behind at least one of them."""
-    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
-    pruned = _Pruned({node for node, key in keys.items() if key.startswith(TANGENT)}, {TANGENT + name for name in received})
+    keys = stage.keys()
+    pruned = _Pruned({node for node, key in keys.items() if is_a(key, "tangent")}, {key_of("tangent", name) for name in received})
     for node in stage.graph.nodes:
         if node.op == "placeholder":
             pruned.placeholder(node, keys[node])
         elif node.op == "call_function":
             pruned.call(node)
-    (output,) = stage.graph.find_nodes(op="output")
-    kept = [(key, node) for key, node in zip(stage.outputs, output.args[0], strict=True) if node in pruned.behind - pruned.absent]
+    kept = [(key, node) for key, node in stage.results().items() if node in pruned.behind - pruned.absent]
     split = Splitter(pruned.graph, {pruned.made[node]: key for node, key in keys.items() if node in pruned.made})
     return split.stage(stage.name, {key: pruned.made[node] for key, node in kept}, {})
 
@@ -58,8 +58,7 @@ class _Pruned:
         if node in self.behind and key not in self.received:
             self.absent.add(node)
             return
-        self.made[node] = self.graph.placeholder(node.name)
-        self.made[node].meta = dict(node.meta)
+        self.made[node] = entering(self.graph, node)
 
     def call(self, node: Node) -> None:
         linear = [operand for operand in node.all_input_nodes if operand in self.behind]
@@ -83,8 +82,7 @@ class _Pruned:
             return self.made[node]
         if node not in self.zeros:
             like = record(node)
+            made = Record(like.shape, like.dtype, like.sharding, like.source, "its output received no gradient", like.phase)
             options: dict[str, Any] = dict(dtype=like.dtype, device=torch.device("cpu"), pin_memory=False)
-            self.zeros[node] = self.graph.call_function(aten.full.default, (list(like.shape), 0.0), options)
-            reason = "its output received no gradient"
-            set_record(self.zeros[node], Record(like.shape, like.dtype, like.sharding, like.source, reason, like.phase))
+            self.zeros[node] = call(self.graph, made, aten.full.default, list(like.shape), 0.0, **options)
         return self.zeros[node]

@@ -14,6 +14,8 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import KEY, record, records, set_record
+from meshc.ir.graph import made_of, read_by
+from meshc.ir.keys import is_a, key_of
 from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.phases.draft import Draft
 from meshc.program.program import Instruction, Stage
@@ -22,36 +24,25 @@ from meshc.program.program import Instruction, Stage
 def cut_backward(draft: Draft) -> Draft:
     """Two stages for a program in autograd mode; others are left alone."""
     stage = next(iter(draft.stages.values()))
-    if draft.request.train or not draft.request.grad or not any(key.startswith("tangent:") for key in stage.inputs):
+    if draft.request.train or not draft.request.grad or not any(is_a(key, "tangent") for key in stage.inputs):
         return draft
     graph = stage.graph
-    keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
-    (output,) = graph.find_nodes(op="output")
-    results = dict(zip(stage.outputs, output.args[0], strict=True))
-    late: set[Node] = {node for node, key in keys.items() if key.startswith("tangent:")}
-    for node in graph.nodes:
-        if node.op == "call_function" and (any(x in late for x in node.all_input_nodes) or records(node)[0].phase == "backward"):
-            late.add(node)
+    keys = stage.keys()
+    results = stage.results()
+    tangents = [node for node, key in keys.items() if is_a(key, "tangent")]
+    late = read_by([*tangents, *(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "backward")])
     light = _remade(graph, keys, late)
-    saved: dict[Node, str] = {}
-    work = [results[key] for key in stage.outputs if key.startswith("gradient:")]
-    seen: set[Node] = set()
-    while work:
-        node = work.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in late or node in light:
-            work += node.all_input_nodes
-        elif node.op == "call_function":
-            saved[node] = f"saved:{node.name}"
-    split = Splitter(graph, keys)
-    ordered = sorted(saved, key=list(graph.nodes).index)
-    outputs = {key: node for key, node in results.items() if not key.startswith("gradient:")}
+    outputs = {key: node for key, node in results.items() if not is_a(key, "gradient")}
     gradients = {key: node for key, node in results.items() if key not in outputs}
-    forward = split.stage("forward", outputs | {saved[node]: node for node in ordered}, {})
+    again = late | light
+    needed = made_of(gradients.values(), through=again.__contains__)
+    saved = {
+        node: key_of("saved", node.name) for node in graph.nodes if node in needed and node.op == "call_function" and node not in again
+    }
+    split = Splitter(graph, keys)
+    forward = split.stage("forward", outputs | {key: node for node, key in saved.items()}, {})
     draft.stages = {"forward": _of_one_phase(forward), "backward": _of_one_phase(split.stage("backward", gradients, saved))}
-    if sum(key.startswith("tangent:") for key in stage.inputs) > 1:
+    if sum(is_a(key, "tangent") for key in stage.inputs) > 1:
         draft.backward = _of_one_phase(split.stage("backward", gradients, saved))  # a copy: later passes work in place
     draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
     return draft
@@ -75,7 +66,7 @@ def _remade(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node
             continue
         if record(node).dtype is None:
             light.add(node)
-        elif all(x in light or keys.get(x, "").startswith("parameter:") for x in node.all_input_nodes) and _is_view(node):
+        elif all(x in light or is_a(keys.get(x, ""), "parameter") for x in node.all_input_nodes) and _is_view(node):
             light.add(node)
     return light
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record, spmd
+from meshc.ir.graph import entering, made_of, output_of, read_by
+from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.rows import rows_of, whole_rows
 from meshc.passes.phases.draft import Draft
@@ -35,23 +36,25 @@ def split_microbatches(draft: Draft) -> Draft:
         draft.schedule = (Instruction("run", stage.name),)
         return draft
     graph = stage.graph
-    keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    keys = stage.keys()
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
     rows = rows_of(draft, stage)
     if not sums and not rows:
         return _as_one(draft, count)
     parts = [node.args[0] for node in sums]
-    (output,) = graph.find_nodes(op="output")
-    written = _written_by_each(draft, stage, output)
-    varies = _reach([n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH], stop=set(sums))
-    varies |= _reach([node for node, key in keys.items() if key in written], stop=set(sums))
-    done = _reach(sums, stop=set())
+    results = stage.results()
+    written = {key: node for key, node in results.items() if is_a(key, "buffer")} if draft.parts is not None else {}
+    """Where each microbatch is a step of its own: the buffers that it writes."""
+    own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
+    own += [node for node, key in keys.items() if key in written]
+    varies = read_by(own, through=lambda node: node not in sums).difference(sums)
+    done = read_by(sums)
     _refuse_mixing(graph, varies, done, sums)
-    learned = _reach([node for node, key in keys.items() if key.startswith(("parameter:", "state:"))], stop=set())
+    learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
     repeated = {*varies, *done, *learned, *parts}
     early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
     split = Splitter(graph, keys)
-    late = {key: node for key, node in zip(stage.outputs, output.args[0], strict=True) if key not in written}
+    late = {key: node for key, node in results.items() if key not in written}
     wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
     for node in wanted_late:
         if node in varies and node not in sums and node not in rows.values():
@@ -60,15 +63,15 @@ def split_microbatches(draft: Draft) -> Draft:
                 "  what to do: microbatches=1, or return only the loss"
             )
     integers = {n for n in early if is_integer(n)}
-    later = {*varies, *done, *learned, output}
+    later = {*varies, *done, *learned, output_of(graph)}
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
-    given = {n: f"value:{n.name}" for n in shared}
+    given = {n: key_of("value", n.name) for n in shared}
     before = split.stage("before", {key: n for n, key in given.items()}, given={})
-    leaving = {f"{OF_REDUCTION[total.args[2]]}:{part.name}": part for total, part in zip(sums, parts, strict=True)}
-    leaving |= {f"rows:{node.name}": node for node in rows.values()}
+    leaving = {key_of(OF_REDUCTION[total.args[2]], part.name): part for total, part in zip(sums, parts, strict=True)}
+    leaving |= {key_of("rows", node.name): node for node in rows.values()}
     each = split.stage("each", leaving | written, given=given)
-    whole = {total: _whole(f"{OF_REDUCTION[total.args[2]]}:{part.name}") for total, part in zip(sums, parts, strict=True)}
-    whole |= {node: _whole(f"rows:{node.name}") for node in rows.values()}
+    whole = {total: _whole(key_of(OF_REDUCTION[total.args[2]], part.name)) for total, part in zip(sums, parts, strict=True)}
+    whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
     after = split.stage("after", late, given={**given, **whole})
     whole_rows(draft, after)
     draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
@@ -96,32 +99,12 @@ def _whole(key: str) -> str:
     return found[1]
 
 
-def _reach(start: list[Node], stop: set[Node]) -> set[Node]:
-    """Nodes that depend on any of `start`, themselves included; not beyond `stop`."""
-    found = set(start)
-    work = list(start)
-    while work:
-        for user in work.pop().users:
-            if user not in found and user not in stop and user.op != "output":
-                found.add(user)
-                work.append(user)
-    return found
-
-
-def _written_by_each(draft: Draft, stage: Stage, output: Node) -> dict[str, Node]:
-    """Where each microbatch is a step of its own: the buffers that it writes, by key."""
-    if draft.parts is None:
-        return {}
-    results: Any = output.args[0]
-    return {key: node for key, node in zip(stage.outputs, results, strict=True) if key.startswith("buffer:")}
-
-
 def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[Node]) -> None:
     for node in graph.nodes:
         clash = node in varies and node in done
         other = spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]
         if clash or other:
-            cause = next((s for s in sums if node in _reach([s], set())), node) if clash else node
+            cause = next((s for s in sums if node in read_by([s])), node) if clash else node
             found = record(cause)
             raise CompileError(
                 f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
@@ -137,21 +120,13 @@ class Splitter:
 
     def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
         """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
-        needed: set[Node] = set()
-        work = list(results.values())
-        while work:
-            node = work.pop()
-            if node not in needed:
-                needed.add(node)
-                if node not in given:
-                    work += node.all_input_nodes
+        needed = made_of(results.values(), through=lambda node: node not in given)
         copy = Graph()
         env: dict[Node, Node] = {}
         inputs: list[str] = []
         for node in self.graph.nodes:
             if node in needed and (node.op == "placeholder" or node in given):
-                env[node] = copy.placeholder(node.name)
-                env[node].meta = dict(node.meta)
+                env[node] = entering(copy, node)
                 inputs.append(given.get(node) or self.keys[node])
         for node in self.graph.nodes:
             if node in needed and node not in env and node.op == "call_function":

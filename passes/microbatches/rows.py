@@ -17,6 +17,8 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import record, set_record, spmd
+from meshc.ir.graph import call, placeholders
+from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.draft import Draft
@@ -27,9 +29,7 @@ aten = torch.ops.aten
 
 def rows_of(draft: Draft, stage: Stage) -> dict[str, Node]:
     """Outputs of which a microbatch gives some rows, by key. CompileError: these rows are no rows of a dim."""
-    (output,) = stage.graph.find_nodes(op="output")
-    results: Any = output.args[0]
-    nodes = dict(zip(stage.outputs, results, strict=True))
+    nodes = stage.results()
     found = {}
     for port in draft.outputs:
         place = _place(port.sharding)
@@ -51,8 +51,8 @@ def whole_rows(draft: Draft, after: Stage) -> None:
     """Makes the values that come in under `joined:` what they are, rows of all microbatches, and of these the outputs."""
     count = draft.sizes[MICROBATCH]
     graph = after.graph
-    for node, key in zip(graph.find_nodes(op="placeholder"), after.inputs, strict=True):
-        if not key.startswith("joined:"):
+    for node, key in after.keys().items():
+        if not is_a(key, "joined"):
             continue
         made = record(node)
         assert made.sharding is not None
@@ -65,7 +65,7 @@ def whole_rows(draft: Draft, after: Stage) -> None:
             rows.gather(axes.pop(), draft.sizes)
             rows.cut(axes)
         if rows.made:
-            node.replace_all_uses_with(rows.last, delete_user_cb=lambda user, rows=rows: user not in rows.made)
+            node.replace_all_uses_with(rows.last, delete_user_cb=rows.is_other)
     local = draft.request.inputs == "local"
     draft.outputs = [port if port.sharding is None else replace(port, sharding=_without(port.sharding, local)) for port in draft.outputs]
 
@@ -79,7 +79,7 @@ class _Rows:
 
     def __init__(self, graph: Graph, node: Node, size: Callable[[Sequence[str]], int]) -> None:
         self.graph, self.last, self.size = graph, node, size
-        self.place = graph.find_nodes(op="placeholder")[-1]
+        self.place = placeholders(graph)[-1]
         self.made: list[Node] = []
 
     def cut(self, axes: Sequence[str]) -> None:
@@ -89,11 +89,14 @@ class _Rows:
     def gather(self, axis: str, sizes: Mapping[str, int]) -> None:
         self._emit(record(self.last).shape[0] * sizes[axis], spmd.all_gather, [axis], 0)
 
+    def is_other(self, user: Node) -> bool:
+        return user not in self.made
+
     def _emit(self, rows: int, target: Callable[..., Any], *args: Any) -> None:
         like = record(self.last)
         with self.graph.inserting_after(self.place):
-            self.place = self.graph.call_function(target, (self.last, *args))
-        set_record(self.place, replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches"))
+            made = replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches")
+            self.place = call(self.graph, made, target, self.last, *args)
         self.last = self.place
         self.made.append(self.place)
 

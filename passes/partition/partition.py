@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import KEY, Record, is_getitem, op_name, record, records, spmd, update, value_of
+from meshc.ir.graph import placeholders, results_of
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sizes import Dynamic
 from meshc.ir.spmd import MICROBATCH
@@ -62,13 +63,13 @@ class Partitioner:
         self.forms: dict[Value, dict[Sharding, Form]] = {}
         self.phase = "forward"
         self.sequential = frozenset({MICROBATCH})
-        self.ports = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.build.entries = assignment.entries
         self.guards = None if guarded is None else Guards(self.build, assignment, self.ports, guarded == "cuda")
 
     def run(self) -> Graph:
         entered: list[tuple[Node, Port, Form]] = []
-        for node, port in zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True):
+        for node, port in self.ports.items():
             sharding = port.sharding or self.assignment.whole((node, 0))
             shape = local_shape(sharding, self.build.sizes)
             local = self.build.placeholder(node.name, replace(records(node)[0], shape=shape, sharding=sharding))
@@ -82,9 +83,8 @@ class Partitioner:
                 instance = self.factors.instances[node]
                 if node in self.assignment.chosen:
                     self._compute(instance)
-        (output,) = self.graph.find_nodes(op="output")
         results = []
-        for node, want in zip(output.args[0], self.output_wants, strict=True):
+        for node, want in zip(results_of(self.graph), self.output_wants, strict=True):
             value = value_of(node)
             self._context(node, "output")
             form = self.need(value, want, "the program's output")

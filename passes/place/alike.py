@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshc.ir import value_of
+from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.passes.phases.draft import Draft
 from meshc.passes.phases.factors import Value
 
@@ -13,11 +14,11 @@ def alike(draft: Draft) -> list[tuple[Value, Value]]:
     results = {port.key: value_of(node) for port, node in zip(draft.outputs, draft.results(), strict=True)}
     pairs = []
     for key, value in results.items():
-        kind, name = key.split(":", 1)
-        other = inputs.get(f"parameter:{name}" if kind == "gradient" and ":" not in name else name if kind == "gradient" else key)
+        kind, name = kind_of(key), name_of(key)
+        other = inputs.get(key_of("parameter", name) if kind == "gradient" and ":" not in name else name if kind == "gradient" else key)
         if other is not None:
             pairs.append((value, (other, 0)))
-        tangent = inputs.get(f"tangent:{name}")
+        tangent = inputs.get(key_of("tangent", name))
         if kind == "output" and tangent is not None:
             pairs.append((value, (tangent, 0)))
     return pairs

@@ -7,6 +7,8 @@ from dataclasses import replace
 from torch.fx import Node
 
 from meshc.ir import value_of
+from meshc.ir.graph import placeholders
+from meshc.ir.keys import is_a
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.draft import Draft
@@ -29,7 +31,7 @@ def lay_ports(draft: Draft, propagator: Propagator) -> None:
 def _tangents_as_outputs(draft: Draft) -> None:
     """With local inputs an output is a rank's part of the batch, and so is the gradient that comes back for it; likewise for inputs."""
     outputs = {port.name: port.sharding for port in draft.outputs if port.kind == "output"}
-    inputs = {f"input:{port.name}": port.sharding for port in draft.inputs if port.kind == "input"}
+    inputs = {port.key: port.sharding for port in draft.inputs if port.kind == "input"}
     draft.inputs = [replace(port, sharding=outputs[port.name]) if port.kind == "tangent" else port for port in draft.inputs]
     draft.outputs = [
         replace(port, sharding=inputs[port.name]) if port.kind == "gradient" and port.name in inputs else port for port in draft.outputs
@@ -37,7 +39,7 @@ def _tangents_as_outputs(draft: Draft) -> None:
 
 
 def _nodes(draft: Draft) -> list[Node]:
-    return list(draft.the_graph().find_nodes(op="placeholder"))
+    return placeholders(draft.the_graph())
 
 
 def _lies(propagator: Propagator, port: Port, node: Node) -> Sharding:
@@ -58,7 +60,7 @@ def _leaves(propagator: Propagator, draft: Draft, port: Port, node: Node) -> Sha
     if port.kind in ("parameter", "state"):
         like = next((p for p in draft.inputs if p.key == port.key), None)
         return like.sharding if like is not None and like.sharding is not None else whole
-    if port.kind == "gradient" and not port.name.startswith("input:"):
+    if port.kind == "gradient" and not is_a(port.name, "input"):
         return propagator.storage(port.name, "gradient")
     if port.kind == "metric" and len(whole.dims) > 0:
         given = propagator.given(value) if MICROBATCH in draft.sizes else None

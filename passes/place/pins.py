@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from torch.fx import Node
 
 from meshc.ir import KEY, op_name, record, records, value_of
+from meshc.ir.keys import kind_of, name_of
 from meshc.passes.phases.draft import Draft
 from meshc.plan.entries import Pin
 from meshc.plan.plan import contradictions
@@ -50,7 +51,7 @@ def _pinnable(draft: Draft) -> dict[str, list[Value]]:
     """What a pin may name: parameters, inputs, and the values that modules return."""
     found: dict[str, list[Value]] = {}
     for key, node in draft.placeholders().items():
-        kind, name = key.split(":", 1)
+        kind, name = kind_of(key), name_of(key)
         if kind in ("parameter", "input"):
             found[name if kind == "parameter" else key] = [(node, 0)]
     for node in draft.the_graph().nodes:

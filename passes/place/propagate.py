@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, records
+from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.assignment import Assignment
@@ -84,7 +85,7 @@ class Propagator:
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.axes = [axis for axis in sizes if sizes[axis] > 1]
         self.interest = interests(plan, names, list(sizes))
-        self.ports = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
         self.first_use: dict[str, Sharding] = {}
         self.local_batch: tuple[str, ...] = ()

@@ -19,10 +19,11 @@ from torch.fx import Node
 
 from meshc.cost.predict import costs_of
 from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
+from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
-from meshc.passes.stages.flows import Flows, flows, key_of, messages_of
+from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, homes, kinds, numbers
@@ -65,7 +66,7 @@ def cut_stages(draft: Draft) -> Draft:
 
     @cache
     def has_held() -> Held:
-        return Held.of(draft, found, dict(zip(halves.graph.find_nodes(op="placeholder"), halves.inputs, strict=True)))
+        return Held.of(draft, found, halves.keys())
 
     def leaner(shape: Shape, need: Need, budget: int) -> list[Shape]:
         return [replace(shape, cuts=cuts) for cuts in lean_cuts(shape, work, has_held(), need.most.total, budget)]
@@ -75,7 +76,7 @@ def cut_stages(draft: Draft) -> Draft:
 
 def _read(draft: Draft, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
     """What a microbatch's values depend on, and the numbers of the global-view values that they are forms of."""
-    keys = dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True))
+    keys = each.keys()
     return kinds(each.graph, keys), numbers(each.graph, draft.the_graph())
 
 
@@ -163,7 +164,7 @@ class Cutter:
         self, each: Stage, parts: Parts, ways: Mapping[Names, Mapping[Node, Home]], crossings: Mapping[Names, Flows]
     ) -> list[Stage]:
         """The graphs that run once a microbatch."""
-        split = Splitter(each.graph, dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True)))
+        split = Splitter(each.graph, each.keys())
         stages = []
         for names, placed in ways.items():
             crossing = crossings[names]
@@ -171,16 +172,16 @@ class Cutter:
                 for stage in [stage for stage in range(len(self.ranks)) if (name, stage) in self.shape.graphs]:
                     home = Home(stage, half)
                     given = [one.gives[home] for one in crossings.values()] if half == FORWARD else [crossing.gives[home]]
-                    results = {key_of(node): node for nodes in given for node in nodes}
+                    results = {flow_of(node): node for nodes in given for node in nodes}
                     results |= {key: node for key, (node, at) in parts.made.items() if placed.get(node, at) == home}
-                    stages.append(split.stage(f"{name}_{stage}", results, {node: key_of(node) for node in crossing.reads[home]}))
+                    stages.append(split.stage(f"{name}_{stage}", results, {node: flow_of(node) for node in crossing.reads[home]}))
         return stages
 
     def _late(self, after: Stage, made: Mapping[str, int], owners: Owners) -> list[Stage]:
         """What each rank does after the last microbatch."""
         entering = {**made, **{key: rank for key, rank in owners.of.items() if key in after.inputs}}
         kept = {key: rank for key, rank in owners.of.items() if key in after.outputs}
-        names = {key.removeprefix("parameter:"): rank for key, rank in owners.of.items()}
+        names = {name_of(key): rank for key, rank in owners.of.items() if is_a(key, "parameter")}
         updates = place(after, entering, names, {node.name: name for node, name in self.draft.updates.items()})
         return cut_updates(after, updates, max(self.ranks) + 1, self.axis, kept)
 

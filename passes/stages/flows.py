@@ -19,6 +19,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, is_tensor, spmd
+from meshc.ir.graph import made_of
+from meshc.ir.keys import key_of
 from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds
 from meshc.pipelining.schedule import Action, Link
 
@@ -35,9 +37,9 @@ class Flows:
     messages: dict[tuple[str, int, int], dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
 
 
-def key_of(node: Node) -> str:
+def flow_of(node: Node) -> str:
     """What a flow is called; a value of one microbatch."""
-    return f"flow:{node.name}"
+    return key_of("flow", node.name)
 
 
 def flows(found: Kinds, placed: Mapping[Node, Home], results: Iterable[tuple[Node, Home]]) -> Flows:
@@ -68,16 +70,7 @@ def flows(found: Kinds, placed: Mapping[Node, Home], results: Iterable[tuple[Nod
 
 def _closure(nodes: Iterable[Node], home: Home, placed: Mapping[Node, Home]) -> dict[Node, None]:
     """What these nodes need: up to values at home elsewhere, those included, each as one tensor."""
-    seen: dict[Node, None] = {}
-    work = list(nodes)
-    while work:
-        node = work.pop()
-        if node in seen:
-            continue
-        seen[node] = None
-        if placed.get(node, home) == home:
-            work += node.all_input_nodes
-    return seen
+    return made_of(nodes, through=lambda node: placed.get(node, home) == home)
 
 
 def _carry(made: Flows, node: Node, source: Home, reader: Home) -> None:
@@ -114,7 +107,7 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
             if ranks[stage] == ranks[target] and _precedes(turns[half, stage], turns[half, target])
         ]  # fmt: skip
         there = {node for stage in first for node in made.messages.get((half, source, stage), ())}
-        keys = tuple(key_of(node) for node in nodes if node not in there)
+        keys = tuple(flow_of(node) for node in nodes if node not in there)
         if keys:
             found[Link(half, source, target)] = keys
     return found

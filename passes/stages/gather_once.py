@@ -10,17 +10,18 @@ gradients add up whole and are reduced after the last microbatch. It costs the b
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import for_mesh
 from meshc.ir import spmd
+from meshc.ir.graph import entering, equal_calls
+from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.phases.draft import Draft
-from meshc.passes.stages.homes import GATHERED, kinds
+from meshc.passes.stages.homes import kinds
 from meshc.program.program import Stage
 
 SHARE = 0.5
@@ -44,20 +45,17 @@ def gathers_once(draft: Draft) -> bool:
 def gather_once(stages: dict[str, Stage]) -> dict[str, Stage]:
     """`before` with the gathers of what `each` reads of parameters alone; `each` without them."""
     each = stages["each"]
-    keys = dict(zip(each.graph.find_nodes(op="placeholder"), each.inputs, strict=True))
+    keys = each.keys()
     learned = kinds(each.graph, keys).learned
-    gathers: dict[Any, Node] = {}
-    for node in each.graph.nodes:
-        if node in learned and node.target is spmd.all_gather:
-            first = gathers.setdefault(str(node.args), node)  # forward and backward each have their own
-            if first is not node:
-                node.replace_all_uses_with(first)
+    gathers = dict.fromkeys(node for node in each.graph.nodes if node in learned and node.target is spmd.all_gather)
+    for node, first in equal_calls(gathers):  # forward and backward each have their own
+        node.replace_all_uses_with(first)
+        del gathers[node]
     if not gathers:
         return stages
-    (output,) = each.graph.find_nodes(op="output")
-    results: dict[str, Node] = dict(zip(each.outputs, output.args[0], strict=True))
+    results = each.results()
     split = Splitter(each.graph, keys)
-    given = {node: GATHERED + node.name for node in gathers.values()}
+    given = {node: key_of("gathered", node.name) for node in gathers}
     made = split.stage("before", {key: node for node, key in given.items()}, {})
     before = _joined(stages["before"], made) if "before" in stages else made
     return {**stages, "before": before, "each": split.stage("each", results, given)}
@@ -71,17 +69,15 @@ def _joined(one: Stage, other: Stage) -> Stage:
     copies: list[tuple[Stage, dict[Node, Node]]] = []
     for stage in (one, other):
         env: dict[Node, Node] = {}
-        for node, key in zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True):
+        for node, key in stage.keys().items():
             if key not in entered:
-                entered[key] = graph.placeholder(node.name)
-                entered[key].meta = dict(node.meta)
+                entered[key] = entering(graph, node)
             env[node] = entered[key]
         copies.append((stage, env))
     for stage, env in copies:
         for node in stage.graph.nodes:
             if node.op == "call_function":
                 env[node] = graph.node_copy(node, env.__getitem__)
-        (output,) = stage.graph.find_nodes(op="output")
-        results |= {key: env[node] for key, node in zip(stage.outputs, output.args[0], strict=True)}
+        results |= {key: env[node] for key, node in stage.results().items()}
     graph.output(tuple(results.values()))
     return Stage("before", graph, tuple(entered), tuple(results))

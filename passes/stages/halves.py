@@ -26,7 +26,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from meshc.ir import is_getitem, records, set_record
+from meshc.ir import is_getitem, records
+from meshc.ir.graph import call, copied
 from meshc.passes.stages.homes import BACKWARD, Home, Kinds
 from meshc.program.program import Stage
 
@@ -39,8 +40,7 @@ def weights_apart(each: Stage) -> Stage:
     """The stage with convolutions' backwards in two where both are wanted, in a graph of its own; itself, if none is."""
     if not any(_makes_both(node) for node in each.graph.nodes):
         return each
-    graph = Graph()
-    graph.output(graph.graph_copy(each.graph, {}))
+    graph = copied(each.graph)
     for node in filter(_makes_both, list(graph.nodes)):
         *given, wanted = node.args
         with graph.inserting_before(node):
@@ -49,7 +49,6 @@ def weights_apart(each: Stage) -> Stage:
         for result in list(node.users):
             result.update_arg(0, weights if result.args[1] else inputs)
         graph.erase_node(node)
-    graph.lint()
     return replace(each, graph=graph)
 
 
@@ -62,10 +61,9 @@ def _makes_both(node: Node) -> bool:
 
 
 def _with_mask(graph: Graph, node: Node, given: Sequence[Argument], mask: Sequence[bool]) -> Node:
-    made = graph.call_function(aten.convolution_backward.default, (*given, list(mask)))
     none = [replace(one, shape=(), dtype=None, sharding=None) for one in records(node)]
-    set_record(made, tuple(one if wanted else empty for one, empty, wanted in zip(records(node), none, mask, strict=True)))
-    return made
+    made = tuple(one if wanted else empty for one, empty, wanted in zip(records(node), none, mask, strict=True))
+    return call(graph, made, aten.convolution_backward.default, *given, list(mask))
 
 
 def split_backward(found: Kinds, placed: Mapping[Node, Home], parts: Collection[Node], stages: Collection[int]) -> dict[Node, Home]:

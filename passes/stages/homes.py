@@ -20,11 +20,10 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, operands, records
+from meshc.ir.keys import is_a
 
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
-GATHERED: Final = "gathered:"
-"""Keys of parameters that were put together before the first microbatch begin so."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
     late: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            (learned if keys[node].startswith(("parameter:", "state:", GATHERED)) else given).add(node)
+            (learned if is_a(keys[node], "parameter", "state", "gathered") else given).add(node)
         elif node.op == "call_function":
             read = node.all_input_nodes
             if any(operand in late for operand in read):

@@ -17,9 +17,10 @@ from torch.fx import Node
 
 from meshc.cost import memory
 from meshc.ir import is_tensor, local_bytes, record, records
+from meshc.ir.keys import is_a
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.balance import Place, best_cuts, least_cuts
-from meshc.passes.stages.homes import GATHERED, Kinds
+from meshc.passes.stages.homes import Kinds
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.shape import Shape
 from meshc.pipelining.activations import held
@@ -53,7 +54,7 @@ class Held:
                 if operand not in seen:
                     seen.add(operand)
                     work += operand.all_input_nodes
-                    if keys.get(operand, "").startswith(("parameter:", GATHERED)):
+                    if is_a(keys.get(operand, ""), "parameter", "gathered"):
                         kept[position[node]] += times * local_bytes(record(operand))
         late = set(found.backward)
         for node in found.forward:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch.fx import Node
-
 from meshc.ir import records
+from meshc.ir.graph import output_of, read_by
+from meshc.ir.keys import key_of
 from meshc.passes.microbatches.microbatch import Splitter
 from meshc.passes.stages.homes import kinds
 from meshc.program.program import Stage
@@ -15,29 +15,23 @@ from meshc.program.program import Stage
 def without_update(stage: Stage) -> dict[str, Stage]:
     """A step of one microbatch as `each`, up to the gradients, and `after`; likewise an inference, whose `after` is its outputs."""
     graph = stage.graph
-    keys = dict(zip(graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    keys = stage.keys()
     found = kinds(graph, keys)
-    late: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and (records(node)[0].phase == "update" or any(x in late for x in node.all_input_nodes)):
-            late.add(node)
+    late = read_by(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "update")
     early = {*found.forward, *found.backward} - late
-    (output,) = graph.find_nodes(op="output")
-    parts = dict.fromkeys(x for node in (*late, output) for x in node.all_input_nodes if x in early)
+    parts = dict.fromkeys(x for node in (*late, output_of(graph)) for x in node.all_input_nodes if x in early)
     order = [node for node in graph.nodes if node in parts]
     split = Splitter(graph, keys)
-    each = split.stage("each", {f"part:{node.name}": node for node in order}, {})
-    results = dict(zip(stage.outputs, output.args[0], strict=True))
-    return {"each": each, "after": split.stage("after", results, {node: f"sum:{node.name}" for node in order})}
+    each = split.stage("each", {key_of("part", node.name): node for node in order}, {})
+    return {"each": each, "after": split.stage("after", stage.results(), {node: key_of("sum", node.name) for node in order})}
 
 
 def before_ranks(before: Stage | None, stages: Sequence[Stage], rank_of: Callable[[Stage], int], count: int) -> list[Stage]:
     """What each rank's stages need of what depends on no microbatch."""
     if before is None:
         return []
-    (output,) = before.graph.find_nodes(op="output")
-    nodes = dict(zip(before.outputs, output.args[0], strict=True))
-    split = Splitter(before.graph, dict(zip(before.graph.find_nodes(op="placeholder"), before.inputs, strict=True)))
+    nodes = before.results()
+    split = Splitter(before.graph, before.keys())
     found = []
     for rank in range(count):
         mine = [stage for stage in stages if rank_of(stage) == rank]

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, records
+from meshc.ir.keys import is_a, key_of, name_of
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.shape import Shape
 from meshc.passes.stages.updates import ALL
@@ -34,12 +35,12 @@ class Owners:
         forward_first = sorted(self.stages, key=lambda stage: not stage.name.startswith("forward"))
         names = [port.name for port in self.draft.inputs if port.kind == "parameter"]
         for name in names:
-            key = f"parameter:{name}"
+            key = key_of("parameter", name)
             first = next((stage for stage in forward_first if key in self._reads(stage)), None)
             here = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
             owners[key] = self.draft.request.owners.get(key, here)
         for port in (*self.draft.inputs, *self.draft.outputs):
-            of = f"parameter:{port.of}"
+            of = key_of("parameter", port.of)
             if port.kind in ("state", "gradient") and of in owners:
                 owners[port.key] = owners[of]
         return owners
@@ -60,18 +61,17 @@ class Owners:
         settled = dict(made)
         moves = []
         labels = {node.name: name for node, name in self.draft.updates.items()}
-        (output,) = after.graph.find_nodes(op="output")
         leaving: dict[Node, set[str]] = defaultdict(set)
-        for key, node in zip(after.outputs, output.args[0], strict=True):
-            if key.startswith("gradient:"):
-                leaving[node].add(key.removeprefix("gradient:"))
+        for key, node in after.results().items():
+            if is_a(key, "gradient"):
+                leaving[node].add(name_of(key))
         params = {port.key: port.name for port in self.draft.inputs if port.kind == "parameter"}
-        entering = list(zip(after.graph.find_nodes(op="placeholder"), after.inputs, strict=True))
-        names = {node: params[key] for node, key in entering if key in params}
-        for node, key in entering:
+        entering = after.keys()
+        names = {node: params[key] for node, key in entering.items() if key in params}
+        for node, key in entering.items():
             if key in made:
                 here = made[key]
-                wanted = {self.of.get(f"parameter:{name}", here) for name in _parameters_of(node, labels, leaving, names)} or {here}
+                wanted = {self.of.get(key_of("parameter", name), here) for name in _parameters_of(node, labels, leaving, names)} or {here}
                 if len(wanted) > 1:
                     moves += [Move(key, here, rank) for rank in range(max(self.ranks) + 1) if rank != here]
                     settled[key] = ALL
@@ -84,14 +84,14 @@ class Owners:
         """Buffers that each microbatch writes, on the stage that does, are sent to all ranks in the end."""
         moves = []
         forwards = [item for items in shape.schedule(()).actions for item in items if item.op == "F"]
-        for stage, key in [(one, key) for one in self.stages for key in one.outputs if key.startswith("buffer:")]:
+        for stage, key in [(one, key) for one in self.stages for key in one.outputs if is_a(key, "buffer")]:
             number = int(stage.name.rpartition("_")[2])
             others = [other.name for other in self.stages if other is not stage and key in other.inputs]
             order = [item.microbatch for item in forwards if item.stage == number]
             if others or order != sorted(order):
                 why = f"{', '.join(others)} read it too" if others else "the schedule runs that stage's microbatches in another order"
                 raise PlanError(
-                    f"{key.removeprefix('buffer:')} is written by each microbatch for the next one, in {stage.name}, but {why}\n"
+                    f"{name_of(key)} is written by each microbatch for the next one, in {stage.name}, but {why}\n"
                     "  what to do: a mesh without pp, or pp_splits that keep what reads the buffer in one stage"
                 )
             here = self.ranks[number]
@@ -105,12 +105,11 @@ class Owners:
 
 def _read_for(stage: Stage) -> dict[str, list[str]]:
     """For each value that a stage gives, the keys of what it is made of."""
-    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    keys = stage.keys()
     behind: dict[Node, dict[str, None]] = {}
     for node in stage.graph.nodes:
         behind[node] = {keys[node]: None} if node in keys else {key: None for x in node.all_input_nodes for key in behind[x]}
-    (output,) = stage.graph.find_nodes(op="output")
-    return {key: list(behind[node]) for key, node in zip(stage.outputs, output.args[0], strict=True)}
+    return {key: list(behind[node]) for key, node in stage.results().items()}
 
 
 def _parameters_of(node: Node, labels: Mapping[str, str], leaving: Mapping[Node, set[str]], names: Mapping[Node, str]) -> set[str]:

@@ -16,6 +16,7 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_getitem, local_bytes, records
+from meshc.ir.graph import made_of
 from meshc.ir.spmd import is_collective
 from meshc.passes.phases.draft import Draft
 from meshc.passes.stages.balance import Place
@@ -104,12 +105,10 @@ def _first_read(found: Kinds, position: Mapping[Node, int]) -> dict[Node, int]:
     """Of what is made of inputs alone, the position of the first forward operator that needs it, for those that any needs."""
     first: dict[Node, int] = {}
     for node in found.forward:
-        work = [operand for operand in node.all_input_nodes if operand in found.given]
-        while work:
-            operand = work.pop()
-            if operand.op == "call_function" and operand not in first:
-                first[operand] = position[node]
-                work += operand.all_input_nodes
+        read = [operand for operand in node.all_input_nodes if operand in found.given]
+        for operand in made_of(read, through=lambda one: one not in first):
+            if operand.op == "call_function":
+                first.setdefault(operand, position[node])
     return first
 
 

@@ -9,7 +9,7 @@ most are taken one by one, until none saves anything. A message is counted with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from torch.fx import Node
@@ -18,6 +18,7 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_tensor, local_bytes, record
+from meshc.ir.graph import made_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.spmd import is_collective
 from meshc.passes.stages.flows import worth_keeping
@@ -102,13 +103,6 @@ class Given:
     def _send_s(self, node: Node) -> float:
         return self.posting_s + send_seconds(local_bytes(record(node)), self.wire)
 
-    def _behind(self, nodes: Sequence[Node] | Mapping[Node, None]) -> set[Node]:
+    def _behind(self, nodes: Iterable[Node]) -> list[Node]:
         """What these are made of, themselves included."""
-        found: set[Node] = set()
-        work = list(nodes)
-        while work:
-            node = work.pop()
-            if node not in found:
-                found.add(node)
-                work += (operand for operand in node.all_input_nodes if operand in self.takes)
-        return found
+        return [node for node in made_of(nodes, through=self.takes.__contains__) if node in self.takes]

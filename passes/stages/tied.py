@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from meshc.ir import record, set_record
+from meshc.ir.graph import call, copied, placeholders
+from meshc.ir.keys import is_a, key_of, name_of
 from meshc.passes.stages.homes import Home
 from meshc.program.program import Stage
 
@@ -31,14 +33,13 @@ class Parts:
 def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Home], end: Home) -> Parts:
     """`end`: where what has no home is made."""
     found = Parts({}, after)
-    (output,) = each.graph.find_nodes(op="output")
-    for key, node in zip(each.outputs, output.args[0], strict=True):
-        terms = _terms(node, placed) if key.startswith("part:") else [node]
+    for key, node in each.results().items():
+        terms = _terms(node, placed) if is_a(key, "part") else [node]
         for term in terms:
-            found.made[f"part:{term.name}" if len(terms) > 1 else key] = (term, placed.get(term, end))
+            found.made[key_of("part", term.name) if len(terms) > 1 else key] = (term, placed.get(term, end))
         if len(terms) > 1:
             _leave_out(node, terms, found.apart)
-            found.after = _summed_apart(found.after, "sum:" + key.removeprefix("part:"), [f"sum:{term.name}" for term in terms])
+            found.after = _summed_apart(found.after, key_of("sum", name_of(key)), [key_of("sum", term.name) for term in terms])
     return found
 
 
@@ -61,23 +62,19 @@ def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
 
 def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:
     """`after` with a sum in several parts, which it adds up; a graph of its own."""
-    graph = Graph()
-    graph.output(graph.graph_copy(after.graph, {}))
-    placeholders = graph.find_nodes(op="placeholder")
+    graph = copied(after.graph)
+    entered = placeholders(graph)
     place = after.inputs.index(key)
-    old = placeholders[place]
+    old = entered[place]
     with graph.inserting_before(old):
         made = [graph.placeholder(term.replace(":", "_").replace(".", "_")) for term in terms]
     for node in made:
         set_record(node, record(old))
     total = made[0]
-    with graph.inserting_after(placeholders[-1]):
-        last = placeholders[-1]
+    last = entered[-1]
     for term in made[1:]:
         with graph.inserting_after(last if last is not old else made[-1]):
-            total = last = graph.call_function(aten.add.Tensor, (total, term))
-        set_record(total, replace(record(old), reason="gradients of several stages"))
+            total = last = call(graph, replace(record(old), reason="gradients of several stages"), aten.add.Tensor, total, term)
     old.replace_all_uses_with(total)
     graph.erase_node(old)
-    graph.lint()
     return Stage(after.name, graph, (*after.inputs[:place], *terms, *after.inputs[place + 1 :]), after.outputs)

@@ -10,15 +10,16 @@ from it alone is computed on every rank. Outputs, metrics and buffers are sent t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
-from meshc.ir import Record, record, records, set_record, spmd, update
+from meshc.ir import record, records, spmd, update
+from meshc.ir.graph import call
 from meshc.passes.microbatches.microbatch import Splitter
 from meshc.program.program import Stage
 
@@ -43,7 +44,7 @@ def place(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], 
     labels    global-view value -> the parameter whose update it belongs to
     """
     found = Updates()
-    keys = dict(zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True))
+    keys = stage.keys()
     for node in stage.graph.nodes:
         if node.op == "placeholder" and keys[node] in entering:
             found.placed[node] = entering[keys[node]]
@@ -94,15 +95,14 @@ def cut_updates(stage: Stage, found: Updates, ranks: int, axis: str, kept: Mappi
 def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[str, int]) -> Stage:
     copy = Graph()
     env: dict[Node, Node] = {}
-    (output,) = stage.graph.find_nodes(op="output")
     copy.graph_copy(stage.graph, env)
-    keys = {env[node]: key for node, key in zip(stage.graph.find_nodes(op="placeholder"), stage.inputs, strict=True)}
+    keys = {env[node]: key for node, key in stage.keys().items()}
     for total, terms in found.totals.items():
         homes = {term: found.placed.get(term, ALL) for term in terms}
         mine, shared = ([env[term] for term in terms if homes[term] == home] for home in (rank, ALL))
         env[total] = _sum_over_ranks(copy, env[total], mine, shared, axis)  # it may be an output itself: a loss with a term of weights
     results: dict[str, Node] = {}
-    for key, old in zip(stage.outputs, output.args[0], strict=True):
+    for key, old in stage.results().items():
         new = env[old]
         home = found.placed.get(old, ALL)
         if key in kept:
@@ -120,13 +120,13 @@ def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[No
     part: Node | None = None
     with graph.inserting_before(total):
         for term in mine:
-            part = term if part is None else _add(graph, made, aten.add.Tensor, part, term)
+            part = term if part is None else call(graph, made, aten.add.Tensor, part, term)
         if part is None:
             part = _zeros(graph, total)
-        whole = _add(graph, made, spmd.all_reduce, part, [axis], "sum")
+        whole = call(graph, made, spmd.all_reduce, part, [axis], "sum")
         update(whole, reason="the gradient norm, over all stages")
         for term in shared:
-            whole = _add(graph, made, aten.add.Tensor, whole, term)
+            whole = call(graph, made, aten.add.Tensor, whole, term)
     total.replace_all_uses_with(whole)
     graph.erase_node(total)
     return whole
@@ -138,19 +138,10 @@ def _to_all(graph: Graph, node: Node, home: int, rank: int, axis: str) -> Node:
     with graph.inserting_after(last):
         sent = node if home == rank else _zeros(graph, node)
     with graph.inserting_after(sent if home != rank else last):
-        everywhere = graph.call_function(spmd.broadcast, (sent, [axis], home))
-    set_record(everywhere, replace(record(node), reason="an output, for every stage"))
-    return everywhere
-
-
-def _add(graph: Graph, made: Record, target: Callable[..., Any], *args: Any) -> Node:
-    node = graph.call_function(target, args)
-    set_record(node, made)
-    return node
+        return call(graph, replace(record(node), reason="an output, for every stage"), spmd.broadcast, sent, [axis], home)
 
 
 def _zeros(graph: Graph, like: Node) -> Node:
     found = record(like)
-    made = graph.call_function(aten.full.default, (list(found.shape), 0), {"dtype": found.dtype, "device": torch.device("cpu")})
-    set_record(made, replace(found, reason="", of=""))
-    return made
+    made = replace(found, reason="", of="")
+    return call(graph, made, aten.full.default, list(found.shape), 0, dtype=found.dtype, device=torch.device("cpu"))

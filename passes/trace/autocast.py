@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import Region, eligible, entered
 from meshc.frontend.capture import TorchGraph, source_of
+from meshc.ir.graph import placeholders
 from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
 from meshc.passes.trace.raise_flex import FLEX
 
@@ -49,8 +50,8 @@ def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
     """
     if not any(_has_region(module) for module in traced.module.modules() if isinstance(module, GraphModule)):
         return traced
-    placeholders = traced.module.graph.find_nodes(op="placeholder")
-    inputs = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]  # an unused one has only "val"
+    entered = placeholders(traced.module.graph)
+    inputs = [node.meta.get("example_value", node.meta.get("val")) for node in entered]  # an unused one has only "val"
     lowering = Lowering(traced.module, traced.fake_mode, device)
     with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.run(inputs, [])

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from meshc.frontend.capture import JointGraph, TorchGraph, joint_graph, source_of
 from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
+from meshc.ir.graph import equal_calls, give, output_of, placeholders
 from meshc.passes.trace.decompositions import decompositions
 from meshc.passes.trace.dense_only import refuse_sparse
 from meshc.passes.trace.module_outputs import mark_module_outputs
@@ -51,12 +52,11 @@ def differentiate(traced: TorchGraph) -> tuple[Graph, list[Port], list[Port], di
     _drop_empty(graph)
     _merge_equal(graph)
     graph.eliminate_dead_code()
-    for node, port in zip(graph.find_nodes(op="placeholder"), list(inputs), strict=True):
+    for node, port in zip(placeholders(graph), list(inputs), strict=True):
         if port.kind == "constant" and not node.users:
             inputs.remove(port)
             del constants[port.name]
             graph.erase_node(node)
-    graph.lint()
     return graph, inputs, outputs, constants
 
 
@@ -85,8 +85,7 @@ def _lift_constants(joint: JointGraph, constants: dict[str, torch.Tensor]) -> No
             continue
         if target not in by_target:
             name = f"constant_{len(constants)}"
-            last = graph.find_nodes(op="placeholder")[-1]
-            with graph.inserting_after(last):
+            with graph.inserting_after(placeholders(graph)[-1]):
                 placeholder = graph.placeholder(name)
             placeholder.meta.update(node.meta)
             placeholder.meta.setdefault("val", value)
@@ -100,22 +99,22 @@ def _lift_constants(joint: JointGraph, constants: dict[str, torch.Tensor]) -> No
 def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Tensor]) -> tuple[list[Port], list[Port]]:
     graph = joint.module.graph
     inputs: list[Port] = []
-    for node, (kind, name) in zip(graph.find_nodes(op="placeholder"), joint.placeholders, strict=True):
+    for node, (kind, name) in zip(placeholders(graph), joint.placeholders, strict=True):
         value = node.meta["val"]
         inputs.append(
             Port(kind, name, shape_of(node), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
         )
         node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
-    (output,) = graph.find_nodes(op="output")
+    output = output_of(graph)
     flat = _flat(output.args[0])
     kept: list[Node] = []
     outputs: list[Port] = []
     for value, (kind, name) in zip(flat, joint.outputs, strict=True):
-        if isinstance(value, Node):
+        if isinstance(value, Node) and kind != "none":
             found = value.meta["val"]
             outputs.append(Port(kind, name, shape_of(value), found.dtype, of=name if kind == "gradient" else ""))
             kept.append(value)
-    output.args = (tuple(kept),)
+    give(graph, kept)
     output.meta.pop("desc", None)
     return inputs, outputs
 
@@ -184,17 +183,8 @@ def _drop_empty(graph: Graph) -> None:
 
 def _merge_equal(graph: Graph) -> None:
     """One node for equal calls on equal operands (each layer builds the same mask and casts the same table)."""
-    seen: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs), records(node)[0].phase if _expensive(node) else "")
-        try:
-            first = seen.setdefault(key, node)
-        except TypeError:
-            continue
-        if first is not node:
-            _replace(graph, node, first)
+    for node, first in equal_calls(graph.nodes, apart=lambda one: records(one)[0].phase if _expensive(one) else ""):
+        _replace(graph, node, first)
 
 
 def _replace(graph: Graph, node: Node, other: Node) -> None:
@@ -208,15 +198,3 @@ def _replace(graph: Graph, node: Node, other: Node) -> None:
 def _expensive(node: Node) -> bool:
     """Values worth their memory across phases stay as traced; views and getitem are free."""
     return not (is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default))
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict):
-        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
-    if isinstance(value, float):
-        return (value, str(value))
-    if isinstance(value, bool):
-        return ("bool", value)
-    return value

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
+from meshc.ir.keys import is_a, name_of
 from meshc.passes.phases.draft import Draft
 from meshc.passes.trace.known_values import KnownValues
 
@@ -43,7 +44,7 @@ def fold_masks(draft: Draft) -> Draft:
     """Change the attention operators of the joint graph in place; what only made their masks goes."""
     graph = draft.the_graph()
     ports = draft.placeholders()
-    known = KnownValues({node: draft.constants[key.split(":", 1)[1]] for key, node in ports.items() if key.startswith("constant:")})
+    known = KnownValues({node: draft.constants[name_of(key)] for key, node in ports.items() if is_a(key, "constant")})
     patterns: dict[tuple[Node, int], Pattern | None] = {}
     for node in graph.nodes:
         if node.target not in BIAS or not isinstance(node.args[BIAS[node.target]], Node):

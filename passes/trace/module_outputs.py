@@ -15,13 +15,13 @@ from torch.fx import Graph, Node
 
 from meshc.frontend.capture import module_calls
 from meshc.ir import KEY, records, update
+from meshc.ir.graph import results_of
 from meshc.program.program import Port
 
 
 def mark_module_outputs(graph: Graph, outputs: Sequence[Port]) -> None:
     """Fills `returned_by` of every forward value, outermost module first; the whole model has no path and is left out."""
-    (output,) = graph.find_nodes(op="output")
-    results = {node for node, port in zip(output.args[0], outputs, strict=True) if port.kind == "output"}
+    results = {node for node, port in zip(results_of(graph), outputs, strict=True) if port.kind == "output"}
     calls = {node: dict(module_calls(node)) for node in graph.nodes if _is_forward(node)}
     for node, made_in in calls.items():
         if isinstance(node.meta[KEY], tuple):

@@ -21,7 +21,9 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
-from meshc.ir import record, records, set_record
+from meshc.ir import record, records
+from meshc.ir.graph import call, give, output_of, placeholders
+from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import Part
 from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
@@ -54,7 +56,7 @@ def find_parts(whole: Draft, request: Request) -> Parts:
     assert whole.factors is not None
     dims = tuple(
         _carrying(port, whole.factors.dims[(node, 0)], set(classes))
-        for port, node in zip(whole.inputs, whole.the_graph().find_nodes(op="placeholder"), strict=True)
+        for port, node in zip(whole.inputs, placeholders(whole.the_graph()), strict=True)
         if port.kind == "input"
     )
     draws = {}
@@ -76,11 +78,7 @@ def _batch_classes(whole: Draft) -> dict[int, str]:
     named = whole.request.names or {}
     placeholders = whole.placeholders()
     learned = {
-        factor
-        for key, node in placeholders.items()
-        if key.startswith("parameter:")
-        for row in whole.factors.dims[(node, 0)]
-        for factor in row
+        factor for key, node in placeholders.items() if is_a(key, "parameter") for row in whole.factors.dims[(node, 0)] for factor in row
     }
     found: dict[int, str] = {}
     for port in whole.inputs:
@@ -147,9 +145,9 @@ def _unordered(fault: str) -> CompileError:
 def number_draws(graph: Graph, parts: Parts) -> None:
     """Random calls of the first microbatch: the same numbers as in the whole batch. Raises CompileError if the model draws otherwise."""
     nodes = {_call(node): node for node in _draws(graph)}
-    for call, node in nodes.items():
+    for draw, node in nodes.items():
         part = _shape(node, 1)
-        whole = parts.draws.get(call, ())
+        whole = parts.draws.get(draw, ())
         if nodes.keys() != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
             raise CompileError(
                 f"the random call at {_source(node)} draws {part} for a microbatch and {list(whole)} for the whole batch: "
@@ -182,21 +180,19 @@ def mark_sums(draft: Draft, count: int) -> None:
     """The loss becomes its share of the mean, and so do metrics; they and each gradient are what microbatches add up."""
     _refuse_metrics([port for port in draft.outputs if port.kind == "metric"])
     graph = draft.the_graph()
-    (output,) = graph.find_nodes(op="output")
+    output = output_of(graph)
     made: dict[Node, Node] = {}
 
-    def call(target: Any, x: Node, *rest: Any) -> Node:
+    def like(x: Node, target: Any, *rest: Any) -> Node:
         with graph.inserting_before(output):
-            node = graph.call_function(target, (x, *rest))
-        set_record(node, record(x))
-        return node
+            return call(graph, record(x), target, x, *rest)
 
     for port, node in zip(draft.outputs, draft.results(), strict=True):
         if port.kind in ("output", "gradient", "metric") and node not in made:
-            share = node if port.kind == "gradient" else call(aten.mul.Tensor, node, 1.0 / count)
-            made[node] = call(meshc.sum_of_parts.default, share)
+            share = node if port.kind == "gradient" else like(node, aten.mul.Tensor, 1.0 / count)
+            made[node] = like(share, meshc.sum_of_parts.default)
     pairs = zip(draft.outputs, draft.results(), strict=True)
-    output.args = (tuple(made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs),)
+    give(graph, (made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs))
 
 
 def _refuse_metrics(ports: Sequence[Port]) -> None:

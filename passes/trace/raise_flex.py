@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import source_of
+from meshc.ir.graph import output_of, placeholders
 from meshc.ops.flex import flex_attention
 from meshc.ops.random_calls import draws
 
@@ -66,12 +67,12 @@ def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool])
 
 
 def _result(body: Graph) -> Any:
-    (output,) = body.find_nodes(op="output")
-    return output.args[0][0] if isinstance(output.args[0], tuple | list) else output.args[0]
+    given = output_of(body).args[0]
+    return given[0] if isinstance(given, tuple | list) else given
 
 
 def _is_identity(body: Graph) -> bool:
-    return _result(body) is body.find_nodes(op="placeholder")[0]
+    return _result(body) is placeholders(body)[0]
 
 
 def _is_full(body: Graph) -> bool:
@@ -81,7 +82,7 @@ def _is_full(body: Graph) -> bool:
 
 def _is_causal(body: Graph) -> bool:
     """Whether a mask is `i >= j` as it is written: that one is folded whatever its size, known or open."""
-    _, _, i, j, *_ = body.find_nodes(op="placeholder")
+    _, _, i, j, *_ = placeholders(body)
     result = _result(body)
     return isinstance(result, Node) and (result.target, result.args) in ((operator.ge, (i, j)), (operator.le, (j, i)))
 

@@ -22,6 +22,8 @@ from meshc.errors import CompileError
 from meshc.frontend.train_step import METRICS
 from meshc.ir import Record, Source, record, set_record
 from meshc.ir import update as set_reason
+from meshc.ir.graph import call, give, output_of, placeholders
+from meshc.ir.keys import is_a, key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec, update_nodes
 from meshc.passes.phases.draft import Draft
@@ -37,7 +39,7 @@ class Appender:
     def __init__(self, graph: Graph, phase: str, source: Source | None = None) -> None:
         self.graph, self.phase, self.source = graph, phase, source or Source()
         self.meta: dict[Node, Any] = {}
-        (self.output,) = graph.find_nodes(op="output")
+        self.output = output_of(graph)
         self.made: list[Node] = []
 
     def value(self, argument: Any) -> Any:
@@ -71,8 +73,7 @@ class Appender:
         return Record(source=self.source, phase=self.phase)
 
     def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
-        last = self.graph.find_nodes(op="placeholder")[-1]
-        with self.graph.inserting_after(last):
+        with self.graph.inserting_after(placeholders(self.graph)[-1]):
             node = self.graph.placeholder("".join(c if c.isalnum() else "_" for c in name))
         set_record(node, Record(shape, dtype, phase=self.phase))
         return node
@@ -82,25 +83,24 @@ def close_loss(draft: Draft) -> Draft:
     """The loss's tangent is one, or its share of a mean: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
     graph = draft.the_graph()
     kept_inputs, kept_outputs, results = [], [], []
-    for port, node in zip(list(draft.inputs), graph.find_nodes(op="placeholder"), strict=True):
+    for port, node in zip(list(draft.inputs), placeholders(graph), strict=True):
         if port.kind != "tangent":
             kept_inputs.append(port)
             continue
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            share = 1.0 / (draft.parts.count if draft.parts is not None else 1)
-            one = graph.call_function(aten.full.default, ([], share), {"dtype": port.dtype, "device": torch.device("cpu")})
-        set_record(one, Record((), port.dtype, phase="backward"))
+        made = Record((), port.dtype, phase="backward")
+        share = 1.0 / (draft.parts.count if draft.parts is not None else 1)
+        with graph.inserting_after(placeholders(graph)[-1]):
+            one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
         node.replace_all_uses_with(one)
         graph.erase_node(node)
     for port, node in zip(draft.outputs, draft.results(), strict=True):
-        if port.kind == "gradient" and ":" in port.name:
+        if port.kind == "gradient" and is_a(port.name, "input", "buffer"):
             continue
         if port.kind == "output" and port.name.startswith(f"{METRICS}."):
             port = replace(port, kind="metric", name=port.name.removeprefix(f"{METRICS}."))
         kept_outputs.append(port)
         results.append(node)
-    (output,) = graph.find_nodes(op="output")
-    output.args = (tuple(results),)
+    give(graph, results)
     draft.inputs, draft.outputs = kept_inputs, kept_outputs
     _check_gradients(draft)
     return draft
@@ -123,7 +123,7 @@ def append_update(draft: Draft) -> Draft:
         return draft
     graph = draft.the_graph()
     add = Appender(graph, "update")
-    placeholders = draft.placeholders()
+    entered = draft.placeholders()
     kept = [(port, node) for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind != "gradient"]
     gradients = {port.name: node for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind == "gradient"}
     modules = dict(draft.request.module.named_parameters())
@@ -158,8 +158,8 @@ def append_update(draft: Draft) -> Draft:
             state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
             draft.inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-        new, after = update_nodes(group, placeholders[f"parameter:{name}"], gradient, state, numbers[group.index], add.call, like)
-        if new is placeholders[f"parameter:{name}"]:
+        new, after = update_nodes(group, entered[key_of("parameter", name)], gradient, state, numbers[group.index], add.call, like)
+        if new is entered[key_of("parameter", name)]:
             unwritten[name] = group.optimizer
         kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
         for slot in group.slots_of(parameter):
@@ -170,9 +170,8 @@ def append_update(draft: Draft) -> Draft:
                 draft.updates[node] = name
     _refuse_unwritten(unwritten)
     _note_strangers(draft, spec, gradients, modules)
-    add.output.args = (tuple(node for _, node in kept),)
+    give(graph, (node for _, node in kept))
     draft.outputs = [port for port, _ in kept]
-    graph.lint()
     return draft
 
 

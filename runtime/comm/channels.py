@@ -109,8 +109,7 @@ def _likes(program: Program) -> dict[str, Like]:
         shape = port.shape if port.sharding is None else local_shape(port.sharding, program.axis_sizes)
         found[port.key] = (shape, port.dtype)
     for stage in program.stages.values():
-        (output,) = stage.graph.find_nodes(op="output")
-        for key, node in zip(stage.outputs, output.args[0], strict=True):
+        for key, node in stage.results().items():
             made = record(node)
             if made.dtype is not None:
                 whole = whole_of(key)

@@ -28,6 +28,7 @@ from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import MeshcError
 from meshc.ir import record, spmd
+from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
 from meshc.program.packing import escapes, in_place, is_alone, pieces, stays
@@ -176,8 +177,8 @@ class _Writer:
         """Memory that several values are made in, by the `cat` that joins them."""
         self.kept: set[Node] = set()
         """Of these, what lives between calls."""
-        (output,) = stage.graph.find_nodes(op="output")
-        given = list(zip(stage.outputs, output.args[0], strict=True))
+        output = output_of(stage.graph)
+        given = list(stage.results().items())
         self.inputs = stage.inputs
         self.leaving = {value for key, value in given if key.startswith(EARLY)}
         self.returned = [value for key, value in given if not is_added(key)]
@@ -186,21 +187,19 @@ class _Writer:
         for key, value in given:
             if is_added(key):
                 self.added[value].append(key)
-        self.last = {operand: node for node in stage.graph.nodes if node is not output for operand in node.all_input_nodes}
+        self.last = last_reads(node for node in stage.graph.nodes if node is not output)
         """What reads a value last; a sum that takes it in does not count."""
         self.last |= {value: output for value in self.returned if isinstance(value, Node)}
-        self.dying: dict[Node, list[Node]] = defaultdict(list)
-        for operand, node in self.last.items():
-            self.dying[node].append(operand)
+        self.dying = dying(self.last)
 
     def function(self) -> Callable[..., list[Any]]:
         lines = self.source.lines
-        placeholders = self.graph.find_nodes(op="placeholder")
-        for position, node in enumerate(placeholders):
+        entered = placeholders(self.graph)
+        for position, node in enumerate(entered):
             self.env[node] = f"v{position}"
-        self.flying |= {node for node, key in zip(placeholders, self.inputs, strict=True) if key.startswith(EARLY)}
-        if placeholders:
-            lines.append(", ".join(self.env[node] for node in placeholders) + ", = inputs; inputs.clear()")
+        self.flying |= {node for node, key in zip(entered, self.inputs, strict=True) if key.startswith(EARLY)}
+        if entered:
+            lines.append(", ".join(self.env[node] for node in entered) + ", = inputs; inputs.clear()")
         for number, node in enumerate(self.graph.nodes):
             if node.op == "placeholder":
                 self._add(node)

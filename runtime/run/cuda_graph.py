@@ -11,13 +11,19 @@ as it is, with the reason in `status`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+
+from meshc.ir.keys import Kind, is_a
 
 WARM_UP = 3
 ON_DEVICE = ("lr",)
 """Numbers that fused kernels read from device memory, so that a schedule does not record again."""
+
+
+KEPT: Final[tuple[Kind, ...]] = ("parameter", "state", "buffer", "constant")
+"""They are static already: they are updated in place for ever."""
 
 
 class Step(Protocol):
@@ -80,13 +86,11 @@ class GraphedStep:
                 static.copy_(fresh, non_blocking=True)
         assert self.graph is not None
         self.graph.replay()
-        return {key: value.clone() if key.startswith(("output:", "metric:")) else value for key, value in self.results.items()}
+        return {key: value.clone() if is_a(key, "output", "metric") else value for key, value in self.results.items()}
 
     def _record(self, values: dict[str, Any]) -> None:
-        """Parameters, states and buffers are static already: they are updated in place for ever."""
-        kept = ("parameter:", "state:", "buffer:", "constant:")
         self.static = {
-            key: value if key.startswith(kept) or not isinstance(value, torch.Tensor) or not value.is_cuda else value.clone()
+            key: value if is_a(key, *KEPT) or not isinstance(value, torch.Tensor) or not value.is_cuda else value.clone()
             for key, value in values.items()
         }
         torch.cuda.synchronize()

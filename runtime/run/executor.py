@@ -16,6 +16,7 @@ import torch
 from meshc import environment
 from meshc.errors import InputError, StateError
 from meshc.ir import spmd
+from meshc.ir.keys import key_of
 from meshc.pipelining.cut import slot
 from meshc.program.accumulate import ACCUMULATES, is_added
 from meshc.program.program import Instruction, Program, Stage
@@ -102,7 +103,7 @@ class Executor:
         self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in stages.items()}
         file = environment.trace_file()
         self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
-        self.constants = {f"constant:{name}": tensor.to(device) for name, tensor in program.constants.items()}
+        self.constants = {key_of("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
         """A stage as this rank runs it. One that is not the program's own uses no other groups than the program does."""

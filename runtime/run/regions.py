@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from meshc import ops
 from meshc.check.guards import is_guarded
 from meshc.ir import is_getitem, spmd
+from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
 from meshc.program.accumulate import is_added
 from meshc.program.packing import in_place
@@ -47,12 +48,11 @@ def compile_regions(
 ) -> Callable[..., list[Any]]:
     """The same function as `codegen.generate` gives, its regions compiled at their first call."""
     known = codegen.integers(stage, coordinates)
-    (output,) = stage.graph.find_nodes(op="output")
-    added = {value for key, value in zip(stage.outputs, output.args[0], strict=True) if is_added(key)}
+    added = {value for key, value in stage.results().items() if is_added(key)}
     overwrites: list[Node] = []
     own: list[Node] = []
     outer = Graph()
-    env: dict[Node, Node] = {node: outer.placeholder(node.name) for node in stage.graph.find_nodes(op="placeholder")}
+    env: dict[Node, Node] = {node: outer.placeholder(node.name) for node in placeholders(stage.graph)}
     for compiled, nodes in _pieces(stage, known):
         if compiled:
             own += _add_region(outer, env, nodes, known, device, added)
@@ -67,7 +67,7 @@ def compile_regions(
             )
             if in_place(node):
                 overwrites.append(env[node])
-    outer.output(torch.fx.node.map_arg(output.args[0], lambda n: env[n]))
+    outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))
     return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own)
 
 

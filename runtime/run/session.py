@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
+from meshc.ir.keys import name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
 from meshc.program.program import Port, Program
@@ -98,7 +99,7 @@ class Session:
         for port, tensor in zip(self.inputs, tensors, strict=True):
             values[port.key] = self._input(port, tensor)
         for key, tensor in self.numbers.items():
-            tensor.fill_(numbers[key.removeprefix("number:")])
+            tensor.fill_(numbers[name_of(key)])
             values[key] = tensor
         if self.random is not None:
             self.seed_step.copy_(seed_step(self.store.seed, self.store.step))

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshc.check import check_program
 from meshc.errors import InputError, StateError
 from meshc.files.tensor_file import TensorFile
+from meshc.ir.keys import is_a
 from meshc.ops.random import seed_step
 from meshc.program import instance
 from meshc.program.program import Port, Program
@@ -193,7 +194,7 @@ def _without_backward(program: Program) -> Program:
     """A module's program without its backward: nobody asks for gradients here."""
 
     def takes_tangents(stage: str) -> bool:
-        return stage in program.stages and any(key.startswith("tangent:") for key in program.stages[stage].inputs)
+        return stage in program.stages and any(is_a(key, "tangent") for key in program.stages[stage].inputs)
 
     return replace(program, schedule=tuple(one for one in program.schedule if not takes_tangents(one.stage)))
 

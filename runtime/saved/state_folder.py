@@ -28,6 +28,7 @@ from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import Record
 from meshc.ir.bounds import integer, parse_json, read_text
+from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.program.program import Port
@@ -200,8 +201,7 @@ def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Not strict, since there is one name of a tied parameter, and there are buffers that state dicts leave out.
     """
     with SavedState(path) as state:
-        kinds = (key.partition(":") for key in state.tensors)
-        return {name: state.tile(f"{kind}:{name}", None, {}, {}) for kind, _, name in kinds if kind in ("parameter", "buffer")}
+        return {name_of(key): state.tile(key, None, {}, {}) for key in state.tensors if is_a(key, "parameter", "buffer")}
 
 
 def _table(folder: Path) -> dict[str, Any]:

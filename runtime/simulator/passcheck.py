@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import VerifyError
+from meshc.ir.keys import kind_of
 from meshc.program.parts import Parts
 from meshc.program.program import Instruction, Port, Program
 from meshc.runtime.simulator.simulation import first_microbatch, simulate
@@ -69,8 +70,8 @@ class PassCheck:
         for key, value in found.items():
             if key not in self.truth:
                 continue
-            kind = key.split(":")[0]
-            largest = max(float(other.abs().max()) for k, other in self.truth.items() if k.startswith(kind + ":") and other.numel())
+            kind = kind_of(key)
+            largest = max(float(other.abs().max()) for k, other in self.truth.items() if kind_of(k) == kind and other.numel())
             wrong = error(value, self.truth[key], FLOOR * largest)
             if not wrong <= worst:
                 worst, worst_key = wrong, key

@@ -18,6 +18,7 @@ from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import DeadlockError, MeshcError
 from meshc.ir import Record, record, spmd
+from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
 from meshc.ir.window import tile_bounds, tile_length, window_starts
@@ -247,7 +248,7 @@ def rank_program(
 ) -> RankProgram:
     """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
     env: dict[Node, Any] = {}
-    remaining = {node: len(node.users) for node in stage.graph.nodes}
+    dead = dying(last_reads(stage.graph.nodes))
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):
@@ -274,10 +275,8 @@ def rank_program(
         env[node] = result
         if note is not None:
             note(node, result)
-        for operand in node.all_input_nodes:
-            remaining[operand] -= 1
-            if not remaining[operand]:
-                del env[operand]
+        for value_read in dead.get(node, ()):
+            del env[value_read]
     raise AssertionError("a stage ends in an output")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshc.errors import DeadlockError, VerifyError
+from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding, padded_parts
 from meshc.pipelining.cut import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
@@ -30,7 +31,7 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
     ranks: list[dict[str, Any]] = []
     for rank in range(mesh.world_size):
         coordinates = mesh.coordinates(rank)
-        env: dict[str, Any] = {f"constant:{name}": tensor for name, tensor in program.constants.items()}
+        env: dict[str, Any] = {key_of("constant", name): tensor for name, tensor in program.constants.items()}
         for port in program.inputs:
             if port.kind != "constant":
                 value = values[port.key]

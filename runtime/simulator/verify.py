@@ -24,6 +24,7 @@ from meshc.frontend.flex import written_out_flex
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.train_step import split_result
 from meshc.ir import Record, record
+from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
 from meshc.program.parts import Parts
@@ -334,7 +335,7 @@ def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, re
 def _compare_metrics(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], report: Report, when: str = "") -> None:
     """Those of the user's loss function, each by its own measure: they have no common size."""
     for name, value in wanted.items():
-        report.add(f"metric{when}", {name: found[f"metric:{name}"]}, {name: value})
+        report.add(f"metric{when}", {name: found[key_of("metric", name)]}, {name: value})
 
 
 def program_output(program: Program) -> str:
@@ -342,7 +343,7 @@ def program_output(program: Program) -> str:
 
 
 def _kind(values: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    return {key.split(":", 1)[1]: value for key, value in values.items() if key.startswith(kind + ":")}
+    return {name_of(key): value for key, value in values.items() if kind_of(key) == kind}
 
 
 def compare_steps(
@@ -364,7 +365,7 @@ def compare_steps(
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
     for step in range(steps):
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
-        row = {f"number:{i}.{name}": value for i, group in enumerate(numbers()) for name, value in group.items()}
+        row = {key_of("number", f"{i}.{name}"): value for i, group in enumerate(numbers()) for name, value in group.items()}
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
         found = simulate(program, values)
         reference.module.zero_grad(set_to_none=True)
@@ -375,7 +376,7 @@ def compare_steps(
             member.step()
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")
-        values.update({key: value for key, value in found.items() if key.split(":")[0] in ("parameter", "state", "buffer")})
+        values.update({key: value for key, value in found.items() if kind_of(key) in ("parameter", "state", "buffer")})
         if parameters:
             given = _kind(found, "parameter")
             mine = {name: p.detach() for name, p in reference.module.named_parameters()}
@@ -405,7 +406,7 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
     if tangents:
         given = _kind(found, "gradient")
         mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
-        mine |= {f"input:{name}": leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
+        mine |= {key_of("input", name): leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
         report.add("gradient", given, {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
     _compare_buffers(found, reference, report)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshc.errors import StateError
+from meshc.ir.keys import key_of
 from meshc.optimizer.optimizer import FIRST, HIDDEN
 from meshc.runtime.failure.board import SETTLED_S, current_board
 
@@ -178,7 +179,7 @@ def _optimizer_faults(store: Store, optim: Mapping[str, Any]) -> list[str]:
     if optim.keys() < {"state", "param_groups"}:
         return ['"optim" is {"state": {parameter: {slot: tensor}}, "param_groups": [...]}, parameters by name']
     named = {name for group in optim["param_groups"] for name in group["params"]}
-    keys = {held.key for name in named if isinstance(name, str) and (held := store.find(f"parameter:{name}")) is not None}
+    keys = {held.key for name in named if isinstance(name, str) and (held := store.find(key_of("parameter", name))) is not None}
     mine = [store.parameter_key(parameter) for group in _groups(store) for parameter in group["params"]]
     faults = [f"{store.held[key].name} is in none of its param_groups" for key in mine if key is not None and key not in keys]
     for name, slots in optim["state"].items():
@@ -228,19 +229,19 @@ def _load_optimizer(store: Store, optim: Mapping[str, Any], hidden: Mapping[str,
     for group in _groups(store):
         keys = {store.parameter_key(parameter) for parameter in group["params"]}
         for theirs in optim["param_groups"]:
-            if any((held := store.find(f"parameter:{name}")) is not None and held.key in keys for name in theirs["params"]):
+            if any((held := store.find(key_of("parameter", name))) is not None and held.key in keys for name in theirs["params"]):
                 for name, value in theirs.items():
                     if name not in ("params", "param_names"):
                         group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
 def _held(store: Store, name: str) -> Held | None:
-    return store.find(f"parameter:{name}") or store.find(f"buffer:{name}")
+    return store.find(key_of("parameter", name)) or store.find(key_of("buffer", name))
 
 
 def _state(store: Store, parameter: str, slot: str) -> Held | None:
-    held = store.find(f"parameter:{parameter}")
-    return None if held is None else store.held.get(f"state:{held.name}/{slot}")
+    held = store.find(key_of("parameter", parameter))
+    return None if held is None else store.held.get(key_of("state", f"{held.name}/{slot}"))
 
 
 def _full(store: Store, state: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
+from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
 from meshc.program.program import Port
@@ -50,7 +51,7 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
     states: dict[int, dict[Tensor, dict[str, Tensor]]] = {id(member): {} for member in members}
     with torch.no_grad():
         for port in ports:
-            parameter = store.find(f"parameter:{port.of}")
+            parameter = store.find(key_of("parameter", port.of))
             if parameter is None or parameter.key not in mine:
                 raise StateError(f"the program keeps {port.name}, but {port.of} is not among the optimizer's parameters")
             old, member = mine[parameter.key]

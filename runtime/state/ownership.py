@@ -114,13 +114,13 @@ def _look_who_asks(model: nn.Module, *_: Any) -> None:
 def _after_model_load(model: nn.Module, _: Any) -> None:
     store = _STORES.get(model)
     if store is not None and not store.filling:
-        store.read_back("parameter:", "buffer:")
+        store.read_back("parameter", "buffer")
 
 
 def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
     store = _STORES.get(optimizer)
     if store is not None:
-        store.read_back("state:")
+        store.read_back("state")
 
 
 @cache

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError
+from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
@@ -241,11 +242,11 @@ class Store:
                         _check_untouched(held)
                     self._read_back(held)
 
-    def read_back(self, *kinds: str) -> None:
+    def read_back(self, *kinds: Kind) -> None:
         """After a loader: takes what it replaced and what it wrote in place, seen or not."""
         with torch.no_grad():
             for key, held in self.held.items():
-                if key.startswith(kinds):
+                if is_a(key, *kinds):
                     current = self._current(held)
                     if current is not held.live:
                         self._take(held, current)
@@ -371,7 +372,7 @@ class Store:
             stride = torch.empty(shape, device="meta").stride()
             live = DTensor.from_local(local, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
         shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
-        held = Held(key, key.partition(":")[2], shape, dtype, sharding, tile, live, local, placements, shared, home)
+        held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shared, home)
         held.lags = not distributed and isinstance(home, StageTransfers)
         if unfilled:
             adoption.mark_empty(local)
@@ -462,7 +463,7 @@ class Store:
 
 
 def _is_parameter(key: str) -> bool:
-    return key.startswith("parameter:")
+    return is_a(key, "parameter")
 
 
 def _check_untouched(held: Held) -> None:

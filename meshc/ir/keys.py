@@ -1,0 +1,40 @@
+"""Keys: what values are called where they enter a graph, leave it, or wait between two. `parameter:up_proj.weight`, `flow:mm_3`.
+
+A key is text, a kind and a name: it stands in programs, artifacts, schedules and saved states as it is. Only this file puts one together
+or takes one apart.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+PortKind = Literal[
+    "parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric"
+]
+"""Of what enters or leaves a program."""
+
+Between = Literal["flow", "value", "gathered", "early", "part", "sum", "high", "largest", "low", "smallest", "rows", "joined"]
+"""Of what waits between two stages: `flow` of one microbatch, `value` and `gathered` for all of them, `early` a collective on its way; the
+others are parts and what they become (`meshc/program/accumulate.py`)."""
+
+Kind = PortKind | Between
+
+KINDS: Final[tuple[str, ...]] = get_args(PortKind)
+
+
+def key_of(kind: Kind, name: str) -> str:
+    return f"{kind}:{name}"
+
+
+def kind_of(key: str) -> str:
+    return key.partition(":")[0]
+
+
+def name_of(key: str) -> str:
+    return key.partition(":")[2]
+
+
+def is_a(key: str, *kinds: Kind) -> bool:
+    """Whether a key is of one of these kinds; what is no key is of none."""
+    kind, colon, _ = key.partition(":")
+    return bool(colon) and kind in kinds
