@@ -28,7 +28,11 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    return isinstance(value, float) or isinstance(value, int) and abs(value) < 1 << 1023
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1e300
 
 
 def _is_row(value: Any) -> bool:
@@ -36,7 +40,7 @@ def _is_row(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 5:
         return False
     *words, flops, by_axis = value
-    return all(map(_is_text, words)) and _is_number(flops) and _by_name(_is_text)(by_axis)
+    return all(map(_is_text, words)) and _is_amount(flops) and _by_name(_is_text)(by_axis)
 
 
 def _are(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -33,7 +33,7 @@ def like(name: str, other: str) -> Rule:
 
 
 def leading(name: str, other: str, space: int) -> Rule:
-    """Both have the same dims before the last `space`, which are not empty in `name`."""
+    """Both have the same dims before the last `space`."""
     words = f"{name} and {other} have the same dims but for the last {space}"
     return holds(words, lambda o: o[name].dim() == o[other].dim() > space and o[name].shape[:-space] == o[other].shape[:-space])
 

@@ -37,7 +37,8 @@ _AVERAGED = ("self", "kernel_size", "stride", "padding", "ceil_mode", "count_inc
 
 
 def _adaptive(space: int) -> tuple[Rule, ...]:
-    return leading("grad_output", "self", space), same_dtype("grad_output", "self")
+    cells = holds("both have a channel and a cell", lambda o: all((*o["grad_output"].shape[-space - 1 :], *o["self"].shape[-space - 1 :])))
+    return leading("grad_output", "self", space), same_dtype("grad_output", "self"), cells
 
 
 def _placed(space: int) -> tuple[Rule, ...]:

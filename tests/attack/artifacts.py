@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def _json(file: Path, draw: random.Random) -> None:
     if how < 0.1 and isinstance(held, dict):
         del held[key]
     elif how < 0.2 and isinstance(held, list):
-        held.extend(held[:] * draw.choice([1, 3, 1000]))
+        held.extend(held[: MOST_BYTES // file.stat().st_size] * draw.choice([1, 3, 1000]))
     elif isinstance(held[key], str) and how < 0.6:
         held[key] = _edited(held[key], draw)
     else:
@@ -201,10 +201,13 @@ def _deep(draw: random.Random) -> Any:
     return found
 
 
-def _places(told: Any) -> Any:
-    for key in told if isinstance(told, dict) else range(len(told)) if isinstance(told, list) else ():
-        yield told, key
-        yield from _places(told[key])
+def _places(told: Any) -> Iterator[tuple[Any, Any]]:
+    left = [told]
+    while left:
+        held = left.pop()
+        for key in held if isinstance(held, dict) else range(len(held)) if isinstance(held, list) else ():
+            yield held, key
+            left.append(held[key])
 
 
 def _text(file: Path, draw: random.Random) -> None:

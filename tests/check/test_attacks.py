@@ -289,6 +289,8 @@ def test_signature_constants_and_schedule_agree_with_the_stages(changes: dict[st
         ({"fresh": {"w/exp_avg": [0.0]}}, "not numbers, or null, by name"),
         ({"output_paths": "y"}, "info: output_paths is 'y', not a list of paths"),
         ({"work": [["up", "aten.mm", "forward"]]}, "not rows of a module"),
+        ({"work": [["up", "aten.mm", "forward", 10**400, {"dp": "split"}]]}, "not rows of a module"),
+        ({"numbers": {"0.lr": 10**400}}, "not numbers by name"),
         ({"work": [["up", "aten.mm", "forward", 1, {"tp": "split"}]]}, "a row of work is of 'up' and says nothing of the axes dp"),
     ],
 )

@@ -63,6 +63,7 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (aten._adaptive_avg_pool2d_backward.default, (torch.randn(2, 8, 8, 14), torch.randn(2, 0, 2, 2)), "the same dims but for the last 2"),
+    (aten._adaptive_avg_pool3d_backward.default, (torch.randn(8, 5, 7, 4), torch.randn(8, 8, 0, 8)), "a channel and a cell"),
     (aten.replication_pad1d_backward.default, (torch.randn(1, 3, 6), torch.randn(5, 1, 3), [1, 2]), "the shape that"),
     (aten._pdist_backward.default, (torch.randn(3), torch.randn(5, 2), 2.0, torch.randn(10)), "each pair of rows"),
     (aten.view.dtype, (torch.randn(2, 2), -1), "must be a dtype"),
