@@ -11,10 +11,12 @@ from meshc.errors import CompileError
 from meshc.ops.registered import RULES, Registered, overload_of
 from meshc.passes.rules import FAMILIES
 from meshc.passes.rules.registered import parts_of, tensor_arguments
+from meshc.passes.rules.rule import ROLES
 
-CHOICES: Final = {"kind": ("compute", "layout", "carry"), "linear": ("", "each", "first", "all")}
+CHOICES: Final = {"kind": ("compute", "layout", "carry"), "linear": ("", "each", "all")}
 FIELDS: Final = (
-    "kind", "linear", "lower", "neutral", "clean", "self_masked", "windows", "relations", "major", "settles", "shrinks", "accumulates",
+    "kind", "linear", "roles", "lower", "neutral", "clean", "self_masked", "windows", "relations", "major", "settles", "shrinks",
+    "accumulates",
 )  # fmt: skip
 """Fields of a `Rule` that a text leaves open."""
 PAGE: Final = "docs/add-a-rule.md says how a rule is written"
@@ -28,7 +30,7 @@ def register_rule(op: Any, rule: str | Callable[..., Any], **fields: Any) -> Non
     op      "mylib::my_op", `torch.ops.mylib.my_op`, or what `torch.library.custom_op` returned
     rule    a text with a part for each tensor of the operator's schema: letters for dims, `c!` whole, `+k` summed over; or a function
             `(node, tensors) -> Rule`
-    fields  further fields of the `Rule` (`lower=`, `linear=`, `neutral=`, ...)
+    fields  further fields of the `Rule` (`lower=`, `linear=`, `roles=`, `neutral=`, ...)
 
     Gradients are operators of their own, with rules of their own. An operator that torch's tag calls pointwise needs none. A rule counts
     for what is compiled after it, and the last one given to an operator stands; ranks must give the same.
@@ -50,7 +52,7 @@ def register_rule(op: Any, rule: str | Callable[..., Any], **fields: Any) -> Non
     if unknown:
         raise CompileError(f"the rule of {name}: {', '.join(unknown)} is no field of a rule; there are {', '.join(FIELDS)}: {PAGE}")
     for field, allowed in CHOICES.items():
-        if field in fields and fields[field] not in allowed:
+        if field in fields and fields[field] not in allowed and not (field == "linear" and _are_positions(fields[field])):
             raise CompileError(f"the rule of {name}: {field}={fields[field]!r}; use {' or '.join(map(repr, allowed))}")
     if isinstance(rule, str):
         faults = list(_faults(rule, known, fields))
@@ -90,8 +92,19 @@ def _faults(text: str, op: OpOverload, fields: dict[str, Any]) -> list[str]:
         gone, new = sorted(ins - outs - whole), sorted(outs - ins - whole)
         found += [f"{letter} is in no result: if it is summed over, say +{letter} there; if it must be whole, {letter}!" for letter in gone]
         found += [f"{letter} is in no operand: say {letter}!, or give a lower that makes a tile of it" for letter in new]
+    roles = fields.get("roles", {})
+    found += [f"roles: {letter} is no letter of an operand" for letter in sorted(set(roles) - ins)]
+    found += [f"roles: {role!r} of {letter} is none; there are {', '.join(ROLES)}" for letter, role in roles.items() if role not in ROLES]
     found += [f"+{letter} sums over what is in no operand" for letter in sorted({w[1:] for w in words if w[0] == "+"} - ins)]
     return found
+
+
+def _are_positions(given: object) -> bool:
+    """Whether it is sets of operands' positions: ((0,), (1,))."""
+    return isinstance(given, tuple) and all(
+        isinstance(positions, tuple) and positions and all(type(position) is int and position >= 0 for position in positions)
+        for positions in given
+    )
 
 
 def _is_word(word: str) -> bool:

@@ -1,6 +1,6 @@
 """Proves a rule by running it: every letter that the rule allows is split, every rank runs its part, the parts are put together again.
 
-Padding of operands holds NaN, or an index out of range. Where the rule says that pending sums may ride, operands come in as sums.
+Padding of operands holds NaN, or an index out of range. Where a reduction may be deferred past the operator, operands come in pending.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.phases.names import Names
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.propagate import spread
-from meshc.passes.rules.riding import Ride, rides
+from meshc.passes.rules.pending import Deferral, deferrals
+from meshc.passes.rules.roles import check_roles
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.tiles import assemble, owned, tiles
@@ -151,7 +152,7 @@ def pairs(one: OneOp) -> Iterator[Chosen]:
                 yield {token: axes}
 
 
-def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Ride | None = None, zero: bool = False) -> list[Tensor | None]:
+def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Deferral | None = None, zero: bool = False) -> list[Tensor | None]:
     """The results put together from all ranks. `pending`: operands that are so over the axis p; `zero`: padding known to be zero."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
     instance, node, chosen = one.instance, one.node, one.with_tied(chosen)
@@ -221,27 +222,28 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
     """Raises AssertionError if a split that the rule allows changes the result. Returns the number of splits that ran."""
     one = build(sample)
     rule = one.instance.rule
+    check_roles(rule, one.expected)
     knows = rule.kind == "layout" or rule.clean or rule.self_masked or any(one.instance.sums)  # what lies in padding matters
     ran = 0
     for mesh, chosen in choices(one, most_pairs):
         for zero in (False, True) if chosen and knows else (False,):
             _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}", zero=zero)
         ran += 1
-    if rule.settles:  # partition finishes what is pending before these; what rides is said of the operator itself
+    if rule.settles:  # partition finishes what is pending before these; what may come in pending is said of the operator itself
         one.factors.instances[one.node] = replace(one.instance, rule=replace(rule, kind="compute", settles=False))
-    for ride in rides(one.node, rule):
-        if not all(one.tensors[position].is_floating_point() for position in ride.positions):
+    for deferral in deferrals(one.node, rule):
+        if not all(one.tensors[position].is_floating_point() for position in deferral.positions):
             continue
         for token in [None, *one.tokens()]:
             chosen = {token: ("a",)} if token else {}
-            if any(sums.get(token, ride.left) != ride.left for sums in one.instance.sums):  # type: ignore[arg-type]
+            if any(sums.get(token, deferral.left) != deferral.left for sums in one.instance.sums):  # type: ignore[arg-type]
                 continue  # pending over two reductions at once has no meaning
-            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_said(one, chosen)}, pending: {ride}", pending=ride)
+            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_said(one, chosen)}, pending: {deferral}", pending=deferral)
             ran += 1
     return ran
 
 
-def _try(sample: Sample, one: OneOp, mesh: Mesh, chosen: Chosen, said: str, *, pending: Ride | None = None, zero: bool = False) -> None:
+def _try(sample: Sample, one: OneOp, mesh: Mesh, chosen: Chosen, said: str, *, pending: Deferral | None = None, zero: bool = False) -> None:
     try:
         found = run(one, mesh, chosen, pending=pending, zero=zero)
     except AssertionError as error:

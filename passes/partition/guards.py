@@ -22,12 +22,10 @@ from meshc.ops import take as _take  # noqa: F401 - registers them
 from meshc.passes.partition.builder import Builder
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Value
-from meshc.passes.rules.bounds import BOUNDS, Bound, fits, origin
+from meshc.passes.rules.bounds import BOUNDS, MASKING, Bound, fits, origin
 from meshc.program.program import Port
 
 Key = tuple[Any, Bound]
-MASKING = (torch.ops.meshc.take.default, torch.ops.meshc.one_hot.default)
-"""Operators for which an index out of range is none of theirs, whatever is split."""
 
 
 class Guards:

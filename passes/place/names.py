@@ -1,30 +1,25 @@
 """Names: what a plan may call the factor classes of a graph.
 
-batch and seq come from the dims of the inputs, height, width, depth and length from what windows run over, vocab from embeddings of inputs
-and from `take`, heads (kv_heads, group) and head from attention, hidden from what is normalised or embedded, ffn from a pair of matrix
-products, anything else is `<module path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its
-own heads); `names=` given by the user win.
+batch and seq come from the dims of the inputs, height, width, depth and length from what windows run over. The others come from what rules
+say that a letter is to a model (`ROLES` in `rules/rule.py`): vocab, heads (kv_heads, group), head and hidden as they say it, ffn from what
+one product makes and another contracts. Anything else is `<module path>.<dim>` of the first parameter that has it. A name may cover
+several classes (each layer has its own heads); `names=` given by the user win.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import COUNTS
 from meshc.errors import PlanError
-from meshc.ir import op_name, operands, records, value_of
+from meshc.ir import op_name, records
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import Names
+from meshc.passes.place.written_out import written_out
 from meshc.program.program import Port
-
-aten = torch.ops.aten
-meshc = torch.ops.meshc
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-NORMS = (aten.native_layer_norm.default,)
 
 
 def name_factors(
@@ -36,8 +31,8 @@ def name_factors(
     _user_names(found, factors, inputs, placeholders, names or {})
     _attention(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     _inputs(found, factors, inputs, placeholders)
-    _vocabulary(found, graph, factors)
-    _hidden(found, graph, factors)
+    _by_role(found, factors, "vocabulary", "vocab")
+    _by_role(found, factors, "hidden", "hidden")
     _feed_forward(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     _features(found, factors)
     for port in inputs:
@@ -100,12 +95,10 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
     _space(found, factors, tied)
     # a sequence that no input shows (image patches) is what attention's queries run over
     if "seq" not in found.of.values():
-        for node in found.attention:
-            instance = factors.instances.get(node)
-            if instance is not None and node.target is meshc.attention.default:
-                for token in instance.operands[0][2]:
-                    found.set(instance.factor[token], "seq")
-                    found.also[instance.factor[token]].add("seq")
+        for instance in _forward(factors):
+            for factor in _classes(instance, "queries"):
+                found.set(factor, "seq")
+                found.also[factor].add("seq")
 
 
 def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None:
@@ -126,133 +119,82 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
                         found.set(factor, *names)
 
 
+def _forward(factors: Factors) -> Iterator[Instance]:
+    return (instance for node, instance in factors.instances.items() if records(node)[0].phase == "forward")
+
+
+def _classes(instance: Instance, role: str) -> tuple[int, ...]:
+    """The classes of the letters that an operator's rule gives this role, major to minor."""
+    letters = [letter for letter, found in instance.rule.roles.items() if found == role]
+    return tuple(instance.factor[token] for token in instance.size if token[0] in letters)
+
+
+def _has(instance: Instance, role: str) -> bool:
+    return role in instance.rule.roles.values()
+
+
 def _attention(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
     spans: list[tuple[Instance, Instance]] = []
-    for node, instance in factors.instances.items():
-        if node.target is meshc.attention.default:
-            found.attention.add(node)
-            _heads(found, instance, 1)
-            for token in instance.operands[0][3]:
-                found.set(instance.factor[token], "head")
-        elif node.target is meshc.attention_backward.default:
-            found.attention.add(node)
-        elif node.target is aten._softmax.default:
-            span = _written_out(node)
+    for instance in _forward(factors):
+        if _has(instance, "heads"):
+            _heads(found, _classes(instance, "heads"))
+            for factor in _classes(instance, "head"):
+                found.set(factor, "head")
+        elif _has(instance, "weighs"):
+            span = written_out(instance, factors)
             if span is not None:
                 found.attention |= span[0]
-                spans.append((factors.instances[span[1]], factors.instances[span[2]]))
-    numbers = {n.meta.get("seq_nr") for n in found.attention if n.target is not meshc.attention.default} - {None}
+                spans.append(span[1:])
+    numbers = {node.meta.get("seq_nr") for node in found.attention}
+    whole = {node for node, instance in factors.instances.items() if _has(instance, "heads")}
+    numbers |= {node.meta.get("seq_nr") for node in whole if records(node)[0].phase == "backward"}
+    found.attention |= whole
     for node in factors.instances:
-        if record_phase(node) == "backward" and node.meta.get("seq_nr") in numbers:
+        if records(node)[0].phase == "backward" and node.meta.get("seq_nr") in numbers - {None}:
             found.attention.add(node)
     batch = {factor for node in inputs for classes in factors.dims[(node, 0)][:1] for factor in classes}
     for scores, mix in spans:
-        shared = {scores.factor[t] for t in scores.operands[0][0]} & {mix.factor[t] for t in mix.operands[0][0]}
+        shared = {*_classes(scores, "multiplies")} & {*_classes(mix, "multiplies")}
         for factor in sorted(shared - batch):
             found.set(factor, "heads")
-        for token in scores.operands[0][2]:
-            found.set(scores.factor[token], "head")
+        for factor in _classes(scores, "contracts"):
+            found.set(factor, "head")
 
 
-def record_phase(node: Node) -> str:
-    return records(node)[0].phase
-
-
-def _heads(found: Names, instance: Instance, dim: int) -> None:
-    tokens = instance.operands[0][dim]
-    keys = [instance.factor[token] for token in tokens]
-    if not keys:
+def _heads(found: Names, classes: Sequence[int]) -> None:
+    if not classes:
         found.ones.add("heads")
-    elif len(keys) == 1:
-        found.set(keys[0], "heads")
+    elif len(classes) == 1:
+        found.set(classes[0], "heads")
     else:
-        found.set(keys[0], "kv_heads", "heads")
-        for factor in keys[1:]:
+        found.set(classes[0], "kv_heads", "heads")
+        for factor in classes[1:]:
             found.set(factor, "group", "heads")
 
 
-def _written_out(softmax: Node) -> tuple[set[Node], Node, Node] | None:
-    """The region of an attention written as matmul, softmax, matmul: (its nodes, the first product, the second)."""
-    before = _walk(softmax, forward=False)
-    after = _walk(softmax, forward=True)
-    if before is None or after is None:
-        return None
-    return before[0] | after[0], before[1], after[1]
-
-
-def _walk(start: Node, forward: bool, limit: int = 14) -> tuple[set[Node], Node] | None:
-    seen = {start}
-    edge = [start]
-    for _ in range(limit):
-        following: list[Node] = []
-        for node in edge:
-            for other in node.users if forward else [value_of(x)[0] for x in operands(node)]:
-                if other.op != "call_function" or other in seen or record_phase(other) != "forward":
-                    continue
-                seen.add(other)
-                if other.target is aten.bmm.default:
-                    return seen, other
-                following.append(other)
-        edge = following
-    return None
-
-
-def _vocabulary(found: Names, graph: Graph, factors: Factors) -> None:
-    for node, instance in factors.instances.items():
-        if node.target is meshc.take.default:
-            for token in instance.operands[0][-1]:
-                found.set(instance.factor[token], "vocab")
-        elif node.target is aten.embedding.default and _from_input(node.args[1]):  # type: ignore[arg-type]
-            for token in instance.operands[0][0]:
-                found.set(instance.factor[token], "vocab")
-
-
-def _from_input(node: Node) -> bool:
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"
-
-
-def _hidden(found: Names, graph: Graph, factors: Factors) -> None:
-    for node, instance in factors.instances.items():
-        if node.target is aten.embedding.default:
-            tokens = instance.operands[0][1]
-        elif node.target in NORMS:
-            tokens = instance.operands[0][-1]
-        elif node.target is aten.mean.dim and record_phase(node) == "forward" and node.args[1] in ([-1], (-1,)):
-            tokens = instance.operands[0][-1]  # a norm written out
-        else:
-            continue
-        for token in tokens:
-            if instance.factor[token] not in found.of:
-                found.set(instance.factor[token], "hidden")
+def _by_role(found: Names, factors: Factors, role: str, name: str) -> None:
+    """What rules say has this role is called so, unless it has a name already."""
+    for instance in _forward(factors):
+        for factor in _classes(instance, role):
+            if factor not in found.of:
+                found.set(factor, name)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution of the forward phase: the classes that it sums over, and those that it makes of its weight."""
+    """A product of the forward phase: the classes that it contracts, and those that it makes of its weight. `space`: it goes by windows."""
 
-    node: Node
     into: tuple[int, ...]
     out: tuple[int, ...]
+    space: bool
 
 
 def _products(factors: Factors) -> list[Product]:
-    found = []
-    for node, instance in factors.instances.items():
-        if record_phase(node) != "forward":
-            continue
-        if node.target in MATMULS:
-            into, out = instance.operands[-2][-1], instance.operands[-1][-1]
-        elif node.target in (meshc.grouped_mm.default, meshc.routed_mm.default):
-            into, out = instance.operands[0][-1], instance.operands[1][-1]
-        elif node.target is aten.convolution.default:
-            into, out = instance.operands[0][1], instance.results[0][1]
-        else:
-            continue
-        if into != out:  # a depthwise convolution makes no width of another
-            found.append(Product(node, tuple(instance.factor[t] for t in into), tuple(instance.factor[t] for t in out)))
-    return found
+    return [
+        Product(_classes(instance, "contracts"), _classes(instance, "makes"), bool(instance.rule.windows))
+        for instance in _forward(factors)
+        if _has(instance, "makes")
+    ]
 
 
 def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
@@ -277,7 +219,7 @@ def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> Non
         own = [product for product in products if factor in (*product.into, *product.out)]
         if all(splittable & {*product.into, *product.out} for product in own):
             continue
-        if any(product.node.target is aten.convolution.default for product in own):
+        if any(product.space for product in own):
             found.set(factor, "channels", "ffn")
         else:
             found.set(factor, "ffn")

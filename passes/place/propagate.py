@@ -7,7 +7,8 @@
     mm(h, w2)   wants h [.., ffn/tp], w2 [ffn/tp, hidden]          gives [.., hidden] pending(sum: tp)
 
 Layout operators have no opinion: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed
-in whatever sharding is asked. A pending sum rides where that saves a collective. No fixpoint is needed: one walk in graph order.
+in whatever sharding is asked. The reduction of a pending sum is deferred where that saves a collective. No fixpoint is needed: one walk in
+graph order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
-import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, records
@@ -31,8 +31,6 @@ from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.rules.layout import is_grown
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
-
-ADDITIONS = {torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 
 
 @dataclass(frozen=True)
@@ -148,18 +146,18 @@ class Propagator:
         if instance.kind == "unknown":
             self.result.replicated.append(node)
         chosen = self._stored(instance) if node in self.updates else self._choose(instance)
-        riding = self._riding(instance, chosen)
+        deferred = self._deferred(instance, chosen)
         self.result.chosen[node] = chosen
         wanted = []
         for value, dims in zip(instance.values, instance.operands, strict=True):
             want = spread(self.result.whole(value), dims, chosen)
-            pending = riding.get(value, ())
+            pending = deferred.get(value, ())
             wanted.append(replace(want, pending=pending))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
         for index, dims in enumerate(instance.results):
             given = spread(self.result.whole((node, index)), dims, chosen)
-            owed = dict.fromkeys(p for rides in riding.values() for p in rides)
+            owed = dict.fromkeys(one for reductions in deferred.values() for one in reductions)
             for token, reduction in instance.sums[index].items():
                 owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ())))
             if instance.rule.accumulates:
@@ -266,22 +264,22 @@ class Propagator:
 
     # ------------------------------------------------------------------------------------------------------------ pending sums
 
-    def _riding(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]]) -> dict[Value, tuple[tuple[str, str], ...]]:
-        """Pending sums that operands may keep: those that come out pending again, with no collective between."""
-        linear = instance.rule.linear
-        if not linear or instance.node in self.updates:
+    def _deferred(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]]) -> dict[Value, tuple[tuple[str, str], ...]]:
+        """Reductions that operands need not have seen: those that come out pending again, with no collective between."""
+        rule = instance.rule
+        if not rule.defers or not rule.linear or instance.node in self.updates:
             return {}
         taken = {axis for axes in chosen.values() for axis in axes}
         pending = {value: dict((self.given(value) or Sharding()).pending) for value in instance.values}
         waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
-        if linear in ("each", "first"):
+        if not rule.adds:
             value = instance.values[0]
             if instance.values.count(value) > 1:  # x * x is not linear in x
                 return {}
-            rides = tuple((axis, "sum") for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum")
+            reductions = tuple((axis, "sum") for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum")
             small = prod(records(value[0])[value[1]].shape) <= 1
-            return {value: rides} if rides and (small or self._only_user(value, instance.node)) else {}
-        rides_over: list[str] = []
+            return {value: reductions} if reductions and (small or self._only_user(value, instance.node)) else {}
+        deferred_over: list[str] = []
         mixed: list[str] = []
         for axis in self.axes:
             if axis not in waiting:
@@ -290,19 +288,19 @@ class Propagator:
             if not self._lonely(instance, have):
                 continue
             if len(have) == len(instance.values):
-                rides_over.append(axis)
+                deferred_over.append(axis)
             elif have:
                 mixed.append(axis)
-        if mixed and (rides_over or self._feeds_addition(instance.node)):
-            rides_over += mixed
-        if not rides_over:
+        if mixed and (deferred_over or self._feeds_addition(instance.node)):
+            deferred_over += mixed
+        if not deferred_over:
             return {}
-        rides = tuple((axis, "sum") for axis in self.axes if axis in rides_over)
-        return {value: rides for value in instance.values}
+        reductions = tuple((axis, "sum") for axis in self.axes if axis in deferred_over)
+        return {value: reductions for value in instance.values}
 
     def _all_pending(self, instance: Instance, axis: str) -> bool:
         """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
-        if instance.rule.linear != "all" or instance.node in self.updates:
+        if not instance.rule.adds or instance.node in self.updates:
             return False
         pending = [dict((self.given(value) or Sharding()).pending).get(axis) for value in instance.values]
         return all(how == "sum" for how in pending) and self._lonely(instance, instance.values)
@@ -328,9 +326,9 @@ class Propagator:
     def _feeds_addition(self, node: Node) -> bool:
         while len(node.users) == 1:
             user = next(iter(node.users))
-            if user.target in ADDITIONS:
-                return True
             instance = self.factors.instances.get(user)
+            if instance is not None and instance.rule.adds and instance.kind == "compute":
+                return True
             if instance is None or instance.kind != "layout" or is_grown(user):
                 return False
             node = user

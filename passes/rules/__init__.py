@@ -6,6 +6,8 @@ Each family's file has a table `RULES` from operator to a function of `(node, te
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from meshc.passes.rules import (
@@ -31,10 +33,12 @@ from meshc.passes.rules import (
     scatter,
     segments,
     selection,
+    slices,
     softmax,
     spatial,
     statistics,
 )
+from meshc.passes.rules.linear import linear_in
 from meshc.passes.rules.registered import registered
 from meshc.passes.rules.rule import Rule
 
@@ -43,6 +47,7 @@ FAMILIES = (
     contraction,
     reduction,
     layout,
+    slices,
     copies,
     rearrange,
     index,
@@ -72,7 +77,9 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
     for family in FAMILIES:
         found = family.RULES.get(node.target)
         if found is not None:
-            return found(node, tensors)
+            made = found(node, tensors)
+            positions = () if made is None or made.linear else linear_in(node, len(made.operands))
+            return replace(made, linear=positions) if made is not None and positions else made
     return registered(node, tensors) or elementwise.tagged(node, tensors)
 
 

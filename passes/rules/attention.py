@@ -21,6 +21,7 @@ meshc = torch.ops.meshc
 CAUSAL: dict[object, int] = {meshc.attention.default: 4, meshc.attention_backward.default: 7}
 """The position of `causal` among the arguments; after it come scale, window, offset, start."""
 Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
+ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
 def _attention(node: Node, tensors: list[Node]) -> Rule:
@@ -35,8 +36,8 @@ def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
 
 def _rule(node: Node, tensors: list[Node], text: str) -> Rule:
     if not node.args[CAUSAL[node.target]]:
-        return einsum(text, node, tensors)
-    return einsum(text, node, tensors, lower=_lower_causal, major=frozenset("q"))
+        return einsum(text, node, tensors, roles=ROLES)
+    return einsum(text, node, tensors, lower=_lower_causal, major=frozenset("q"), roles=ROLES)
 
 
 def _lower_causal(local: Local) -> Node:

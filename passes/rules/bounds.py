@@ -65,6 +65,8 @@ def _each(node: Node, tensors: list[Node]) -> list[Bound]:
     return [Bound(1 + position, -size, size) for position, size in enumerate(sizes)]
 
 
+MASKING = (meshc.take.default, meshc.one_hot.default)
+"""Operators for which an index out of range is none of theirs, whatever is split."""
 BOUNDS: dict[object, Callable[[Node, list[Node]], list[Bound]]] = {
     aten.embedding.default: _rows,
     aten._embedding_bag.default: _rows,

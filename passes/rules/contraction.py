@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+WEIGHT = {"k": "contracts", "n": "makes"}
 TEXTS = {
     aten.mm.default: "m k, k n -> m n +k",
     aten.bmm.default: "b m k, b k n -> b m n +k",
@@ -25,14 +27,17 @@ TEXTS = {
 }
 
 
-def _text(text: str) -> RuleFunction:
-    return lambda node, tensors: einsum(text, node, tensors)
+ROLES = {aten.mm.default: WEIGHT, aten.bmm.default: {"b": "multiplies", **WEIGHT}}
+
+
+def _text(text: str, roles: Mapping[str, str]) -> RuleFunction:
+    return lambda node, tensors: einsum(text, node, tensors, roles=roles)
 
 
 def _addmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + x @ w. With k split the product is pending, and so must the bias be: it counts once."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm)
+    return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm, roles=WEIGHT)
 
 
 def _lower_addmm(local: Local) -> Node:
@@ -44,7 +49,7 @@ def _lower_addmm(local: Local) -> Node:
 def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + x @ w, batched; the bias broadcasts, and counts once where k is split."""
     bias = " ".join("b m n".split()[3 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm)
+    return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm, roles=WEIGHT)
 
 
 def _addmv(node: Node, tensors: list[Node]) -> Rule:
@@ -74,7 +79,7 @@ def _trilinear(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(map(' '.join, letters))} -> {' '.join(made)}", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
+RULES: dict[object, RuleFunction] = {op: _text(text, ROLES.get(op, {})) for op, text in TEXTS.items()}
 RULES[aten._trilinear.default] = _trilinear
 RULES[aten.addmm.default] = _addmm
 RULES[aten.baddbmm.default] = _baddbmm

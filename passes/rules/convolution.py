@@ -39,9 +39,11 @@ class _Shape:
         }
         kernel = " ".join(f"{letter}!" for letter in self.kernel)
         self.i, self.o, self.reduced = "i", "o", groups == 1
+        self.roles = {"i": "contracts", "o": "makes"}
         self.weight = f"i o {kernel}" if self.transposed else f"o i {kernel}"
         if groups == x[1] == weight[0] > 1 and weight[1] == 1:
             self.i = self.o = "c"
+            self.roles = {}  # it makes no width of another
             self.weight = f"c _ {kernel}"
         elif groups != 1:
             self.i, self.o = "i!", "o!"
@@ -64,7 +66,8 @@ def _convolution(node: Node, tensors: list[Node]) -> Rule:
     # a transposed convolution's padding would be summed into its neighbours' results
     clean = (0,) if shape.transposed else ()
     text = f"{operands} -> {shape.dims(shape.o, shape.y)} {'+i' * shape.reduced}"
-    return einsum(text, node, tensors, lower=_lower_convolution, windows=shape.windows, clean=clean)
+    both = ((0, 2), (1, 2)) if bias else ((0,), (1,))
+    return einsum(text, node, tensors, lower=_lower_convolution, windows=shape.windows, clean=clean, linear=both, roles=shape.roles)
 
 
 def _settings(local: Local, settings: list[Any], letters: list[str]) -> list[Any]:

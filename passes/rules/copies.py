@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
 
 from meshc.passes.rules import layout
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, result_shapes, shape_of
+from meshc.passes.rules.rule import RuleFunction
 
 aten = torch.ops.aten
 
@@ -27,16 +26,4 @@ VIEWS: dict[object, object] = {
 }
 
 
-def _narrow(node: Node, tensors: list[Node]) -> Rule:
-    """Some positions of one dim, which is whole."""
-    shape = shape_of(tensors[0])
-    dim = integer(node.args[1]) % len(shape)
-    inside = layout.dims_of("d", shape)
-    out = tuple(ONE if result_shapes(node)[0][i] == 1 else "o" if i == dim else letter for i, letter in enumerate(inside))
-    return Rule((inside,), (out,), ({},), frozenset({inside[dim], "o"} & {*inside, *out}) - {ONE}, kind="layout", shrinks=True)
-
-
-RULES: dict[object, RuleFunction] = {
-    **{copy: layout.RULES[view] for copy, view in VIEWS.items()},
-    aten.narrow_copy.default: _narrow,
-}
+RULES: dict[object, RuleFunction] = {copy: layout.RULES[view] for copy, view in VIEWS.items()}

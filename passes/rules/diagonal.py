@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, integer, result_shapes, shape_of
+from meshc.passes.rules.rule import ALONE, ONE, Rule, RuleFunction, dtype_of, integer, result_shapes, shape_of, together
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -66,7 +66,7 @@ def _lower_diagonal_backward(local: Local) -> Node:
 
 def _diagonal_scatter(node: Node, tensors: list[Node]) -> Rule:
     matrix, line, whole = _letters(node, shape_of(tensors[0]), 2)
-    return Rule((matrix, _line(line, shape_of(tensors[1]))), (matrix,), ({},), whole, kind="carry", linear="all")
+    return Rule((matrix, _line(line, shape_of(tensors[1]))), (matrix,), ({},), whole, kind="carry", linear=together(2), defers=True)
 
 
 def _diag_embed(node: Node, tensors: list[Node]) -> Rule:
@@ -84,12 +84,13 @@ def _block_diag(node: Node, tensors: list[Node]) -> Rule:
     """Every block lies in rows and columns of its own."""
     operands = tuple(_line(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))), shape_of(t)) for k, t in enumerate(tensors))
     out = _line(("r", "c"), result_shapes(node)[0])
-    return Rule(operands, (out,), ({},), frozenset(letter for dims in (*operands, out) for letter in dims) - {ONE}, linear="all")
+    whole = frozenset(letter for dims in (*operands, out) for letter in dims) - {ONE}
+    return Rule(operands, (out,), ({},), whole, linear=together(len(operands)), defers=True)
 
 
 def _trace(node: Node, tensors: list[Node]) -> Rule:
     letters = _line(("r", "c"), shape_of(tensors[0]))
-    return Rule((letters,), ((),), ({},), frozenset(letters) - {ONE}, linear="each")
+    return Rule((letters,), ((),), ({},), frozenset(letters) - {ONE}, linear=ALONE, defers=True)
 
 
 RULES: dict[object, RuleFunction] = {

@@ -1,8 +1,4 @@
-"""Pointwise operators: one rule for all of them, and what they let through.
-
-A sum that is still pending may pass through an operator that is linear in it: alone (`neg`, `mul` by a number), or through an addition
-whose operands are all pending alike.
-"""
+"""Pointwise operators: one rule for all of them. Dropout and random draws, which count by global position."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.ir import is_tensor
 from meshc.ops import random as _random_operators  # noqa: F401 - registers them
+from meshc.passes.rules.linear import defers, linear_in
 from meshc.passes.rules.rule import Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
@@ -21,13 +17,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 meshc = torch.ops.meshc
 
-LINEAR_EACH = {
-    aten.neg.default,
-    aten.mul.Scalar,
-    aten.div.Scalar,
-    aten._conj.default,
-}
-LINEAR_ALL = {aten.add.Tensor, aten.sub.Tensor}
 UNTAGGED = {
     aten.native_dropout_backward.default,
     aten.gelu_backward.default,
@@ -70,18 +59,6 @@ UNTAGGED = {
 }
 
 
-def _linear(node: Node) -> str:
-    if node.target in LINEAR_EACH:
-        return "each"
-    if node.target in LINEAR_ALL and len(node.all_input_nodes) >= 1 and all(isinstance(a, Node) for a in node.args[:2]):
-        return "all"
-    if node.target in (aten.mul.Tensor, aten.div.Tensor):
-        left, right = node.args[:2]
-        if isinstance(left, Node) and (not isinstance(right, Node) or (is_tensor(right) and right.meta["meshc"].shape == ())):
-            return "first"
-    return ""
-
-
 def tagged(node: Node, tensors: list[Node]) -> Rule | None:
     """Whatever torch itself tags as pointwise, out of place."""
     target = node.target
@@ -91,7 +68,7 @@ def tagged(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     if target._schema.is_mutable:
         return None
-    return pointwise(node, tensors, linear=_linear(node))
+    return pointwise(node, tensors, linear=linear_in(node, len(tensors)), defers=defers(node))
 
 
 def _dropout(node: Node, tensors: list[Node]) -> Rule:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, integers, result_shapes, shape_of
+from meshc.passes.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -28,7 +28,7 @@ def _transform(node: Node, tensors: list[Node]) -> Rule:
         if source[dim] != target[dim] and target[dim] != 1:
             out[dim] = f"o{dim}"
         whole |= {inside[dim], out[dim]}
-    return Rule((tuple(inside),), (tuple(out),), ({},), frozenset(whole - {ONE}), linear="each")
+    return Rule((tuple(inside),), (tuple(out),), ({},), frozenset(whole - {ONE}), linear=ALONE, defers=True)
 
 
 def _unfold(node: Node, tensors: list[Node]) -> Rule:
@@ -44,9 +44,9 @@ def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
     """Windows that overlap add up, so unlike `unfold` this is no layout."""
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     if not target:
-        return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear="each")
+        return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear=ALONE, defers=True)
     out, inside = _windows(integer(node.args[2]), target, source)
-    return Rule((inside,), (out,), ({},), _moved(inside, out), linear="each", lower=_lower_unfold_backward)
+    return Rule((inside,), (out,), ({},), _moved(inside, out), linear=ALONE, defers=True, lower=_lower_unfold_backward)
 
 
 def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
+from meshc.passes.rules.rule import ALONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -27,7 +27,15 @@ def _index_letters(node: Node) -> list[str]:
 
 def _embedding(node: Node, tensors: list[Node]) -> Rule:
     index = " ".join(_index_letters(tensors[1]))
-    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, **READS)
+    roles = {"d": "hidden", **({"v": "vocabulary"} if _is_given(tensors[1]) else {})}
+    return einsum(f"v d, {index} -> {index} d +v", node, tensors, lower=_lower_embedding, roles=roles, **READS)
+
+
+def _is_given(index: Node) -> bool:
+    """Whether an index is an input, as it comes or turned and cut: not positions that the model counts."""
+    while index.op == "call_function" and len(index.all_input_nodes) == 1:
+        index = index.all_input_nodes[0]
+    return index.op == "placeholder"
 
 
 def inside_tile(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
@@ -53,7 +61,7 @@ def _embedding_backward(node: Node, tensors: list[Node]) -> Rule:
     index = " ".join(letters)
     reduced = " ".join(f"+{letter}" for letter in letters)
     row = f"{index} d, {index} -> v d {reduced}"
-    return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"), linear="each")
+    return einsum(row, node, tensors, lower=_lower_embedding_backward, clean=(1,), major=frozenset("v"), linear=ALONE, defers=True)
 
 
 def _lower_embedding_backward(local: Local) -> Node:
@@ -71,7 +79,8 @@ def _lower_embedding_backward(local: Local) -> Node:
 
 def _take(node: Node, tensors: list[Node]) -> Rule:
     rows = " ".join(_index_letters(tensors[1]))
-    return einsum(f"{rows} v, {rows} -> {rows} +v", node, tensors, lower=_lower_take, self_masked=True, major=frozenset("v"))
+    text = f"{rows} v, {rows} -> {rows} +v"
+    return einsum(text, node, tensors, lower=_lower_take, self_masked=True, major=frozenset("v"), roles={"v": "vocabulary"})
 
 
 def _lower_take(local: Local) -> Node:

@@ -31,7 +31,9 @@ def _names(node: Node) -> tuple[str, str, str]:
 def _layer_norm(node: Node, tensors: list[Node]) -> Rule:
     lead, whole, ones = _names(node)
     operands = [f"{lead} {whole}"] + [whole] * (len(tensors) - 1)
-    return einsum(f"{', '.join(operands)} -> {lead} {whole} | {lead} {ones} | {lead} {ones}", node, tensors)
+    last = whole.split()[-1].removesuffix("!")
+    text = f"{', '.join(operands)} -> {lead} {whole} | {lead} {ones} | {lead} {ones}"
+    return einsum(text, node, tensors, roles={last: "hidden"})
 
 
 def _layer_norm_backward(node: Node, tensors: list[Node]) -> Rule:

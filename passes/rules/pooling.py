@@ -241,7 +241,7 @@ def _fractional_letters(node: Node, shape: tuple[int, ...]) -> tuple[str, str, s
     return ("b c" if len(shape) == count + 2 else "c"), read, made
 
 
-RULES: dict[object, RuleFunction] = {
+WINDOWED: dict[object, RuleFunction] = {
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
     aten.max_pool3d_with_indices.default: _max_pool,
@@ -250,6 +250,9 @@ RULES: dict[object, RuleFunction] = {
     aten.avg_pool2d_backward.default: _avg_pool_backward,
     aten.avg_pool3d.default: _avg_pool,
     aten.avg_pool3d_backward.default: _avg_pool_backward,
+}
+RULES: dict[object, RuleFunction] = {
+    **WINDOWED,
     aten.fractional_max_pool2d.default: _fractional,
     aten.fractional_max_pool2d_backward.default: _fractional_backward,
     aten.fractional_max_pool3d.default: _fractional,

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
+from meshc.passes.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -43,20 +43,23 @@ def argument(node: Node, position: int, name: str, default: object) -> object:
 
 def _sum(node: Node, tensors: list[Node]) -> Rule:
     dims = argument(node, 1, "dim", None)
-    return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum", kind="carry", linear="each")
+    return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum", kind="carry", linear=ALONE, defers=True)
 
 
 def _sum_all(node: Node, tensors: list[Node]) -> Rule:
-    return reduce(node, tensors, None, False, "sum", kind="carry", linear="each")
+    return reduce(node, tensors, None, False, "sum", kind="carry", linear=ALONE, defers=True)
 
 
 def _mean(node: Node, tensors: list[Node]) -> Rule:
+    """Over the last dim it is part of a norm that is written out."""
     dims = argument(node, 1, "dim", None)
-    return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum", linear="each", lower=_lower_mean)
+    roles = {f"d{len(shape_of(tensors[0])) - 1}": "hidden"} if dims in ([-1], (-1,)) else {}
+    keep = bool(argument(node, 2, "keepdim", False))
+    return reduce(node, tensors, dims, keep, "sum", linear=ALONE, defers=True, lower=_lower_mean, roles=roles)
 
 
 def _mean_all(node: Node, tensors: list[Node]) -> Rule:
-    return reduce(node, tensors, None, False, "sum", linear="each", lower=_lower_mean)
+    return reduce(node, tensors, None, False, "sum", linear=ALONE, defers=True, lower=_lower_mean)
 
 
 def _lower_mean(local: Local) -> Node:
@@ -118,7 +121,7 @@ def _histc(node: Node, tensors: list[Node]) -> Rule:
 
 def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
     """A microbatch's share of a sum over microbatches: it lies as it is made, and what is pending waits for all of them."""
-    return pointwise(node, tensors, kind="carry", linear="each", accumulates=True, lower=lambda local: local.operands[0])
+    return pointwise(node, tensors, kind="carry", linear=ALONE, defers=True, accumulates=True, lower=lambda local: local.operands[0])
 
 
 RULES: dict[object, RuleFunction] = {

@@ -16,7 +16,7 @@ from torch.fx import Node
 from meshc.errors import CompileError, MeshcError
 from meshc.ir import op_name, operands, records
 from meshc.ops.registered import RULES
-from meshc.passes.rules.rule import Rule, einsum, shape_of
+from meshc.passes.rules.rule import ALONE, ROLES, Rule, einsum, shape_of, together
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -36,6 +36,7 @@ def registered(node: Node, tensors: list[Node]) -> Rule | None:
             made = found.rule(node, tensors)
         if made is not None:
             _check(made, node, tensors)
+            made = _with_positions(made)
     except MeshcError:
         raise
     except Exception as error:  # a rule written as a function is the user's code
@@ -43,6 +44,15 @@ def registered(node: Node, tensors: list[Node]) -> Rule | None:
     if made is None:
         return None
     return made if made.lower is None else replace(made, lower=_named(made.lower, node))
+
+
+def _with_positions(rule: Rule) -> Rule:
+    """The rule with the positions that `linear`'s words stand for, which also say that reductions are deferred past the operator."""
+    said: Any = rule.linear
+    if not isinstance(said, str):
+        return rule
+    positions = {"": (), "each": ALONE, "all": together(len(rule.operands))}[said]
+    return replace(rule, linear=positions, defers=bool(positions))
 
 
 def _named(lower: Callable[[Local], Any], node: Node) -> Callable[[Local], Any]:
@@ -97,6 +107,9 @@ def _check(made: Any, node: Node, tensors: list[Node]) -> None:
     for what, dims, wanted in zip(("operands", "results"), (made.operands, made.results), shapes, strict=True):
         if [len(letters) for letters in dims] != [len(shape) for shape in wanted]:
             raise ValueError(f"it has letters for {what} of {[len(letters) for letters in dims]} dims")
+    for letter, role in made.roles.items():
+        if role not in ROLES:
+            raise ValueError(f"its letter {letter} has the role {role!r}; roles are {', '.join(ROLES)}")
 
 
 def _call(node: Node, tensors: list[Node]) -> str:

@@ -10,10 +10,10 @@ Letters are local to one operator. A letter may stand for a dim that is a produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.fx import Node
@@ -26,6 +26,28 @@ if TYPE_CHECKING:
 
 Dims = tuple[str, ...]
 ONE = "_"
+Positions = tuple[tuple[int, ...], ...]
+ALONE: Final[Positions] = ((0,),)
+"""`linear` of what is so in its first operand, or its only one."""
+
+ROLES: Final[Mapping[str, str]] = {
+    "contracts": "a product sums over it, between what comes in and what it is multiplied by",
+    "makes": "what a product makes of its weight: features, channels",
+    "multiplies": "a product of two matrices for each",
+    "weighs": "along it lie weights that add up to one",
+    "heads": "attention's heads",
+    "head": "what one head of attention compares",
+    "queries": "what attention looks from",
+    "vocabulary": "of these an index that is an input, or a label, names one",
+    "hidden": "the features that a model's layers hand on: what is embedded, what is normalised",
+}
+"""What a letter may be to a model, by which `place/names.py` finds what a plan calls `heads`, `ffn` or `vocab`."""
+
+
+def together(count: int) -> Positions:
+    """`linear` of what is so in all of its operands at once."""
+    return (tuple(range(count)),)
+
 
 
 @dataclass(frozen=True)
@@ -48,14 +70,17 @@ class Rule:
     kind     compute: chooses its letters by the plan; layout: moves nothing and has no opinion; carry: keeps a split that operands share
     sums     per result, letters whose sharding leaves that result pending, with the reduction
     whole    letters that may not be sharded
-    linear   operand positions that may come in pending (alone: `each`; together: `all`)
+    linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. Left out,
+             it is what `linear.py` says of the operator
+    defers   whether `propagate` defers reductions of sums past it, in the operands of the first set of `linear`
+    roles    what a letter is to a model (`ROLES`), for names
     lower    builds the per-rank code; None: the same operator on local operands
     neutral  what padding along a summed letter must hold (0, or an infinity for max and min)
     clean    operands whose padding must always be zero (indices)
     shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
     self_masked  `lower` masks by itself
     major    letters whose first factor only may be sharded (their positions must be a range)
-    settles  a layout operator that a pending sum may not ride through
+    settles  a layout operator past which no reduction may be deferred
     accumulates  its result is pending over the microbatches
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
     """
@@ -67,7 +92,9 @@ class Rule:
     relations: tuple[Relation, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     kind: str = "compute"
-    linear: str = ""
+    linear: Positions = ()
+    defers: bool = False
+    roles: Mapping[str, str] = field(default_factory=dict)
     lower: Callable[[Local], Any] | None = None
     neutral: float = 0.0
     shrinks: bool = False
@@ -77,6 +104,11 @@ class Rule:
     settles: bool = False
     accumulates: bool = False
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
+
+    @property
+    def adds(self) -> bool:
+        """Whether one reduction of the result may stand for one of each operand."""
+        return self.defers and any(len(positions) > 1 for positions in self.linear)
 
 
 RuleFunction = Callable[[Node, list[Node]], Rule | None]

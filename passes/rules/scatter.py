@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from meshc.passes.rules.index import along, indexed
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
+from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, together, undivided
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -143,7 +143,7 @@ def _part(node: Node, tensors: list[Node]) -> Rule:
     else:
         part = tuple("p" if i == dim else letter for i, letter in enumerate(letters))
         part = tuple(ONE if size == 1 else letter for letter, size in zip(part, shape_of(tensors[1]), strict=True))
-    return Rule((letters, part), (letters,), ({},), frozenset({letters[dim], "p"}) - {ONE}, kind="carry", linear="all")
+    return Rule((letters, part), (letters,), ({},), frozenset({letters[dim], "p"}) - {ONE}, kind="carry", linear=together(2), defers=True)
 
 
 RULES: dict[object, RuleFunction] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch.fx import Node
 
 from meshc.ops import grouped as _grouped_operators  # noqa: F401 - registers them
 from meshc.ops import routed as _routed_operators  # noqa: F401 - registers them
+from meshc.passes.rules.contraction import WEIGHT
 from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
 
@@ -107,8 +109,8 @@ def _searched(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(f"{lead} s!, {lead} v -> {lead} v", node, tensors) if len(values) == len(rows) else None
 
 
-def _text(text: str, clean: tuple[int, ...] = ()) -> RuleFunction:
-    return lambda node, tensors: einsum(text, node, tensors, clean=clean)
+def _text(text: str, clean: tuple[int, ...] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:
+    return lambda node, tensors: einsum(text, node, tensors, clean=clean, roles=roles or {})
 
 
 def _bucketize(node: Node, tensors: list[Node]) -> Rule:
@@ -135,9 +137,9 @@ RULES: dict[object, RuleFunction] = {
     aten.segment_reduce.default: _segment_reduce,
     aten._segment_reduce_backward.default: _segment_reduce_backward,
     aten._grouped_mm.default: _grouped_mm,
-    meshc.grouped_mm.default: _text("r! k, g! k n, g! -> r! n +k"),
+    meshc.grouped_mm.default: _text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT),
     meshc.grouped_outer.default: _text("r! k, r! n, g! -> g! k n"),
-    meshc.routed_mm.default: _text("r k, g! k n, r -> r n +k", clean=(2,)),
+    meshc.routed_mm.default: _text("r k, g! k n, r -> r n +k", (2,), WEIGHT),
     meshc.routed_outer.default: _text("r k, r n, r -> g! k n +r", clean=(2,)),
     aten.searchsorted.Tensor: _searched,
     aten.bucketize.Tensor: _bucketize,

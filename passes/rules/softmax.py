@@ -19,7 +19,7 @@ def _softmax(node: Node, tensors: list[Node]) -> Rule:
     shape = shape_of(tensors[0])
     letters = tuple(f"d{i}" for i in range(len(shape)))
     dim = integer(node.args[1]) % len(shape)
-    return Rule((letters,), (letters,), ({},), whole=frozenset({letters[dim]}))
+    return Rule((letters,), (letters,), ({},), whole=frozenset({letters[dim]}), roles={letters[dim]: "weighs"})
 
 
 def _softmax_backward(node: Node, tensors: list[Node]) -> Rule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Relation, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
+from meshc.passes.rules.rule import ALONE, Relation, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def _columns(node: Node, tensors: list[Node]) -> Rule:
     outside = tuple("_" if size == 1 else letter for letter, size in zip(outside, rows, strict=True))
     whole = frozenset({"h", "w", "l"} | (set() if several else {"c", "k"})) & {*inside, *outside}
     dims = (inside, outside) if forward else (outside, inside)
-    return Rule((dims[0],), (dims[1],), ({},), whole, (relation,) if several else (), linear="each")
+    return Rule((dims[0],), (dims[1],), ({},), whole, (relation,) if several else (), linear=ALONE, defers=True)
 
 
 def _grid(count: int) -> RuleFunction:

@@ -1,8 +1,8 @@
-"""The placements on one axis that a rule of ours knows: one for each letter that it lets an axis split, and for what may ride."""
+"""The placements on one axis that a rule of ours knows: one for each letter that it lets an axis split, and for what may come pending."""
 
 from __future__ import annotations
 
-from meshc.passes.rules.riding import averages_parts, rides
+from meshc.passes.rules.pending import averages_parts, deferrals
 from meshc.testing.brute_force import OneOp, Sample, build
 from tests.conformance.dtensor import Combination
 
@@ -17,9 +17,9 @@ def placements(sample: Sample) -> set[Combination]:
     if not one.instance.known:
         return set()
     found = {combination for token in one.tokens() if (combination := _split(one, token)) is not None}
-    for ride in rides(one.node, one.instance.rule):
-        given = tuple(f"P({ride.reduction})" if place in ride.positions else "R" for place in range(len(one.tensors)))
-        found.add((given, (f"P({ride.left})" if ride.left else "R",) * len(one.expected)))
+    for deferral in deferrals(one.node, one.instance.rule):
+        given = tuple(f"P({deferral.reduction})" if place in deferral.positions else "R" for place in range(len(one.tensors)))
+        found.add((given, (f"P({deferral.left})" if deferral.left else "R",) * len(one.expected)))
     whole = {given for given, made in found if all(place == "R" for place in made)}
     found |= {(given, (name,) * len(one.expected)) for given in whole for name in EVERYWHERE}
     return {combination for combination in found if any(place != "R" for place in combination[0])}

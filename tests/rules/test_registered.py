@@ -39,6 +39,11 @@ def write(x: Tensor) -> None:
     x.zero_()
 
 
+@torch.library.custom_op("testlib::project", mutates_args=())
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
 @halves.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
@@ -47,6 +52,11 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 @scaled_sum.register_fake
 def _(tensors: list[Tensor], scale: Tensor | None, bias: Tensor) -> Tensor:
     return torch.empty_like(tensors[0])
+
+
+@project.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +89,8 @@ def f(*shape: int) -> Tensor:
         (NORM, "... 2c, +c -> ... c", {}, "'2c' is no letter"),
         (NORM, "... c!, c -> ... c", {"liner": "each"}, "liner is no field of a rule"),
         (NORM, "... c!, c -> ... c", {"linear": "both"}, "linear='both'; use"),
+        (NORM, "... c!, c -> ... c", {"roles": {"z": "hidden"}}, "roles: z is no letter of an operand"),
+        (NORM, "... c!, c -> ... c", {"roles": {"c": "channels"}}, "roles: 'channels' of c is none; there are contracts, makes,"),
         (NORM, 3, {}, "neither a text nor a function"),
         (NORM, lambda node, tensors: None, {"linear": "each"}, "gives linear in the Rule"),
     ],
@@ -103,6 +115,43 @@ def test_right_rules_are_proved_and_say_what_was_split() -> None:
     numbers = torch.tensor(0.1), torch.tensor(0.9)
     assert prove_rule("mylib::my_update", [(x, x + 1, x - 1, *numbers)]).splits > 10
     assert "split were m, +k, n" in str(prove_rule("aten::mm", [(f(5, 4), f(4, 7))]))
+
+
+def test_what_letters_are_to_a_model_gives_names_to_a_users_own_product() -> None:
+    """`tp: ffn` finds the layer between two products of a library, as it does between torch's."""
+    meshc.register_rule("testlib::project", "... k, n k -> ... n +k", linear=((0,), (1,)), roles={"k": "contracts", "n": "makes"})
+    assert prove_rule("testlib::project", [(f(5, 7), f(4, 7))]).letters == ("*0", "+k", "n")
+    model = Projected()
+    program = meshc.compile(model, meshc.Mesh("tp=2"), args=(torch.randn(4, 6),), plan="tp: ffn")
+    assert "ffn 8/tp" in str(program)
+    meshc.verify(program, (torch.randn(4, 6),))
+
+
+class Projected(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Parameter(torch.randn(8, 6)), torch.nn.Parameter(torch.randn(6, 8))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = torch.ops.testlib.project(x, self.up).relu()
+        return torch.ops.testlib.project(hidden, self.down)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"roles": {"m": "contracts"}}, "m has the role 'contracts'.*a result has it"),
+        ({"roles": {"n": "makes"}}, "n has the role 'makes'.*no letter has the role 'contracts'"),
+        ({"roles": {"m": "multiplies"}}, "it is not in two operands and a result"),
+        ({"roles": {"m": "weighs"}}, "a result does not add up to one along it"),
+        ({"linear": "all"}, "pending: Deferral"),
+    ],
+)
+def test_a_rule_that_says_what_its_operator_is_not_is_found(fields: dict[str, Any], said: str) -> None:
+    meshc.register_rule("testlib::project", "m k, n k -> m n +k", **fields)
+    with pytest.raises(meshc.VerifyError, match=rf"(?s)rule of testlib.project is wrong, sample 0: .*{said}"):
+        prove_rule("testlib::project", [(f(5, 7), f(4, 7))])
 
 
 def test_wrong_rules_are_found() -> None:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.mesh import Mesh
-from meshc.passes.rules import FAMILIES, convolution, elementwise, layout, pooling, reduction, riding
-from meshc.passes.rules.rule import Rule, einsum, pointwise
+from meshc.passes.rules import FAMILIES, convolution, elementwise, pending, pooling, reduction, slices
+from meshc.passes.rules.rule import ALONE, Rule, einsum, pointwise
 from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
+from tests.rules.samples import calls as calls_of_samples
+from tests.rules.samples import reduction as reduction_samples
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
@@ -55,6 +59,38 @@ def test_a_sample_is_the_same_whatever_was_drawn_before() -> None:
     again = pointwise_sample(aten.atan2.default)
     assert first is not None and again is not None
     assert all(torch.equal(a, b) for a, b in zip(first.args, again.args, strict=True))
+
+
+def test_every_sample_is_seeded_by_itself() -> None:
+    """A family's file read alone, whatever was drawn before, and then without its first samples, gives the samples that it gives among
+    the others."""
+    f(3, 3)
+    whole = _read_alone(reduction_samples.__file__, "")
+    assert whole.keys() <= SAMPLES.keys() and sum(map(len, whole.values())) > 50
+    for op, calls in whole.items():
+        for one, other in zip(calls, SAMPLES[op], strict=True):
+            _same(one, other)
+    shorter = _read_alone(reduction_samples.__file__, "sample(aten.sum.")
+    assert aten.sum.default not in shorter and aten.amax.default in shorter
+    for op, calls in shorter.items():
+        for one, other in zip(calls, SAMPLES[op], strict=True):
+            _same(one, other)
+
+
+def _read_alone(path: str, without: str) -> dict[Any, list[Sample]]:
+    """A family's samples from its file, without the lines that begin so."""
+    lines = Path(path).read_text().splitlines()
+    text = "\n".join(line for line in lines if not without or not line.startswith(without))
+    found: dict[Any, list[Sample]] = defaultdict(list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls_of_samples, "SAMPLES", found)
+        exec(compile(text, path, "exec"), {"__name__": reduction_samples.__name__})
+    return found
+
+
+def _same(one: Sample, other: Sample) -> None:
+    for a, b in zip(one.args, other.args, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else a == b
 
 
 def splittable(op: Any, *args: Any, **kwargs: Any) -> str:
@@ -132,7 +168,7 @@ CROPS = [
 def test_crops_beside_windows(monkeypatch: pytest.MonkeyPatch, call: Sample) -> None:
     """Alone they keep their dim whole; here they are told that a convolution is next to them."""
     alone = {token[0] for token in build(call).tokens()}
-    monkeypatch.setattr(layout, "beside_windows", lambda node, dims: True)
+    monkeypatch.setattr(slices, "beside_windows", lambda node, dims: True)
     assert len({token[0] for token in build(call).tokens()} - alone) > 0
     assert prove(call) > 10
 
@@ -209,7 +245,7 @@ def maximum_with_zero_padding(node: Node, tensors: list[Node]) -> Rule:
 
 
 def exponential_of_a_pending_sum(node: Node, tensors: list[Node]) -> Rule:
-    return pointwise(node, tensors, linear="each")
+    return pointwise(node, tensors, linear=ALONE)
 
 
 def arange_that_starts_at_zero(node: Node, tensors: list[Node]) -> Rule:
@@ -313,10 +349,10 @@ def test_a_planted_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: 
 
 
 @pytest.mark.parametrize("op", [aten.exp.default, aten.sigmoid.default], ids=str)
-def test_a_planted_wrong_ride_is_caught(monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
+def test_a_planted_wrong_deferral_is_caught(monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     """Averages do not pass through what is not affine."""
     call = pointwise_sample(op)
     assert call is not None
-    monkeypatch.setitem(riding.AFFINE, op, ((0,),))
+    monkeypatch.setitem(pending.AFFINE, op, ((0,),))
     with pytest.raises(AssertionError, match="avg"):
         prove(call)

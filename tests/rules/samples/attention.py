@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 ours = torch.ops.meshc
+begin(__name__)
 
 for _causal, _bias in ((False, None), (True, None), (False, f(1, 1, 5, 7)), (False, f(2, 3, 5, 7)), (False, f(2, 1, 1, 7))):
     _keys = 5 if _causal else 7

@@ -1,4 +1,8 @@
-"""What samples are made of: tensors of random numbers, and the list that every family adds its calls to."""
+"""What samples are made of: tensors of random numbers, and the list that every family adds its calls to.
+
+A sample's numbers are drawn from its own beginning, so that none depends on those before it: a family's file may be cut, sorted, or read
+alone, and every other sample stays what it is.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ from torch import Tensor
 
 from meshc.testing.brute_force import Sample
 
-_generator = torch.Generator().manual_seed(0)
+_generator = torch.Generator()
+_begun: list[str] = [""]
 
 
 def begin(name: str) -> None:
-    """What is drawn from here on depends on this name, and not on what was drawn before: for samples that are made while tests run."""
+    """What is drawn from here on, up to the next sample, depends on this name and not on what was drawn before; each sample after that
+    begins so again. A family's file begins with its own name."""
+    _begun[0] = name
     _generator.manual_seed(crc32(name.encode()))
 
 
@@ -40,3 +47,4 @@ SAMPLES: dict[Any, list[Sample]] = defaultdict(list)
 
 def sample(op: Any, *args: Any, refine: dict[int, tuple[int, ...]] | None = None, defined: bool = True, **kwargs: Any) -> None:
     SAMPLES[op].append(Sample(op, args, kwargs, refine or {}, defined))
+    begin(_begun[0])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 sample(aten.mm.default, f(5, 4), f(4, 7))
 sample(aten.mm.default, f(6, 10), f(10, 3), refine={0: (2, 3, 5, 2)})

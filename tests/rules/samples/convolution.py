@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 def convolution(x: Tensor, weight: Tensor, bias: bool, *settings: Any, mask: tuple[bool, ...] = (True, True, True)) -> None:
     """A convolution and its backward."""

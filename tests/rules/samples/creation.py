@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 _F64 = {"dtype": torch.float64, "device": torch.device("cpu")}
 sample(aten.full.default, [5, 4], 3.0, **_F64)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import b, f, i, sample
+from tests.rules.samples.calls import b, begin, f, i, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 for op in (aten.tril, aten.triu):
     sample(op.default, f(2, 5, 7))

@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from tests.rules.samples.calls import b, f, sample
+from tests.rules.samples.calls import b, begin, f, sample
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
+begin(__name__)
 
 sample(aten.add.Tensor, f(5, 4), f(4))
 sample(aten.add.Tensor, f(3, 1, 5), f(4, 1), alpha=2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 sample(aten._fft_c2c.default, torch.complex(f(5, 4), f(5, 4)), [1], 0, True)
 sample(aten._fft_c2c.default, torch.complex(f(5, 4, 7), f(5, 4, 7)), [0, 2], 2, False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import b, f, i, sample
+from tests.rules.samples.calls import b, begin, f, i, sample
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
+begin(__name__)
 
 sample(aten.embedding.default, f(7, 4), i(7, 3, 5))
 sample(aten.embedding.default, f(7, 4), i(7, 3, 5), 2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, i, sample
+from tests.rules.samples.calls import begin, f, i, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 sample(aten.view.default, f(6, 5), [2, 3, 5])
 sample(aten.view.default, f(3, 5, 4), [15, 4])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 _square = f(5, 3, 3)
 _positive = _square @ _square.mT + torch.eye(3, dtype=torch.float64)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, positive, sample
+from tests.rules.samples.calls import begin, f, positive, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 for reduction in range(3):
     for op in (aten.mse_loss, aten.huber_loss, aten.smooth_l1_loss, aten.soft_margin_loss):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 _x, _w = f(3, 5, 4), f(4)
 _, _mean, _rstd = aten.native_layer_norm(_x, [4], _w, _w, 1e-5)

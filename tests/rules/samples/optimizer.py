@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, positive, sample
+from tests.rules.samples.calls import begin, f, positive, sample
 
 ours = torch.ops.meshc
+begin(__name__)
 
 _numbers = [torch.tensor(number, dtype=torch.float64) for number in (0.1, 0.9, 0.99, 1e-8, 0.01)]
 _step = torch.tensor(3.0)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import meshc.ops.upsample  # noqa: F401
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
+begin(__name__)
 
 
 def maximum(x: Tensor, *settings: Any) -> None:

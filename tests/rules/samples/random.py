@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from meshc.ops.random import seed_step
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 ours = torch.ops.meshc
+begin(__name__)
 
 _seed = seed_step(3, 5)
 for _shape in ((5, 4), (7,)):

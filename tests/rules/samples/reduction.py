@@ -6,9 +6,10 @@ import math
 
 import torch
 
-from tests.rules.samples.calls import b, f, i, positive, sample
+from tests.rules.samples.calls import b, begin, f, i, positive, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 sample(aten.sum.dim_IntList, f(5, 4, 3), [1])
 sample(aten.sum.dim_IntList, f(5, 4, 3), [0, -1], True)

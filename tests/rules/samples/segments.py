@@ -6,10 +6,11 @@ import torch
 
 import meshc.ops.grouped  # noqa: F401
 import meshc.ops.routed  # noqa: F401
-from tests.rules.samples.calls import f, i, sample
+from tests.rules.samples.calls import begin, f, i, sample
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
+begin(__name__)
 
 _rows, _offsets = i(7, 9), torch.tensor([0, 2, 2, 7, 8])
 for _mode in (0, 1, 2):

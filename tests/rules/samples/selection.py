@@ -6,9 +6,10 @@ import math
 
 import torch
 
-from tests.rules.samples.calls import b, f, i, sample
+from tests.rules.samples.calls import b, begin, f, i, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 _nan = f(5, 7)
 _nan[1, 3] = _nan[1, 5] = _nan[4, 6] = math.nan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples.calls import f, sample
+from tests.rules.samples.calls import begin, f, sample
 
 aten = torch.ops.aten
+begin(__name__)
 
 _line, _image, _volume = f(3, 5, 6), f(3, 5, 6, 6), f(2, 3, 4, 4, 4)
 for _kind in ("reflection", "replication"):

@@ -6,9 +6,9 @@
     x[i], for x pending any way     =  pending the same way                   it picks entries
     (mean over ranks of x) + y      =  mean over ranks of x + y               affine in x
 
-This is what is true; `propagate` lets sums ride where that saves a collective (`Rule.linear`), and finishes the others first. Averages are
-stated for what they say of the operators alone: a program has none, since it divides a sum at once. Nothing is said of NaN in a maximum or
-a minimum, of which backends think differently.
+This is what is true: a reduction may be deferred past the operator. `propagate` defers those of sums where that saves a collective
+(`Rule.defers`), and finishes the others first. Averages are stated for what they say of the operators alone: a program has none, since it
+divides a sum at once. Nothing is said of NaN in a maximum or a minimum, of which backends think differently.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import operands, records
+from meshc.passes.rules.linear import BLANKS, PICKS, SCALES, blanked, overloads
 from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
 from meshc.passes.rules.rule import Rule, dtype_of
 
@@ -30,7 +31,7 @@ FLIPPED = {"max": "min", "min": "max", "sum": "sum"}
 
 
 @dataclass(frozen=True)
-class Ride:
+class Deferral:
     """Operands at these positions, all pending over `reduction` alike, leave the result pending over `left` (over nothing if it is "").
 
     Reductions are sum, max, min and avg. The other operands are whole on every rank.
@@ -41,16 +42,7 @@ class Ride:
     left: str
 
 
-def _overloads(names: str) -> set[object]:
-    """Operators by name: `exp`, `add.Scalar`."""
-    found = set()
-    for name in names.split():
-        packet, _, overload = name.partition(".")
-        found.add(getattr(getattr(aten, packet), overload or "default"))
-    return found
-
-
-RISES = _overloads(
+RISES = overloads(
     "relu sigmoid tanh exp exp2 expm1 sinh asinh atan erf floor ceil round trunc sign sgn hardtanh hardsigmoid softplus elu leaky_relu "
     "celu clamp clamp_min clamp_max add.Scalar sub.Scalar positive deg2rad rad2deg special_ndtr hardshrink softshrink nan_to_num "
     "round.decimals threshold special_modified_bessel_i1"
@@ -59,11 +51,11 @@ UNLESS_NEGATIVE: dict[object, tuple[str, ...]] = {
     aten.leaky_relu.default: ("negative_slope",),
     aten.elu.default: ("alpha", "scale", "input_scale"),
 }
-RISES_IN_FIRST = _overloads("bucketize.Tensor ldexp.Tensor native_dropout_backward")
+RISES_IN_FIRST = overloads("bucketize.Tensor ldexp.Tensor native_dropout_backward")
 MINIMA: dict[object, dict[int, str]] = {
-    **{op: {0: "min"} for op in _overloads("log log2 log10 log1p sqrt acosh")},
-    **{op: {0: "max"} for op in _overloads("rsqrt special_modified_bessel_k0 special_modified_bessel_k1")},
-    **{op: {0: "max"} for op in _overloads("special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1")},
+    **{op: {0: "min"} for op in overloads("log log2 log10 log1p sqrt acosh")},
+    **{op: {0: "max"} for op in overloads("rsqrt special_modified_bessel_k0 special_modified_bessel_k1")},
+    **{op: {0: "max"} for op in overloads("special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1")},
     aten.igamma.default: {0: "max", 1: "min"},
     aten.igammac.default: {0: "min", 1: "max"},
 }
@@ -71,8 +63,8 @@ MINIMA: dict[object, dict[int, str]] = {
 
 Operand that may be pending over a minimum -> what the result is then pending over.
 """
-FALLS = _overloads("neg erfc rsub.Scalar special_erfcx")
-RISES_IN_EACH = _overloads(
+FALLS = overloads("neg erfc rsub.Scalar special_erfcx")
+RISES_IN_EACH = overloads(
     "maximum minimum fmax fmin add.Tensor where.self clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp logaddexp2"
 )
 TOGETHER = {
@@ -89,82 +81,45 @@ TOGETHER = {
 }
 """Of one reduction they are themselves: it may be done before or after, on all operands at once."""
 
-PRODUCTS = _overloads("mul.Tensor mm bmm mv dot vdot linalg_cross")
-SCALED = _overloads("mul.Scalar div.Scalar mul.Tensor div.Tensor")
+SCALED = SCALES | overloads("mul.Scalar div.Scalar")
 """With a number for their second argument they grow, or fall where it is negative."""
-BIASED = _overloads("addmm baddbmm addbmm addmv addr addcmul")
-LINEAR_IN_FIRST = _overloads(
-    "deg2rad rad2deg positive div.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py "
-    "polar cumsum tril triu view_as_real view_as_complex real imag conj_physical _conj grid_sampler_2d grid_sampler_3d "
-    "threshold_backward tanh_backward sigmoid_backward silu_backward gelu_backward hardtanh_backward leaky_relu_backward softplus_backward "
-    "mish_backward hardswish_backward hardsigmoid_backward log_sigmoid_backward native_dropout_backward _softmax_backward_data "
-    "_log_softmax_backward_data native_layer_norm_backward avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
-    "upsample_linear1d upsample_bicubic2d upsample_trilinear3d upsample_bilinear2d upsample_bilinear2d.vec "
-    "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_bilinear2d_aa max_unpool2d max_unpool3d "
-    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "
-    "replication_pad3d_backward cholesky_solve"
-)
-RUNS = {getattr(torch.ops.meshc, name).default for name in ("grouped_mm", "grouped_outer", "routed_mm", "routed_outer")}
-LINEAR_IN_SECOND = _overloads("linalg_solve_triangular")
-LINEAR_IN_THIRD = _overloads("linalg_lu_solve")
-LINEAR_TOGETHER: dict[object, tuple[int, ...]] = {
-    **{op: (0, 1) for op in _overloads("lerp.Scalar lerp.Tensor rsub.Tensor addcdiv")},
-    aten.where.self: (1, 2),
-    aten.complex.default: (0, 1),
-    aten.index_add.default: (0, 2),
-    aten.scatter_add.default: (0, 2),
-    aten.scatter.src: (0, 2),
-    aten.index_copy.default: (0, 2),
-    aten.masked_fill.Tensor: (0, 2),
-    aten.index_fill.int_Tensor: (0, 2),
-    aten.index_put.default: (0, -1),
-    aten._unsafe_index_put.default: (0, -1),
-}
+
+BIASED = overloads("addmm baddbmm addbmm addmv addr addcmul")
+"""They grow with their first operand, which counts `beta` times."""
+
 AFFINE: dict[object, tuple[tuple[int, ...], ...]] = {
-    **{op: ((0,),) for op in _overloads("add.Scalar sub.Scalar rsub.Scalar add.Tensor sub.Tensor constant_pad_nd masked_fill.Scalar")},
-    **{op: ((0,),) for op in _overloads("index_fill.int_Scalar scatter.value")},
-    **{op: ((1,),) for op in _overloads("where.ScalarOther where.ScalarSelf")},
+    **{op: ((0,),) for op in overloads("add.Scalar sub.Scalar rsub.Scalar add.Tensor sub.Tensor constant_pad_nd masked_fill.Scalar")},
+    **{op: ((0,),) for op in overloads("index_fill.int_Scalar scatter.value")},
+    **{op: ((1,),) for op in overloads("where.ScalarOther where.ScalarSelf")},
     aten.lerp.Tensor: ((2,),),
     aten.binary_cross_entropy_with_logits.default: ((1,),),
 }
 """Operands in which, together, an operator is linear but for a number that its call gives."""
-PICKS = _overloads(
-    "index_select gather embedding index.Tensor _unsafe_index.Tensor reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-    "replication_pad2d replication_pad3d unfold_copy take upsample_nearest1d upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
-    "_upsample_nearest_exact1d _upsample_nearest_exact3d"
-)
-"""Every entry of their result is an entry of operand 0."""
-
-JOINS = _overloads(
+JOINS = overloads(
     "cat stack block_diag where.self index_put scatter.src index_copy slice_scatter select_scatter diagonal_scatter masked_fill.Tensor "
     "index_fill.int_Tensor"
 )
 """Every entry of their result is an entry of some operand that is no index and no condition, or zero."""
 
-BLANKS = _overloads("masked_fill.Scalar where.ScalarOther index_fill.int_Scalar tril triu max_unpool2d max_unpool3d")
-"""Every entry of their result is an entry of operand 0 (of `where`, of operand 1), or a number."""
-
-MEANS = _overloads("mean mean.dim")
-LIKES = _overloads(
+MEANS = overloads("mean mean.dim")
+LIKES = overloads(
     "zeros_like ones_like full_like empty_like zero fill.Scalar new_zeros new_ones new_full new_empty new_empty_strided"
 )
 """Nothing of their operand matters but its shape or its dtype."""
-ZEROS = _overloads("zeros_like zero new_zeros")
+ZEROS = overloads("zeros_like zero new_zeros")
 
 
-def rides(node: Node, rule: Rule) -> list[Ride]:
-    """Everything that may ride through this call. Complex numbers and truths have sums at most."""
+def deferrals(node: Node, rule: Rule) -> list[Deferral]:
+    """Everything that may come into this call pending. Complex numbers and truths have sums at most."""
     count = len(rule.operands)
     if not count:
         return []
     if rule.settles:
-        return [Ride((0,), how, how) for how in EXTREMES] if _rounds(node) else []
+        return [Deferral((0,), how, how) for how in EXTREMES] if _rounds(node) else []
     if node.target in LIKES:
         made = ("", "sum") if node.target in ZEROS else ("",)  # zeros add up to zero
-        return [Ride((0,), how, left) for how in ("sum", "avg", *(() if _complex(node) else EXTREMES)) for left in made]
-    sums = [*_linear(node, rule, count), *_multilinear(node, count)]
+        return [Deferral((0,), how, left) for how in ("sum", "avg", *(() if _complex(node) else EXTREMES)) for left in made]
+    sums = _sums(node, rule)
     return list(dict.fromkeys([*sums, *_averages(node, sums, count), *_extremes(node, rule, count)]))
 
 
@@ -179,38 +134,13 @@ def averages_parts(node: Node) -> bool:
     return node.target in MEANS or node.target in PLACES and reduction_of(node) == MEAN
 
 
-def _linear(node: Node, rule: Rule, count: int) -> list[Ride]:
-    if rule.kind == "layout":
-        return [Ride((0,), how, how) for how in ("sum", *(() if _complex(node) else EXTREMES))]
-    positions = {"each": (0,), "first": (0,), "all": tuple(range(count))}.get(rule.linear)
-    return [] if positions is None else [Ride(positions, "sum", "sum")]
+def _sums(node: Node, rule: Rule) -> list[Deferral]:
+    """What is linear lets sums through; what moves nothing, anything."""
+    moved = [Deferral((0,), how, how) for how in ("sum", *(() if _complex(node) else EXTREMES))] if rule.kind == "layout" else []
+    return [*moved, *(Deferral(positions, "sum", "sum") for positions in rule.linear)]
 
 
-def _multilinear(node: Node, count: int) -> list[Ride]:
-    target = node.target
-    alone: list[tuple[int, ...]] = []
-    if target in PRODUCTS:
-        alone = [(position,) for position in range(count)]
-    elif target in RUNS:
-        alone = [(0,), (1,)]
-    elif target in BIASED:
-        alone = [(0, 1), (0, 2)]
-    elif target is aten.convolution.default:
-        alone = [(0, *range(2, count)), (1, *range(2, count))]
-    elif target in LINEAR_IN_FIRST or target in PICKS:
-        alone = [(0,)]
-    elif target in LINEAR_IN_SECOND:
-        alone = [(1,)]
-    elif target in LINEAR_IN_THIRD:
-        alone = [(2,)]
-    elif target in LINEAR_TOGETHER:
-        alone = [tuple(position % count for position in LINEAR_TOGETHER[target])]
-    elif target in BLANKS and node.args[-1] == 0:
-        alone = [(int(target is aten.where.ScalarOther),)]
-    return [Ride(positions, "sum", "sum") for positions in alone]
-
-
-def _averages(node: Node, sums: list[Ride], count: int) -> list[Ride]:
+def _averages(node: Node, sums: list[Deferral], count: int) -> list[Deferral]:
     """What lets sums through in operands J together lets averages through in any of J, the rest of J being whole on every rank.
 
     For f additive jointly in J, f(t / n) = f(t) / n, and operands (x_i, y) of the ranks i, x_i in the part that is pending and y in the
@@ -218,41 +148,41 @@ def _averages(node: Node, sums: list[Ride], count: int) -> list[Ride]:
     a sum it would enter once a rank.
     """
     affine = [positions for positions in AFFINE.get(node.target, ()) if max(positions) < count]
-    together = [*(ride.positions for ride in sums), *affine]
+    together = [*(found.positions for found in sums), *affine]
     some = [chosen for positions in together for size in range(len(positions)) for chosen in itertools.combinations(positions, size + 1)]
-    return [Ride(chosen, "avg", "avg") for chosen in some]
+    return [Deferral(chosen, "avg", "avg") for chosen in some]
 
 
-def _extremes(node: Node, rule: Rule, count: int) -> list[Ride]:
+def _extremes(node: Node, rule: Rule, count: int) -> list[Deferral]:
     target, found = node.target, []
     weighted = any(name in node.kwargs for name in ("alpha", "reduce")) or target is aten.index_put.default and True in node.args[3:]
     data = [position for position, operand in enumerate(operands(node)) if dtype_of(operand).is_floating_point]
     if _complex(node) or weighted:
         return []
     if target in RISES_IN_FIRST or target in PICKS or _grows(node, count):
-        found = [Ride((0,), how, how) for how in EXTREMES]
+        found = [Deferral((0,), how, how) for how in EXTREMES]
     elif target in FALLS:
-        found = [Ride((0,), how, FLIPPED[how]) for how in EXTREMES]
+        found = [Deferral((0,), how, FLIPPED[how]) for how in EXTREMES]
     elif target in MINIMA:
-        found = [Ride((position,), "min", left) for position, left in MINIMA[target].items()]
+        found = [Deferral((position,), "min", left) for position, left in MINIMA[target].items()]
     elif target in SCALED and count == 1 and isinstance(node.args[1], int | float):
-        found = [Ride((0,), how, how if node.args[1] >= 0 else FLIPPED[how]) for how in EXTREMES]
+        found = [Deferral((0,), how, how if node.args[1] >= 0 else FLIPPED[how]) for how in EXTREMES]
     elif target is aten.lerp.Scalar and 0 <= _weight(node, "weight") <= 1:
-        found = [Ride((place,), how, how) for place, how in itertools.product((0, 1), EXTREMES)]
+        found = [Deferral((place,), how, how) for place, how in itertools.product((0, 1), EXTREMES)]
     elif target in BLANKS:
-        found = [Ride((int(target is aten.where.ScalarOther),), how, how) for how in EXTREMES]
+        found = [Deferral((blanked(node),), how, how) for how in EXTREMES]
     elif target in RISES_IN_EACH or target in JOINS:
-        found = [Ride((position,), how, how) for position, how in itertools.product(data, EXTREMES)]
+        found = [Deferral((position,), how, how) for position, how in itertools.product(data, EXTREMES)]
     elif target in (aten.sub.Tensor, aten.rsub.Tensor):
         rising, falling = ((0,), (1,)) if count == 2 else ((0,), ()) if isinstance(node.args[0], Node) else ((), (0,))
         if target is aten.rsub.Tensor:
             rising, falling = falling, rising
-        found = [Ride((place,), how, how) for place in rising for how in EXTREMES]
-        found += [Ride((place,), how, FLIPPED[how]) for place in falling for how in EXTREMES]
+        found = [Deferral((place,), how, how) for place in rising for how in EXTREMES]
+        found += [Deferral((place,), how, FLIPPED[how]) for place in falling for how in EXTREMES]
     if target in JOINS:
-        found += [Ride(tuple(data), how, how) for how in EXTREMES]
+        found += [Deferral(tuple(data), how, how) for how in EXTREMES]
     if target in TOGETHER:
-        found.append(Ride(tuple(range(count)), TOGETHER[target], TOGETHER[target]))
+        found.append(Deferral(tuple(range(count)), TOGETHER[target], TOGETHER[target]))
     return found
 
 
