@@ -109,10 +109,10 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     flat = _flat(output.args[0])
     kept: list[Node] = []
     outputs: list[Port] = []
-    for value, (kind, name) in zip(flat, joint.outputs, strict=True):
-        if isinstance(value, Node) and kind != "none":
+    for value, (made, name) in zip(flat, joint.outputs, strict=True):
+        if isinstance(value, Node) and made != "none":
             found = value.meta["val"]
-            outputs.append(Port(kind, name, shape_of(value), found.dtype, of=name if kind == "gradient" else ""))
+            outputs.append(Port(made, name, shape_of(value), found.dtype, of=name if made == "gradient" else ""))
             kept.append(value)
     give(graph, kept)
     output.meta.pop("desc", None)
