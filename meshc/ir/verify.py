@@ -1,0 +1,236 @@
+"""Structure: what holds of a graph after every pass, whatever it means. A pass that breaks it is named, with the value and the user's line.
+
+- Every value that a node reads stands before it in the same graph, and knows that it is read.
+- Placeholders come first, in the number of the ports; one output comes last, with as many results as there are ports.
+- A call has a record, of each of several results one; who reads one of several has its record. A sharding has as many dims as its value,
+  and on a rank the shape is the tile's.
+- A call's arguments are those of its operator's schema; what a collective gives has the shape that it makes.
+- Ranks that run different graphs meet in the same collectives in the same order.
+
+It looks at each node once: no operator is run, and no meaning is checked (`MESHC_VERIFY` does that).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from meshc.ir import spmd
+from meshc.ir.nodes import KEY, Record
+from meshc.ir.sharding import Sharding, local_shape
+
+MOVING: Final = frozenset((*spmd.COLLECTIVES.values(), spmd.shard))
+"""Calls whose result has a shape that the mesh's axes say."""
+NO_TENSORS: Final = (str, list, tuple, dict, slice)
+"""What torch takes for no tensor; a number it does."""
+
+
+class Malformed(Exception):
+    """A graph's structure is broken."""
+
+
+def verify_order(graph: Graph) -> list[Node]:
+    """The nodes of a graph of any kind. Malformed: one reads what does not stand before it, or the graph has no end."""
+    nodes = list(graph.nodes)
+    seen: set[Node] = set()
+    reads = 0
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                raise Malformed(f"it reads {operand.name}, which {_misplaced(operand, graph)}")
+            if node not in operand.users:
+                raise Malformed(f"{operand.name} does not know that it is read here")
+            reads += 1
+        seen.add(node)
+    if not nodes or nodes[-1].op != "output" or sum(node.op == "output" for node in nodes[-2:]) > 1:
+        raise Malformed("the graph does not end in one output")
+    if reads != sum(len(node.users) for node in nodes):
+        _refuse_strangers(nodes)
+    return nodes
+
+
+Tiles = dict[int, tuple[Sharding, tuple[int, ...]]]
+"""The shape of a rank's tile of a sharding, by the sharding's id."""
+
+
+def verify_graph(graph: Graph, inputs: int, outputs: int, sizes: Mapping[str, int] | None = None, tiles: Tiles | None = None) -> None:
+    """Of a graph of operators with records, with so many ports.
+
+    sizes  of the mesh's axes, once it is what each rank runs
+    tiles  those known already, to which others are added: passes keep most records
+    """
+    nodes = verify_order(graph)
+    entered = 0
+    tiles = {} if tiles is None else tiles
+    for node in nodes:
+        if node.op == "call_function":
+            if node.target is operator.getitem:
+                _verify_item(node)
+            else:
+                _verify_call(node, sizes)
+        elif node.op == "placeholder":
+            entered += 1
+            if node is not nodes[entered - 1]:
+                raise Malformed("it enters the graph behind a call")
+        elif node.op == "output":
+            _verify_end(node, outputs)
+            break
+        else:
+            raise Malformed(f"a graph of operators has no {node.op}")
+        found = node.meta.get(KEY)
+        for record in found if type(found) is tuple else (found,):
+            if type(record) is not Record:
+                raise Malformed("it has no record" if record is None else f"its record is a {type(record).__name__}")
+            if record.sharding is not None:
+                _verify_sharding(node, record, record.sharding, sizes, tiles)
+    if entered != inputs:
+        raise Malformed(f"{entered} values enter the graph, and there are {inputs} ports for them")
+
+
+def verify_meetings(graphs: Mapping[str, Graph], ranks: Iterable[Collection[str]]) -> None:
+    """`ranks`: the names of the graphs that each rank of a pipeline runs, of those that run once a call. Between pipeline stages these
+    must have the same collectives in the same order."""
+    before: tuple[Collection[str], list[tuple[Node, tuple[object, ...]]]] | None = None
+    for names in ranks:
+        found = [(node, _meeting(node)) for name in names for node in graphs[name].nodes if spmd.joins_stages(node)]
+        if before is not None:
+            _compare(before[1], found, f"{', '.join(before[0])} and {', '.join(names)}")
+        before = names, found
+
+
+def _misplaced(operand: Node, graph: Graph) -> str:
+    if operand.graph is not graph:
+        return "is of another graph"
+    return "stands behind it" if operand in set(graph.nodes) else "has been erased"
+
+
+def _refuse_strangers(nodes: list[Node]) -> None:
+    for node in nodes:
+        for user in node.users:
+            if node not in user.all_input_nodes or user not in set(nodes):
+                raise Malformed(f"{user.name} counts as a reader and does not read it")
+
+
+def _verify_end(node: Node, outputs: int) -> None:
+    given = node.args[0]
+    if not isinstance(given, tuple | list):
+        raise Malformed("the graph gives a value that is no list of results")
+    if len(given) != outputs:
+        raise Malformed(f"{len(given)} values leave the graph, and there are {outputs} ports for them")
+    for position, value in enumerate(given):
+        if not isinstance(value, Node) or type(value.meta.get(KEY)) is not Record:
+            raise Malformed(f"result {position} is {value!r}, and no single value")
+
+
+def _verify_item(node: Node) -> None:
+    made, index = node.args[0], node.args[1]
+    rows = made.meta.get(KEY) if isinstance(made, Node) else None
+    if type(rows) is not tuple or type(index) is not int or not 0 <= index < len(rows):
+        raise Malformed(f"it reads result {index} of {made!r}, which makes {len(rows) if type(rows) is tuple else 'one value'}")
+    mine, row = node.meta.get(KEY), rows[index]
+    if type(mine) is Record and (mine.shape != row.shape or mine.dtype is not row.dtype):
+        raise Malformed(f"its record says {_said(mine)}, and that of {made!r} {_said(row)}")
+
+
+def _verify_call(node: Node, sizes: Mapping[str, int] | None) -> None:
+    target = node.target
+    if isinstance(target, OpOverload):
+        _verify_arguments(node, _signature(target))
+    elif target in MOVING:
+        if sizes is None:
+            raise Malformed("a graph of one device has no collectives")
+        _verify_moved(node, sizes)
+    elif target not in spmd.FUNCTIONS.values():
+        raise Malformed(f"it calls {target!r}, which is no operator")
+    if type(node.meta.get(KEY)) is tuple:
+        for user in node.users:
+            if user.target is not operator.getitem:
+                raise Malformed(f"it makes several values, and {user.name} reads them as one")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Of an operator: its arguments' names, how many may go by position, which have no default, and at which places tensors stand."""
+
+    names: tuple[str, ...]
+    positional: int
+    required: tuple[tuple[int, str], ...]
+    tensors: tuple[int, ...]
+
+
+@cache
+def _signature(target: OpOverload) -> Signature:
+    rows = target._schema.arguments
+    plain = [row for row in rows if not row.kwarg_only]
+    return Signature(
+        tuple(row.name for row in rows),
+        len(plain),
+        tuple((place, row.name) for place, row in enumerate(rows) if not row.has_default_value()),
+        tuple(place for place, row in enumerate(plain) if row.type.kind() == "TensorType"),
+    )
+
+
+def _verify_arguments(node: Node, has: Signature) -> None:
+    args, kwargs = node.args, node.kwargs
+    count = len(args)
+    if count > has.positional:
+        raise Malformed(f"it has {count} arguments, and its operator takes {has.positional} by position")
+    for place in has.tensors:
+        if place < count:
+            value = args[place]
+            if value is None or isinstance(value, NO_TENSORS):
+                raise Malformed(f"{has.names[place]} is {value!r}, and its operator takes a tensor there")
+    if kwargs and not kwargs.keys() <= set(has.names):
+        raise Malformed(f"its operator takes no {', '.join(kwargs.keys() - set(has.names))}")
+    for place, name in has.required:
+        if name not in kwargs and (place >= count or place >= has.positional):
+            raise Malformed(f"{name} is missing, which its operator takes")
+
+
+def _verify_moved(node: Node, sizes: Mapping[str, int]) -> None:
+    operand, record = node.args[0], node.meta.get(KEY)
+    given = operand.meta.get(KEY) if isinstance(operand, Node) else None
+    if type(given) is not Record or given.dtype is None:
+        raise Malformed(f"it takes a tensor to other ranks, not {operand!r}")
+    if node.target is not spmd.shard:
+        axes = node.args[1]
+        if not isinstance(axes, tuple | list) or not axes or not all(axis in sizes for axis in axes) or len(set(axes)) != len(axes):
+            raise Malformed(f"it goes over {axes!r}, and the axes are {', '.join(sizes)}")
+    shape = tuple(spmd.moved(node.target, given.shape, node.args[1:], sizes))
+    if type(record) is Record and (record.shape != shape or record.dtype is not given.dtype):
+        raise Malformed(f"its record says {_said(record)}, and of {_said(given)} it makes {list(shape)}")
+
+
+def _verify_sharding(node: Node, record: Record, sharding: Sharding, sizes: Mapping[str, int] | None, tiles: Tiles) -> None:
+    if sizes is None:
+        wanted = sharding.shape
+    elif (known := tiles.get(id(sharding))) is not None:
+        wanted = known[1]
+    else:
+        wanted = local_shape(sharding, sizes)
+        tiles[id(sharding)] = sharding, wanted
+    if record.shape != wanted:
+        raise Malformed(f"its record says {list(record.shape)}, and the tile of its sharding {sharding} is {list(wanted)}")
+
+
+def _meeting(node: Node) -> tuple[object, ...]:
+    record = node.meta[KEY]
+    return node.target, str(node.args[1:]), record.shape, record.dtype
+
+
+def _compare(one: list[tuple[Node, tuple[object, ...]]], other: list[tuple[Node, tuple[object, ...]]], where: str) -> None:
+    for (_, mine), (node, theirs) in zip(one, other, strict=False):
+        if mine != theirs:
+            raise Malformed(f"between pipeline stages {where} meet in different collectives at {node.name}")
+    if len(one) != len(other):
+        raise Malformed(f"between pipeline stages {where} meet in {len(one)} and {len(other)} collectives")
+
+
+def _said(record: Record) -> str:
+    return f"{'an integer' if record.dtype is None else str(record.dtype).removeprefix('torch.')} {list(record.shape)}"
