@@ -296,6 +296,16 @@ _SMOOTHED: Final = {
 }
 
 
+FARTHEST: Final = 1e9
+"""Of a place in an image, whose sides are at 1 and -1: kernels make an index of it, and one of NaN or infinity is anywhere."""
+
+
+def _somewhere(o: Operands) -> str | None:
+    grid = o["grid"]
+    near = grid.is_meta or bool((grid.abs() <= FARTHEST).all())
+    return None if near else f"grid holds what is no place: all lie within {FARTHEST:.0e} of the middle"
+
+
 TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     aten._adaptive_avg_pool2d_backward.default: _adaptive(2),
     aten._adaptive_avg_pool3d_backward.default: _adaptive(3),
@@ -324,6 +334,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
                 "align_corners",
             ),
             same_dtype("grad_output", "input", "grid"),
+            _somewhere,
         )
         for space in (2, 3)
     },

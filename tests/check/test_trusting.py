@@ -48,6 +48,11 @@ def test_operands_that_fit_pass() -> None:
         (aten.linalg_ldl_solve.default, (torch.eye(2), torch.tensor([1, -2], dtype=torch.int32), torch.ones(2, 1)), "half a block"),
         (aten._upsample_bilinear2d_aa.default, (X, [17, 18], False, 1.7, 0.9), "scales_h 1.7 does not make 17 of 4"),
         (aten._upsample_bicubic2d_aa_backward.default, (X, [4, 4], [1, 1, 9, 4], False, 0.5, 9.0), "scales_w 9.0 does not make 4 of 4"),
+        (
+            aten.grid_sampler_2d_backward.default,
+            (GRAD, X, torch.full((1, 2, 2, 2), torch.nan), 0, 1, False, [True, True]),
+            "grid holds what is no place",
+        ),
         (aten.floor_divide.default, (torch.tensor([-(1 << 63)]), torch.tensor([-1])), "which -1 in other does not divide"),
         (aten.special_legendre_polynomial_p.n_scalar, (torch.ones(4), 1 << 31), "a degree of at most 4096"),
     ],
