@@ -291,14 +291,14 @@ def same_program(one: Program, other: Program) -> bool:
 
 def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> comparison.Report:
     """The saved program itself against the model on one device. Raises VerifyError if they differ."""
-    ask = program.draft.request
+    ask = program.lowered.request
     mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.general))
     if mine != known:
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
     saved = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
     twin = comparison.plain_copy(ask.module, None, False)
-    reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs), parts=program.draft.parts)
+    reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs), parts=program.lowered.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     double = all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
     report = comparison.Report(comparison.TOLERANCE[low[0] if low else torch.float64 if double else torch.float32])

@@ -6,7 +6,6 @@ runs the other passes on a copy, so that the result is the program that `meshc.c
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,15 +18,13 @@ from meshc.frontend import calling
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
-from meshc.passes.driver.pipeline import PASSES, finish, run_passes, start
-from meshc.passes.phases.draft import Draft, Request
+from meshc.passes.driver import compile
+from meshc.passes.driver.finish import finish
+from meshc.passes.phases.request import Request
 from meshc.program.program import Port, Program
 from meshc.runtime.simulator import verify as verification
 from meshc.text.allowed import name_of
 from tests.models import Case
-
-MODEL_PASSES = [entry.name for entry in PASSES].index("update")
-"""How many passes come before the first that depends on mesh, plan or optimizer."""
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -58,22 +55,20 @@ class Captured:
             train=train, double=double, names=case.names, microbatches=mean_of, batch_mix="mean_of_parts" if mean_of > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(train):
-            self.draft = run_passes(start(self.request), PASSES[:MODEL_PASSES])
-        self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.draft.parts)
+            self.traced = compile.trace(self.request)
+        self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
 
     def program(self, mesh: str, plan: str = "auto", **changes: Any) -> Program:
         """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""
-        draft = start(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
-        own: Draft = replace(
-            self.draft, request=draft.request, plan=draft.plan, sizes=draft.sizes, graph=copy.deepcopy(self.draft.graph),
-            inputs=list(self.draft.inputs), outputs=list(self.draft.outputs), notes=list(self.draft.notes), updates={}, seconds={},
-        )  # fmt: skip
+        own = self.traced.beside(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
+        own = replace(own, seconds={})
         with torch.set_grad_enabled(self.train):
-            self.latest = finish(run_passes(own, PASSES[MODEL_PASSES:]))
+            left = compile.lowered(compile.factored(own))
+            self.latest = finish(left)
         for stage in self.latest.stages.values():
             for node in ir.calls(stage.graph):
                 name_of(node.target)  # whatever is emitted may be saved and loaded
-        self.seconds = sum(self.draft.seconds.values()) + sum(own.seconds.values())
+        self.seconds = sum(self.traced.seconds.values()) + sum(left.seconds.values())
         return self.latest
 
     def restore(self) -> None:

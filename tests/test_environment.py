@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +12,12 @@ import torch
 import meshc
 from meshc import environment
 from meshc.errors import PlanError, VerifyError
-from meshc.passes.driver import hooks
-from meshc.passes.driver.pipeline import PASSES
+from meshc.passes.driver import hooks, pipeline
+from meshc.passes.driver.compile import compile_program
+from meshc.passes.driver.pipeline import NAMES
+from meshc.passes.phases.traced import Traced
 from meshc.text import show
 from tests.models import mlp
-
-NAMES = [entry.name for entry in PASSES]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,8 @@ def test_a_dump_shows_what_each_pass_found(tmp_path: Path) -> None:
     assert '"f32[6, 40]" = aten.addmm(' in of(texts, "differentiate")
     assert '"f32[batch 6, ffn 40]" = aten.addmm(' in of(texts, "factorize")
     assert '"f32[batch 6/dp, ffn 40/tp]" = aten.addmm(' in of(texts, "propagate")
-    assert '"f32[ffn 40/tp, hidden 24]" = "parameter:up.weight"' in of(texts, "propagate")
+    assert '"f32[ffn 40, hidden 24]" = "parameter:up.weight"' in of(texts, "propagate")
+    assert '"f32[ffn 40/tp, hidden 24]" = "parameter:up.weight"' in of(texts, "lay_ports")
     collectives = [line for line in of(texts, "emit").splitlines() if " = all_reduce(" in line]
     assert collectives and all("  # " in line for line in collectives)
 
@@ -93,55 +94,77 @@ def test_the_variable_dumps_each_compilation(tmp_path: Path, monkeypatch: pytest
     assert of(files(tmp_path), "emit") != of(files(tmp_path / "2"), "emit")
 
 
-def drafts(with_graph: bool) -> Any:
-    return SimpleNamespace(graph=object() if with_graph else None, seconds={"partition": 0.25}, notes=["a note"])
+class Checks:
+    """Notes what is to be checked; the one after `wrong` finds something."""
+
+    def __init__(self, wrong: str = "", error: Exception | None = None) -> None:
+        self.wrong, self.error = wrong, error or VerifyError("mm_3 differs by 0.5")
+        self.seen: list[str] = []
+
+    def check_graph(self, name: str, *graph: Any) -> None:
+        self._check(f"{name}: graph", name)
+
+    def check_program(self, name: str, *program: Any) -> None:
+        self._check(f"{name}: program", name)
+
+    def _check(self, what: str, name: str) -> None:
+        self.seen.append(what)
+        if name == self.wrong:
+            raise self.error
 
 
-def test_the_check_runs_from_the_first_graph_of_operators_and_its_error_names_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def recompiled(program: meshc.Program, checks: Checks) -> None:
+    compile_program(program.lowered.request, hooks.hook(checks))
+
+
+def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled()
     monkeypatch.setenv(environment.VERIFY, "1")
-    seen: list[str] = []
-
-    def check(name: str, draft: Any) -> None:
-        seen.append(name)
-        if name == "partition":
-            raise VerifyError("mm_3 differs by 0.5")
-
-    hook = hooks.hook(None, SimpleNamespace(check_after_pass=check))
-    assert hook is not None
-    hook("capture", drafts(False))
-    hook("differentiate", drafts(True))
+    recompiled(program, checks := Checks())
+    assert checks.seen == [
+        "differentiate: graph", "update: graph", "partition: program", "microbatch: program", "collectives: program", "emit: program",
+    ]  # fmt: skip
     with pytest.raises(VerifyError, match="after the pass partition .*\n  mm_3 differs by 0.5"):
-        hook("partition", drafts(True))
-    assert seen == ["differentiate", "partition"]
+        recompiled(program, checks := Checks("partition"))
+    assert checks.seen[-1] == "partition: program"
+    with pytest.raises(VerifyError, match="after the pass collectives .*\n  RuntimeError: mat1"):
+        recompiled(program, Checks("collectives", RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
 
 
-def test_a_pass_that_leaves_no_runnable_graph_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_a_pass_over_the_joint_graph_is_that_pass_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: masks are folded, and one relu is lost."""
+
+    def broken(traced: Traced) -> Traced:
+        graph = traced.operators().graph
+        lost = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
+        lost.replace_all_uses_with(lost.args[0])
+        graph.erase_node(lost)
+        return traced
+
+    passes = tuple(replace(each, run=broken) if each.name == "fold_masks" else each for each in pipeline.TRACE)
+    monkeypatch.setattr(pipeline, "TRACE", passes)
     monkeypatch.setenv(environment.VERIFY, "1")
-
-    def check(name: str, draft: Any) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    hook = hooks.hook(None, SimpleNamespace(check_after_pass=check))
-    assert hook is not None
-    with pytest.raises(VerifyError, match="after the pass cut .*\n  RuntimeError: mat1"):
-        hook("cut", drafts(True))
+    with pytest.raises(VerifyError, match="after the pass fold_masks the program no longer means what the model means"):
+        compiled()
 
 
 def test_the_log_says_what_each_pass_took_and_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(environment.LOG, "info")
-    hook = hooks.hook(None, None)
+    hook = hooks.hook(Checks())
     assert hook is not None
-    hook("partition", drafts(True))
-    hook("emit", drafts(True))
+    left = replace(compiled().lowered, seconds={"partition": 0.25, "emit": 0.0}, notes=("a note",))
+    capsys.readouterr()
+    hook("partition", left)
+    hook("emit", left)
     assert capsys.readouterr().err == "meshc: partition 0.25 s\nmeshc:   a note\nmeshc: emit 0.00 s\n"
 
 
 def test_unknown_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hooks.hook(None, None) is None
+    assert hooks.hook(Checks()) is None
     monkeypatch.setenv(environment.LOG, "loud")
     with pytest.raises(PlanError, match="MESHC_LOG=loud is not known: use info or debug"):
-        hooks.hook(None, None)
+        hooks.hook(Checks())
     monkeypatch.setenv(environment.LOG, "")
     monkeypatch.setenv(environment.VERIFY, "yes")
     with pytest.raises(PlanError, match="MESHC_VERIFY=yes"):
-        hooks.hook(None, None)
+        hooks.hook(Checks())

@@ -19,7 +19,7 @@ from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.draft import Request
+from meshc.passes.phases.request import Request
 from meshc.plan.recipes import resolve
 from meshc.program.program import BACKENDS
 from meshc.runtime.state.store import Store

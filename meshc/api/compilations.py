@@ -18,8 +18,9 @@ from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.optimizer.optimizer import changes, describe
 from meshc.passes.driver import hooks
-from meshc.passes.driver.pipeline import compile_program, specialised
-from meshc.passes.phases.draft import Draft, Request
+from meshc.passes.driver.compile import compile_program, specialised
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.program import Program as Compiled
 from meshc.runtime.agreement import agreed
@@ -41,12 +42,13 @@ class Compilation:
 
     program  at the sizes of its calls
     general  what serves all dynamic sizes; without any, `program`
+    lowered  what the passes have left of it, and under which request
     session  the program at work on this rank; None without a process group
     """
 
     program: Compiled
     general: Compiled
-    draft: Draft
+    lowered: Lowered
     session: Session | None
 
 
@@ -57,7 +59,7 @@ class Compilations:
         self.asked, self.world = asked, world
         self.spec = describe(asked.step.optimizers) if asked.step else None
         self.kept: dict[Any, Compilation] = {}
-        self.general: dict[Any, tuple[Compiled, Draft]] = {}
+        self.general: dict[Any, tuple[Compiled, Lowered]] = {}
         self.seconds: dict[str, float] = {}
         """By pass, of the last that was compiled."""
         self.store: Store | None = None
@@ -137,27 +139,30 @@ class Compilations:
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
             self.general[general_key] = self._compile_general(*examples)
-        general, draft = self.general[general_key]
+        general, lowered = self.general[general_key]
         with self.world.refusable():
             own = instance.fitting(general, dict(asked.shapes(*examples)))
-        return Compilation(own, general, draft, self._load(own, general, draft) if self.world.has_ranks else None)
+        session = self._load(own, general, lowered) if self.world.has_ranks else None
+        if session is not None and asked.step is not None:
+            lowered = replace(lowered, request=replace(lowered.request, optimizer=self.spec))  # the adopted optimizer's
+        return Compilation(own, general, lowered, session)
 
-    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Draft]:
+    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Lowered]:
         asked = self.asked
         request = self.request(args, kwargs)
-        hook = hooks.hook(asked, PassCheck())
+        hook = hooks.hook(PassCheck())
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
                 calling.refuse_partial_storage(asked.plan)
                 calling.refuse_stages(asked.mesh)
-            compiled, draft = compile_program(request, listening(self.world.board, hook))
+            compiled, lowered = compile_program(request, listening(self.world.board, hook))
         for note in compiled.notes:
             if any(words in note for words in WARNED):
                 warnings.warn(note, stacklevel=6)
-        self.seconds = dict(draft.seconds)
-        return compiled, draft
+        self.seconds = dict(lowered.seconds)
+        return compiled, lowered
 
-    def _load(self, compiled: Compiled, general: Compiled, draft: Draft) -> Session:
+    def _load(self, compiled: Compiled, general: Compiled, lowered: Lowered) -> Session:
         """`compiled` at work on this rank; `general` is what serves all sizes, if some are dynamic."""
         asked, world = self.asked, self.world
         world.agree_on_program(compiled, asked.module)
@@ -169,17 +174,17 @@ class Compilations:
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
             self.spec = None if self.spec is None else self.spec.of_live(store.live)
-            draft.request = replace(draft.request, optimizer=self.spec)
         if first:
             seed = torch.initial_seed() if asked.options.seed is None else asked.options.seed
             store.seed = world.from_rank_0(lambda: seed)
         coordinates = asked.mesh.coordinates(dist.get_rank())
         executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
-        make = partial(_specialised, compiled, general, draft)
-        return Session(compiled, store, executor, draft.output_tree, asked.options.cuda_graph, make, asked.options.check_inputs)
+        make = partial(_specialised, compiled, general, lowered)
+        tree = lowered.placed.traced.model.output_tree
+        return Session(compiled, store, executor, tree, asked.options.cuda_graph, make, asked.options.check_inputs)
 
 
-def _specialised(compiled: Compiled, general: Compiled, draft: Draft, received: Collection[str]) -> Compiled:
+def _specialised(compiled: Compiled, general: Compiled, lowered: Lowered, received: Collection[str]) -> Compiled:
     """`compiled` with the backward for the outputs that received gradients."""
     shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
-    return instance.fitting(specialised(general, draft, received), shapes)
+    return instance.fitting(specialised(general, lowered, received), shapes)

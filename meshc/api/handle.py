@@ -20,9 +20,9 @@ from meshc.errors import StateError
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
+from meshc.passes.driver.compile import compile_program
 from meshc.passes.driver.dump import dumper
-from meshc.passes.driver.pipeline import compile_program
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
@@ -151,8 +151,9 @@ class Program:
         return self.compilations.last.general
 
     @property
-    def draft(self) -> Draft:
-        return self.compilations.last.draft
+    def lowered(self) -> Lowered:
+        """What the passes have left of the compiled program, and under which request."""
+        return self.compilations.last.lowered
 
     def __str__(self) -> str:
         return show.print_program(self.general)
@@ -176,12 +177,12 @@ class Program:
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""
-        return summary.factors(self.draft.names, self.draft.factors, self.compiled)
+        return summary.factors(self.lowered.placed.names, self.lowered.placed.factors, self.compiled)
 
     def dump(self, path: str | Path) -> None:
         """Write the program's text after every pass, numbered, into a folder."""
         with calls_allowed(self.asked.module):
-            compile_program(self.draft.request, dumper(path))
+            compile_program(self.lowered.request, dumper(path))
 
     def save(self, path: str | Path, weights: bool = True) -> None:
         """Write the artifact: a folder of texts, JSON and (without a process group, or on rank 0) weights."""

@@ -22,8 +22,9 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import OptimizerSpec
-from meshc.passes.driver.pipeline import compile_program, trace
-from meshc.passes.phases.draft import Draft, Request
+from meshc.passes.driver.compile import compile_program, trace
+from meshc.passes.phases.factors import Factors
+from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.parts import Parts
 from meshc.program.program import Port
@@ -48,7 +49,7 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
-    ask = program.draft.request
+    ask = program.lowered.request
     store, world = program.compilations.store, program.world
     if store is None:
         return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
@@ -91,7 +92,7 @@ def _verify(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
 ) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
-    with _as_compiled(program.draft.request.autocast):
+    with _as_compiled(program.lowered.request.autocast):
         return _verify_there(program, values, args, kwargs, double)
 
 
@@ -114,8 +115,8 @@ class Twins:
     def __init__(self, key: tuple[Any, ...], request: Request) -> None:
         self.key = key
         self._traced = trace(request) if request.train else None
-        self.plain, draft = compile_program(request, traced=self._traced)
-        self.graph = draft.the_graph()
+        self.plain, lowered = compile_program(request, traced=self._traced)
+        self.graph = lowered.placed.graph
         self._updating: Compiled | None = None
 
     def same(self, key: tuple[Any, ...]) -> bool:
@@ -151,13 +152,13 @@ def _verify_there(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
 ) -> verification.Report:
     store, module = program.compilations.store, program.asked.module
-    ask = program.draft.request
+    ask = program.lowered.request
     with calls_allowed(module):
         twin = verification.plain_copy(module, values, double)
     args, kwargs = verification.widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
-    reference = verification.Reference(twin, program.asked.traced.function, args, kwargs, seed, double, program.draft.parts)
-    computed = {p.dtype for p in twin.parameters()} | _computed(program.draft)
+    reference = verification.Reference(twin, program.asked.traced.function, args, kwargs, seed, double, program.lowered.parts)
+    computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32
     report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
@@ -173,7 +174,7 @@ def _verify_there(
         plain = instance.fitting(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
         verification.compared(report, reference, partial(compare, plain))
-        _raise_if_wrong(report, plain, instance.graph_at(again.graph, again.plain, shapes), program.draft.parts, reference)
+        _raise_if_wrong(report, plain, instance.graph_at(again.graph, again.plain, shapes), program.lowered.parts, reference)
         if program.step is not None:
 
             def update(reference: verification.Reference, report: verification.Report) -> None:
@@ -191,13 +192,12 @@ def _chosen(program: Program) -> dict[str, Any]:
     if pipeline is None:
         return {}
     schedule = program.options.schedule or pipeline.schedule.name
-    return dict(schedule=schedule, microbatches=program.general.microbatches, gather_once=program.draft.request.gather_once)
+    return dict(schedule=schedule, microbatches=program.general.microbatches, gather_once=program.lowered.request.gather_once)
 
 
-def _computed(draft: Draft) -> set[torch.dtype]:
+def _computed(factors: Factors) -> set[torch.dtype]:
     """The dtypes that arithmetic is done in; what is only cast or laid out in another does not count."""
-    assert draft.factors is not None
-    instances = draft.factors.instances.values()
+    instances = factors.instances.values()
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -62,7 +62,7 @@ class Root(nn.Module):
             return self._within(regions[1:], args, kwargs)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TorchGraph:
     """A torch-level graph of the whole model.
 
@@ -80,7 +80,7 @@ class TorchGraph:
     aliases: dict[str, str]
     output_tree: OutputTree
     random_calls: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
 
     @property
@@ -194,7 +194,7 @@ def torch_graph(
     if double:
         _widen(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=notes)
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes))
     return _opened(traced, opened) if opened else traced
 
 

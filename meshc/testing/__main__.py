@@ -64,7 +64,7 @@ def run_case(ready: Captured, seed: int, index: int, how: How = PLAIN) -> tuple[
     chance = random.Random(f"{seed}:{index}")
     how = draw_how(chance, ready.sketch, ready.train, how, reparse=index % 5 == 4)
     mesh = draw_mesh(chance, ready.sketch.batch if how.inputs == "local" else 0)
-    plan = draw_plan(chance, ready.draft, mesh)
+    plan = draw_plan(chance, ready.placed, mesh)
     found = ready.check(mesh, plan, how)
     if found.kind == "refused" and how.microbatches > 1 and not how.mean_of_parts:  # most likely it mixes the batch
         how = replace(how, microbatches=1)

@@ -18,12 +18,11 @@ from meshc.frontend import calling
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
-from meshc.ir.spmd import MICROBATCH
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
-from meshc.passes.driver.pipeline import PASSES, PLANLESS, finish, run_passes, start
-from meshc.passes.phases.draft import Request
-from meshc.plan.recipes import resolve
+from meshc.passes.driver import compile
+from meshc.passes.driver.finish import finish
+from meshc.passes.phases.request import Request
 from meshc.program.program import Program
 from meshc.runtime.simulator import verify as verification
 from meshc.testing.case import PLAIN, Case, How
@@ -78,16 +77,14 @@ class Captured:
             microbatches=parts, batch_mix="mean_of_parts" if parts > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(grad):
-            self.draft = run_passes(start(self.request), PASSES[:PLANLESS])
-        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.draft.parts)
+            self.placed = compile.factored(compile.trace(self.request))
+        self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.placed.parts)
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Program:
         request = replace(self.request, mesh=mesh, plan=plan, microbatches=how.microbatches, inputs=how.inputs)
-        sizes = {axis.name: axis.size for axis in mesh.axes} | ({MICROBATCH: how.microbatches} if how.microbatches > 1 else {})
-        draft = self.draft.again(request, plan=resolve(plan, mesh), sizes=sizes)
         with torch.set_grad_enabled(request.grad):
-            return finish(run_passes(draft, PASSES[PLANLESS:]))
+            return finish(compile.lowered(self.placed.again(request)))
 
     def check(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Outcome:
         """One case. `how` is as this was captured, where it says so."""

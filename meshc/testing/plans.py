@@ -10,7 +10,7 @@ from math import prod
 from meshc.ir import records
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import Mesh
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.placed import Placed
 from meshc.testing.case import How
 from meshc.testing.draw import steady
 from meshc.testing.sketch import Sketch
@@ -55,15 +55,14 @@ def draw_mesh(chance: random.Random, batch: int = 0) -> Mesh:
         return Mesh(",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=False)))
 
 
-def draw_plan(chance: random.Random, draft: Draft, mesh: Mesh) -> str:
-    """A line an axis, of the program's own factors, and now and then a pin. `draft` has its factors."""
-    assert draft.names is not None and draft.factors is not None
-    sizes = {name: draft.factors.size[factor] for factor, name in draft.names.of.items() if draft.factors.size[factor] > 1}
-    found = {records(node)[0].source.module for node in draft.the_graph().nodes if node.op == "call_function"}
+def draw_plan(chance: random.Random, placed: Placed, mesh: Mesh) -> str:
+    """A line an axis, of the program's own factors, and now and then a pin. `placed` has its factors."""
+    sizes = {name: placed.factors.size[factor] for factor, name in placed.names.of.items() if placed.factors.size[factor] > 1}
+    found = {records(node)[0].source.module for node in placed.graph.nodes if node.op == "call_function"}
     modules = sorted(found - {""})
     lines = [_entry(chance, axis.name, axis.size, sizes, [*modules, "attention"]) for axis in mesh.axes]
     if chance.random() < 0.25:
-        lines += _pin(chance, draft, mesh)
+        lines += _pin(chance, placed, mesh)
     return "\n".join(lines)
 
 
@@ -82,15 +81,14 @@ def _entry(chance: random.Random, axis: str, ranks: int, sizes: Mapping[str, int
     return f"{axis}: {text}" + (f"; store {', '.join(stored)}" if stored else "")
 
 
-def _pin(chance: random.Random, draft: Draft, mesh: Mesh) -> list[str]:
+def _pin(chance: random.Random, placed: Placed, mesh: Mesh) -> list[str]:
     """One factor of a parameter or an input, on one or two axes or kept whole."""
-    assert draft.names is not None and draft.factors is not None
     places = []
-    for key, node in draft.placeholders().items():
+    for key, node in placed.joint.placeholders().items():
         kind, name = kind_of(key), name_of(key)
         if kind in ("parameter", "input"):
-            rows = draft.factors.dims[(node, 0)]
-            words = [[draft.names.of[factor] for factor in row] for row in rows]
+            rows = placed.factors.dims[(node, 0)]
+            words = [[placed.names.of[factor] for factor in row] for row in rows]
             called = name if kind == "parameter" else key
             places += [(called, words, dim) for dim, row in enumerate(words) if row and len(set(row)) == len(row)]
     if not places:

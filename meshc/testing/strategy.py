@@ -41,7 +41,7 @@ def _cases(draw: st.DrawFn, most: int) -> Case:
     else:
         how = draw_how(chance, sketch, train, how, reparse=chance.random() > 0.8)
         mesh = draw_mesh(chance, sketch.batch if how.inputs == "local" else 0)
-        case = Case(sketch, train, str(mesh), tuple(draw_plan(chance, ready.draft, mesh).split("\n")), how)
+        case = Case(sketch, train, str(mesh), tuple(draw_plan(chance, ready.placed, mesh).split("\n")), how)
     note(case.script(f"{case.how}"))
     return case
 

@@ -11,9 +11,11 @@ Nothing here looks at a clock, an address or an id, and nothing changes what it 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,12 +27,18 @@ from meshc.files.folders import write_text, writing
 from meshc.frontend.capture import source_of
 from meshc.ir import Record, spmd
 from meshc.ir.sharding import Part, Sharding
+from meshc.passes.phases.factors import Value
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import Hook
+from meshc.passes.phases.traced import Joint, Traced
 from meshc.plan.recipes import explain
-from meshc.program.program import Program, Stage
+from meshc.program.program import Stage
 from meshc.text.show import print_program, print_stage, print_type, value_names
 
-Hook = Callable[[str, Any], None]
-"""Called as hook(name of a pass, the draft that it left)."""
+Lies = Callable[[Value, Record], Sharding | None]
+"""How a value lies, as far as that is known."""
 
 PLAN = "00_plan.txt"
 
@@ -43,14 +51,14 @@ def dumper(path: str | Path) -> Hook:
     folder = Path(path)
     done: list[str] = []
 
-    def write(name: str, draft: Any) -> None:
+    def write(name: str, phase: Outset) -> None:
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         if not done:
             _clear(folder)
         done.append(name)
-        write_text(folder / f"{len(done):02}_{name}.py", draft_text(name, draft), lasting=False)
-        write_text(folder / PLAN, plan_text(draft), lasting=False)
+        write_text(folder / f"{len(done):02}_{name}.py", phase_text(name, phase), lasting=False)
+        write_text(folder / PLAN, plan_text(phase), lasting=False)
 
     return write
 
@@ -64,29 +72,28 @@ def _clear(folder: Path) -> None:
                     old.unlink()
 
 
-def plan_text(draft: Any) -> str:
+def plan_text(phase: Outset) -> str:
     """Mesh, what each axis does and where that comes from, notes so far."""
-    lines = [f"mesh {draft.mesh}", "", explain(draft.plan, draft.mesh)]
-    if draft.request.count > 1:
-        lines.append(f"{draft.request.count} microbatches")
-    if draft.notes:
-        lines += ["", "notes", *(f"  {note}" for note in draft.notes)]
+    lines = [f"mesh {phase.mesh}", "", explain(phase.plan, phase.mesh)]
+    if phase.request.count > 1:
+        lines.append(f"{phase.request.count} microbatches")
+    if phase.notes:
+        lines += ["", "notes", *(f"  {note}" for note in phase.notes)]
     return "\n".join(lines) + "\n"
 
 
-def draft_text(name: str, draft: Any) -> str:
+def phase_text(name: str, phase: Outset) -> str:
     """The text of what a pass left: torch's graph, the global view, or what each rank runs."""
-    if draft.stages:
-        program = Program(
-            draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), draft.schedule, draft.constants, draft.sizes,
-            draft.request.count, "step" if draft.request.train else "autograd" if draft.request.grad else "forward",
-            pipeline=draft.pipeline, backend=draft.request.backend,
-        )  # fmt: skip
-        count = sum(spmd.is_collective(node.target) for stage in draft.stages.values() for node in stage.graph.nodes)
-        return f"# after {name}: what each of {draft.mesh.world_size} ranks runs, {count} collectives\n\n{print_program(program)}"
-    if draft.graph is not None:
-        return f"# after {name}: the global view, {_count(draft.graph)} values\n\n{print_stage(global_view(draft))}"
-    graph = draft.traced.module.graph
+    if isinstance(phase, Lowered):
+        count = sum(spmd.is_collective(node.target) for stage in phase.stages.values() for node in stage.graph.nodes)
+        head = f"# after {name}: what each of {phase.mesh.world_size} ranks runs, {count} collectives"
+        return f"{head}\n\n{print_program(phase.as_program())}"
+    if isinstance(phase, Placed):
+        return _global_text(name, phase.joint, partial(_sharding, phase), phase.assignment.reasons if phase.assignment is not None else {})
+    assert isinstance(phase, Traced)
+    if phase.joint is not None:
+        return _global_text(name, phase.joint)
+    graph = phase.model.module.graph
     return f"# after {name}: the model's graph as torch traced it, {_count(graph)} values\n\n{torch_text(graph)}"
 
 
@@ -94,41 +101,45 @@ def _count(graph: Graph) -> int:
     return sum(node.op not in ("placeholder", "output") for node in graph.nodes)
 
 
-def global_view(draft: Any) -> Stage:
-    """A copy of the draft's graph whose records say what is known so far: factors, how each value lies, and who decided."""
+def _nowhere(value: Value, found: Record) -> Sharding | None:
+    return None
+
+
+def _global_text(name: str, joint: Joint, lies: Lies = _nowhere, reasons: Mapping[Node, str] = MappingProxyType({})) -> str:
+    return f"# after {name}: the global view, {_count(joint.graph)} values\n\n{print_stage(global_view(joint, lies, reasons))}"
+
+
+def global_view(joint: Joint, lies: Lies, reasons: Mapping[Node, str]) -> Stage:
+    """A copy of the graph whose records say what is known so far: factors, how each value lies, and who decided."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(draft.graph, copies))
-    ports = dict(zip(draft.graph.find_nodes(op="placeholder"), draft.inputs, strict=True))
+    graph.output(graph.graph_copy(joint.graph, copies))
+    ports = dict(zip(joint.graph.find_nodes(op="placeholder"), joint.inputs, strict=True))
     for node, made in copies.items():
         if not ir.has_record(node):
             continue
-        lies = ports[node].sharding if node in ports else None
+        stored = ports[node].sharding if node in ports else None
         known = tuple(
-            replace(found, sharding=lies or _sharding(draft, value, found), reason=found.reason or _reason(draft, node))
+            replace(found, sharding=stored or lies(value, found), reason=found.reason or reasons.get(node, ""))
             for found, value in zip(ir.records(node), _values(node), strict=True)
         )
         ir.set_record(made, known if isinstance(node.meta[ir.KEY], tuple) else known[0])
-    return Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
+    return Stage("main", graph, tuple(port.key for port in joint.inputs), tuple(port.key for port in joint.outputs))
 
 
 def _values(node: Node) -> list[tuple[Node, int]]:
     return [ir.value_of(node)] if ir.is_getitem(node) else [(node, index) for index in range(len(ir.records(node)))]
 
 
-def _sharding(draft: Any, value: tuple[Node, int], found: Record) -> Sharding | None:
+def _sharding(placed: Placed, value: Value, found: Record) -> Sharding | None:
     """How a value lies; where nothing has an opinion yet, its factors."""
-    if draft.factors is None or found.dtype is None or value not in draft.factors.dims:
+    if found.dtype is None or value not in placed.factors.dims:
         return None
-    given = None if draft.assignment is None else draft.assignment.given.get(value)
+    given = None if placed.assignment is None else placed.assignment.given.get(value)
     if given is not None:
         return given
-    names, sizes = draft.names.of, draft.factors.size
-    return Sharding(tuple(tuple(Part(names[factor], sizes[factor]) for factor in row) for row in draft.factors.dims[value]))
-
-
-def _reason(draft: Any, node: Node) -> str:
-    return "" if draft.assignment is None else draft.assignment.reasons.get(node, "")
+    names, sizes = placed.names.of, placed.factors.size
+    return Sharding(tuple(tuple(Part(names[factor], sizes[factor]) for factor in row) for row in placed.factors.dims[value]))
 
 
 # Torch's own graph, before it is one of operators.

@@ -4,38 +4,58 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Protocol
+
+import torch
+from torch.fx import Graph
 
 from meshc import environment
 from meshc.errors import VerifyError
 from meshc.ir import spmd
-from meshc.passes.driver.dump import Hook, dumper
+from meshc.passes.driver.dump import dumper
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import Hook
+from meshc.passes.phases.traced import Traced
+from meshc.program.parts import Parts
+from meshc.program.program import Port, Program, Stage
+from meshc.text.show import print_program, print_stage
 
 _dumped: Final[Counter[Path]] = Counter()
 """Compilations of this process dumped so far, by folder."""
 
 
-def hook(program: Any, simulation: Any) -> Hook | None:
-    """What the pass runner calls after each pass of one compilation, as the environment asks; None if it asks for nothing.
+class Checker(Protocol):
+    """What compares a program under construction with the first graph of its operators. Both raise if it does not mean that any more."""
 
-    program     what is compiled, for messages
-    simulation  offers `check_after_pass(name, draft)`, which raises if the draft does not mean what the model means
-    """
+    def check_graph(
+        self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
+    ) -> None:
+        """The global view that the pass `name` has left."""
+
+    def check_program(self, name: str, program: Program, parts: Parts | None) -> None:
+        """What each rank runs, as far as that pass has come."""
+
+
+def hook(checker: Checker) -> Hook | None:
+    """What the pass runner calls after each pass of one compilation, as the environment asks; None if it asks for nothing."""
     wanted: list[Hook] = []
     level, folder = environment.log_level(), environment.dump_folder()
     if level:
-        wanted.append(_logger(program, level))
+        wanted.append(_logger(level))
     if folder is not None:
         wanted.append(dumper(_next_folder(folder)))
     if environment.verifying():
-        wanted.append(_verifier(simulation))  # last, so that what it refuses is on disk
+        wanted.append(_verifier(checker))  # last, so that what it refuses is on disk
     if not wanted:
         return None
 
-    def call(name: str, draft: Any) -> None:
+    def call(name: str, phase: Outset) -> None:
         for one in wanted:
-            one(name, draft)
+            one(name, phase)
 
     return call
 
@@ -47,37 +67,57 @@ def _next_folder(folder: Path) -> Path:
     return folder if _dumped[key] == 1 else folder / str(_dumped[key])
 
 
-def _verifier(simulation: Any) -> Hook:
-    def verify(name: str, draft: Any) -> None:
-        if draft.graph is None:
-            return  # before differentiate there is no graph of operators to run
+def _verifier(checker: Checker) -> Hook:
+    """Checks each pass that has changed what would be run, so that none is blamed for another."""
+    checked = ""
+
+    def verify(name: str, phase: Outset) -> None:
+        nonlocal checked
+        text = _run_by(phase)
+        if text in ("", checked):
+            return  # nothing to run before there are operators, or the same as before
         try:
-            simulation.check_after_pass(name, draft)
+            if isinstance(phase, Lowered):
+                checker.check_program(name, phase.as_program(), phase.parts)
+            elif isinstance(phase, Placed | Traced) and (joint := phase.joint) is not None:
+                checker.check_graph(name, joint.graph, joint.inputs, joint.outputs, joint.constants)
         except Exception as error:
             kind = "" if isinstance(error, VerifyError) else f"{type(error).__name__}: "
             raise VerifyError(f"after the pass {name} the program no longer means what the model means\n  {kind}{error}") from error
+        checked = text
 
     return verify
 
 
-def _logger(program: Any, level: str) -> Hook:
+def _run_by(phase: Outset) -> str:
+    """The text of what would be run: of the graph of operators, of the stages and their schedule."""
+    if isinstance(phase, Lowered):
+        return print_program(phase.as_program())
+    if isinstance(phase, Placed | Traced) and (joint := phase.joint) is not None:
+        return print_stage(Stage("main", joint.graph, tuple(p.key for p in joint.inputs), tuple(p.key for p in joint.outputs)))
+    return ""
+
+
+def _logger(level: str) -> Hook:
     told = 0
 
-    def log(name: str, draft: Any) -> None:
+    def log(name: str, phase: Outset) -> None:
         nonlocal told
-        left = f", leaves {_size(draft)}" if level == "debug" else ""
-        print(f"meshc: {name} {draft.seconds.get(name, 0.0):.2f} s{left}", file=sys.stderr)
-        for note in draft.notes[told:]:
+        left = f", leaves {_size(phase)}" if level == "debug" else ""
+        print(f"meshc: {name} {phase.seconds.get(name, 0.0):.2f} s{left}", file=sys.stderr)
+        for note in phase.notes[told:]:
             print(f"meshc:   {note}", file=sys.stderr)
-        told = len(draft.notes)
+        told = len(phase.notes)
 
     return log
 
 
-def _size(draft: Any) -> str:
-    if draft.stages:
-        nodes = [node for stage in draft.stages.values() for node in stage.graph.nodes]
+def _size(phase: Outset) -> str:
+    if isinstance(phase, Lowered):
+        nodes = [node for stage in phase.stages.values() for node in stage.graph.nodes]
         count = sum(spmd.is_collective(node.target) for node in nodes)
-        return f"{len(nodes)} values a rank in {len(draft.stages)} stages, {count} collectives"
-    graph = draft.graph or draft.traced.module.graph
+        return f"{len(nodes)} values a rank in {len(phase.stages)} stages, {count} collectives"
+    assert isinstance(phase, Placed | Traced)
+    traced = phase.traced if isinstance(phase, Placed) else phase
+    graph = phase.joint.graph if phase.joint is not None else traced.model.module.graph
     return f"{len(graph.nodes)} values"

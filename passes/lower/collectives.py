@@ -17,19 +17,19 @@ from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, spmd
 from meshc.ir.graph import placeholders
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.program.bundle import bundle
 from meshc.program.preparation import chain, from_placeholder, is_preparation
 
 
-def schedule_collectives(draft: Draft) -> Draft:
+def schedule_collectives(lowered: Lowered) -> Lowered:
     """Reorders each stage; values do not change."""
-    sizes = draft.sizes
-    for stage in draft.stages.values():
+    sizes = lowered.sizes
+    for stage in lowered.stages.values():
         _start_reductions(stage.graph)
         bundle(stage, sizes)
         _start_gathers(stage.graph)
-    return draft
+    return lowered
 
 
 def _positions(graph: Graph) -> dict[Node, float]:

@@ -10,6 +10,7 @@ An update writes into its operands: parameters and states are the program's own,
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -17,14 +18,13 @@ from torch.fx import Graph, Node
 from meshc.ir import Record, is_getitem, records
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.program.program import Stage
 
 
-def fuse_updates(draft: Draft) -> Draft:
+def fuse_updates(lowered: Lowered) -> Lowered:
     """Batch the update operators of each stage by operator, numbers and flags."""
-    draft.stages = {name: _fuse(stage) for name, stage in draft.stages.items()}
-    return draft
+    return replace(lowered, stages={name: _fuse(stage) for name, stage in lowered.stages.items()})
 
 
 def _fuse(stage: Stage) -> Stage:

@@ -26,17 +26,17 @@ from meshc.ir.graph import copied, made_only_of, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, set_region
 from meshc.passes.lower.levels import WINDOW, levels, runs_alone
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.program.accumulate import ADDED
 from meshc.program.bundle import bundle
 from meshc.program.program import Stage
 
 
-def group_regions(draft: Draft) -> Draft:
+def group_regions(lowered: Lowered) -> Lowered:
     """Marks and reorders each stage; values do not change. Nothing is to be done for a backend that runs operators one by one."""
-    if draft.request.backend != "eager":
-        draft.stages = {name: grouped(stage, draft.sizes) for name, stage in draft.stages.items()}
-    return draft
+    if lowered.request.backend == "eager":
+        return lowered
+    return replace(lowered, stages={name: grouped(stage, lowered.sizes) for name, stage in lowered.stages.items()})
 
 
 def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None) -> Stage:

@@ -17,15 +17,15 @@ from meshc.ir import KEY, record, records, set_record
 from meshc.ir.graph import made_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.passes.microbatches.microbatch import Splitter
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.program.program import Instruction, Stage
 
 
-def cut_backward(draft: Draft) -> Draft:
+def cut_backward(lowered: Lowered) -> Lowered:
     """Two stages for a program in autograd mode; others are left alone."""
-    stage = next(iter(draft.stages.values()))
-    if draft.request.train or not draft.request.grad or not any(is_a(key, "tangent") for key in stage.inputs):
-        return draft
+    stage, request = next(iter(lowered.stages.values())), lowered.request
+    if request.train or not request.grad or not any(is_a(key, "tangent") for key in stage.inputs):
+        return lowered
     graph = stage.graph
     keys = stage.keys()
     results = stage.results()
@@ -41,11 +41,14 @@ def cut_backward(draft: Draft) -> Draft:
     }
     split = Splitter(graph, keys)
     forward = split.stage("forward", outputs | {key: node for node, key in saved.items()}, {})
-    draft.stages = {"forward": _of_one_phase(forward), "backward": _of_one_phase(split.stage("backward", gradients, saved))}
-    if sum(is_a(key, "tangent") for key in stage.inputs) > 1:
-        draft.backward = _of_one_phase(split.stage("backward", gradients, saved))  # a copy: later passes work in place
-    draft.schedule = (Instruction("run", "forward"), Instruction("run", "backward"))
-    return draft
+    several = sum(is_a(key, "tangent") for key in stage.inputs) > 1
+    backward, *spare = (_of_one_phase(split.stage("backward", gradients, saved)) for _ in range(1 + several))
+    return replace(
+        lowered,
+        stages={"forward": _of_one_phase(forward), "backward": backward},
+        backward=spare[0] if spare else None,  # a copy: later passes write into the stages
+        schedule=(Instruction("run", "forward"), Instruction("run", "backward")),
+    )
 
 
 def _of_one_phase(stage: Stage) -> Stage:

@@ -23,27 +23,26 @@ from meshc.ir.graph import entering, made_of, output_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.rows import rows_of, whole_rows
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.program.accumulate import OF_REDUCTION, whole_of
 from meshc.program.program import Instruction, Stage
 
 
-def split_microbatches(draft: Draft) -> Draft:
+def split_microbatches(lowered: Lowered) -> Lowered:
     """Three stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
-    (stage,) = draft.stages.values()
-    count = draft.sizes.get(MICROBATCH, 1)
+    (stage,) = lowered.stages.values()
+    count = lowered.sizes.get(MICROBATCH, 1)
     if count == 1:
-        draft.schedule = (Instruction("run", stage.name),)
-        return draft
+        return replace(lowered, schedule=(Instruction("run", stage.name),))
     graph = stage.graph
     keys = stage.keys()
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
-    rows = rows_of(draft, stage)
+    rows = rows_of(lowered, stage)
     if not sums and not rows:
-        return _as_one(draft, count)
+        return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]
     results = stage.results()
-    written = {key: node for key, node in results.items() if is_a(key, "buffer")} if draft.parts is not None else {}
+    written = {key: node for key, node in results.items() if is_a(key, "buffer")} if lowered.parts is not None else {}
     """Where each microbatch is a step of its own: the buffers that it writes."""
     own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
     own += [node for node, key in keys.items() if key in written]
@@ -73,24 +72,22 @@ def split_microbatches(draft: Draft) -> Draft:
     whole = {total: _whole(key_of(OF_REDUCTION[total.args[2]], part.name)) for total, part in zip(sums, parts, strict=True)}
     whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
     after = split.stage("after", late, given={**given, **whole})
-    whole_rows(draft, after)
-    draft.stages = {s.name: s for s in (before, each, after) if s.outputs}
+    outputs = whole_rows(lowered, after)
+    stages = {s.name: s for s in (before, each, after) if s.outputs}
     schedule = [Instruction("run", "before")] if before.outputs else []
     for k in range(count):
         schedule.append(Instruction("run", "each", k))
         schedule += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
-    draft.schedule = (*schedule, Instruction("run", "after")) if after.outputs else tuple(schedule)
-    return draft
+    schedule += [Instruction("run", "after")] if after.outputs else []
+    return replace(lowered, stages=stages, outputs=outputs, schedule=tuple(schedule))
 
 
-def _as_one(draft: Draft, count: int) -> Draft:
+def _as_one(lowered: Lowered, count: int) -> Lowered:
     """Nothing carries a batch that has parts: one microbatch, for what follows as well; stages would add up the whole `count` times."""
-    (stage,) = draft.stages.values()
-    draft.notes.append(f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch")
-    draft.request = replace(draft.request, microbatches=1)
-    draft.sizes = {axis: size for axis, size in draft.sizes.items() if axis != MICROBATCH}
-    draft.schedule = (Instruction("run", stage.name),)
-    return draft
+    (stage,) = lowered.stages.values()
+    note = f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch"
+    one = lowered.asked(replace(lowered.request, microbatches=1)).noting(note)
+    return replace(one, schedule=(Instruction("run", stage.name),))
 
 
 def _whole(key: str) -> str:

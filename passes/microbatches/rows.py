@@ -21,24 +21,24 @@ from meshc.ir.graph import call, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding, local_size
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.draft import Draft
-from meshc.program.program import Stage
+from meshc.passes.phases.lowered import Lowered
+from meshc.program.program import Port, Stage
 
 aten = torch.ops.aten
 
 
-def rows_of(draft: Draft, stage: Stage) -> dict[str, Node]:
+def rows_of(lowered: Lowered, stage: Stage) -> dict[str, Node]:
     """Outputs of which a microbatch gives some rows, by key. CompileError: these rows are no rows of a dim."""
     nodes = stage.results()
     found = {}
-    for port in draft.outputs:
+    for port in lowered.outputs:
         place = _place(port.sharding)
         if place is None or port.sharding is None:
             continue
         dim, position = place
         part = port.sharding.dims[dim][position]
-        stays = draft.request.inputs == "local" and len(part.axes) > 1
-        if position or dim or part.axes[-1] != MICROBATCH or (stays and part.size % prod(draft.sizes[axis] for axis in part.axes)):
+        stays = lowered.request.inputs == "local" and len(part.axes) > 1
+        if position or dim or part.axes[-1] != MICROBATCH or (stays and part.size % prod(lowered.sizes[axis] for axis in part.axes)):
             raise CompileError(
                 f"{port.name}: the rows of a microbatch do not lie together in this output, {part}\n"
                 "  what to do: microbatches=1, or a batch that the ranks and the microbatches divide"
@@ -47,9 +47,9 @@ def rows_of(draft: Draft, stage: Stage) -> dict[str, Node]:
     return found
 
 
-def whole_rows(draft: Draft, after: Stage) -> None:
-    """Makes the values that come in under `joined:` what they are, rows of all microbatches, and of these the outputs."""
-    count = draft.sizes[MICROBATCH]
+def whole_rows(lowered: Lowered, after: Stage) -> tuple[Port, ...]:
+    """Makes the values that come in under `joined:` what they are, rows of all microbatches; of these the outputs, whose ports it gives."""
+    count = lowered.sizes[MICROBATCH]
     graph = after.graph
     for node, key in after.keys().items():
         if not is_a(key, "joined"):
@@ -59,15 +59,15 @@ def whole_rows(draft: Draft, after: Stage) -> None:
         part = made.sharding.dims[0][0]
         axes = [axis for axis in part.axes if axis != MICROBATCH]
         set_record(node, replace(made, shape=(made.shape[0] * count, *made.shape[1:]), sharding=None))
-        rows = _Rows(graph, node, partial(_rows, part, draft.sizes))
+        rows = _Rows(graph, node, partial(_rows, part, lowered.sizes))
         rows.cut(axes)
-        while axes and draft.request.inputs != "local":
-            rows.gather(axes.pop(), draft.sizes)
+        while axes and lowered.request.inputs != "local":
+            rows.gather(axes.pop(), lowered.sizes)
             rows.cut(axes)
         if rows.made:
             node.replace_all_uses_with(rows.last, delete_user_cb=rows.is_other)
-    local = draft.request.inputs == "local"
-    draft.outputs = [port if port.sharding is None else replace(port, sharding=_without(port.sharding, local)) for port in draft.outputs]
+    local = lowered.request.inputs == "local"
+    return tuple(port if port.sharding is None else replace(port, sharding=_without(port.sharding, local)) for port in lowered.outputs)
 
 
 def _rows(part: Part, sizes: Mapping[str, int], axes: Sequence[str]) -> int:

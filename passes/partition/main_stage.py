@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from meshc.passes.partition.partition import partition
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import carried
+from meshc.passes.phases.placed import Placed
 from meshc.passes.stages.gather_once import gathers_once
 from meshc.passes.trace import parts
 from meshc.program.program import Stage
 
 
-def make_main_stage(draft: Draft) -> Draft:
-    assert draft.assignment is not None
-    wants = [port.sharding for port in draft.outputs]
-    cut = parts.cut_inputs(draft) if draft.parts is not None else {}
-    known = [want for want in wants if want is not None]
-    guarded = draft.mesh.device_type if draft.request.check_indices else None
-    graph = partition(draft.the_graph(), draft.assignment, draft.inputs, known, cut, draft.dynamic, gathers_once(draft), guarded)
-    stage = Stage("main", graph, tuple(port.key for port in draft.inputs), tuple(port.key for port in draft.outputs))
-    draft.stages = {"main": stage}
-    return draft
+def make_main_stage(placed: Placed) -> Lowered:
+    joint = placed.joint
+    inputs, cut = (joint.inputs, {}) if placed.parts is None else parts.cut_inputs(joint.inputs, placed.parts)
+    wants = [port.sharding for port in joint.outputs if port.sharding is not None]
+    guarded = placed.mesh.device_type if placed.request.check_indices else None
+    graph = partition(joint.graph, placed.decided(), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded)
+    stage = Stage("main", graph, tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
+    return Lowered(**carried(placed), placed=placed, stages={"main": stage}, inputs=inputs, outputs=joint.outputs)

@@ -1,1 +1,1 @@
-"""What passes hand to each other: the request, the draft, and what they find out on the way."""
+"""What passes hand to each other: the request, the three phases, what is found out on the way; and what a pass is."""

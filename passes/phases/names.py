@@ -22,6 +22,11 @@ class Names:
     products: set[Node] = field(default_factory=set)
     ones: set[str] = field(default_factory=set)
 
+    def copied(self) -> Names:
+        """Names that may be added to."""
+        also = defaultdict(set, {factor: set(names) for factor, names in self.also.items()})
+        return Names(dict(self.of), also, set(self.attention), set(self.products), set(self.ones))
+
     def set(self, factor: int, name: str, *also: str) -> None:
         self.of.setdefault(factor, name)
         self.also[factor] |= {name, *also} if self.of[factor] == name else set(also)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from meshc.ir import value_of
 from meshc.ir.keys import key_of, kind_of, name_of
-from meshc.passes.phases.draft import Draft
 from meshc.passes.phases.factors import Value
+from meshc.passes.phases.traced import Joint
 
 
-def alike(draft: Draft) -> list[tuple[Value, Value]]:
+def alike(joint: Joint) -> list[tuple[Value, Value]]:
     """Gradients, new values and tangents with what they are gradients, new values and tangents of."""
-    inputs = draft.placeholders()
-    results = {port.key: value_of(node) for port, node in zip(draft.outputs, draft.results(), strict=True)}
+    inputs = joint.placeholders()
+    results = {port.key: value_of(node) for port, node in zip(joint.outputs, joint.results(), strict=True)}
     pairs = []
     for key, value in results.items():
         kind, name = kind_of(key), name_of(key)

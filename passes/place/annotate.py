@@ -11,85 +11,86 @@ not be opened (`one_row`), where ranks do the same work.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Axis
-from meshc.passes.phases.draft import Draft
-from meshc.passes.place.pins import apply_pins
+from meshc.passes.phases.placed import Placed
+from meshc.passes.place.pins import Pinning
 from meshc.plan.entries import AxisEntry
 
 
-def annotate(draft: Draft) -> Draft:
-    """Fills `pins` (value -> (dim, position) -> axes), `storage_pins` and `spread_pins`; raises PlanError with every fault found."""
-    faults = [*_unknown_factors(draft), *apply_pins(draft)]
+def annotate(placed: Placed) -> Placed:
+    """With what the plan pins; raises PlanError with every fault found."""
+    notes, faults = _unknown_factors(placed)
+    pinning = Pinning(placed)
+    faults += pinning.apply()
     if faults:
         raise PlanError("the plan does not fit this model:\n  " + "\n  ".join(faults))
-    draft.notes += _large_axes(draft)
-    return draft
+    placed = replace(placed, names=pinning.names, pins=pinning.pins())
+    return placed.noting(*notes, *_large_axes(placed))
 
 
-def _known(draft: Draft) -> dict[str, set[int]]:
-    assert draft.names is not None
+def _known(placed: Placed) -> dict[str, set[int]]:
     known: dict[str, set[int]] = {}
-    for factor, names in draft.names.also.items():
+    for factor, names in placed.names.also.items():
         for name in names:
             known.setdefault(name, set()).add(factor)
     return known
 
 
-def _unknown_factors(draft: Draft) -> list[str]:
-    assert draft.plan is not None and draft.names is not None
-    known = _known(draft)
-    faults = []
-    for entry in draft.plan.axes:
+def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
+    """Notes on what recipes name, and faults in what the user does, of factors that the model has not."""
+    known = _known(placed)
+    notes, faults = [], []
+    for entry in placed.plan.axes:
         for term in entry.terms:
-            if any(term.covers(name) for name in (*known, *draft.names.ones)):
+            if any(term.covers(name) for name in (*known, *placed.names.ones)):
                 continue
             if entry.source != "hand":
-                draft.notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")
+                notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")
                 continue
             close = get_close_matches(term.factor, known, 3)
             hint = f"did you mean {', '.join(close)}?" if close else "program.factors() lists what can be named: " + ", ".join(
                 sorted(name for name in known if "." not in name)
             )
             faults.append(f"{entry.where}: the model has no factor {term.factor!r}; {hint}")
-    return faults
+    return notes, faults
 
 
-def idle(draft: Draft) -> dict[str, AxisEntry]:
+def idle(placed: Placed) -> dict[str, AxisEntry]:
     """Axes of several ranks whose entries speak of dims of size 1 and of nothing else."""
-    return {axis.name: entry for axis, entry, sizes, ones in _splittable(draft) if ones and not sizes}
+    return {axis.name: entry for axis, entry, sizes, ones in _splittable(placed) if ones and not sizes}
 
 
-def _splittable(draft: Draft) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
+def _splittable(placed: Placed) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
     """For each axis of several ranks: its entry, the largest size by name of what that could split, and the names of dims of size 1."""
-    assert draft.plan is not None and draft.names is not None and draft.factors is not None
-    known = _known(draft)
-    for axis in draft.mesh.axes:
-        entry = draft.plan.entry(axis.name)
+    known = _known(placed)
+    for axis in placed.mesh.axes:
+        entry = placed.plan.entry(axis.name)
         if entry is None or axis.size == 1:
             continue
         sizes = {
-            name: max(draft.real(draft.factors.size[factor]) for factor in factors)
+            name: max(placed.real(placed.factors.size[factor]) for factor in factors)
             for name, factors in known.items()
             if any(term.covers(name) for term in entry.terms)
         }
-        yield axis, entry, sizes, sorted(name for name in draft.names.ones if any(term.covers(name) for term in entry.terms))
+        yield axis, entry, sizes, sorted(name for name in placed.names.ones if any(term.covers(name) for term in entry.terms))
 
 
-def _large_axes(draft: Draft) -> list[str]:
+def _large_axes(placed: Placed) -> list[str]:
     """What to say of axes larger than anything that their entries could split."""
     notes = []
-    for axis, _, sizes, ones in _splittable(draft):
+    for axis, _, sizes, ones in _splittable(placed):
         if ones and not sizes:
-            why = f"\n  why the batch of 1 is not padded: {draft.kept_whole}" if draft.kept_whole else ""
+            why = f"\n  why the batch of 1 is not padded: {placed.kept_whole}" if placed.kept_whole else ""
             notes.append(
                 f"axis {axis.name} has nothing to split ({', '.join(f'{name} 1' for name in ones)}): each of its {axis.size} ranks "
                 f"does the whole work; give it a larger factor in the plan, or larger inputs{why}"
             )
         if sizes and 0 < max(sizes.values()) < axis.size:
-            found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (draft.parts is not None)
+            found = ", ".join(f"{name} {size}" for name, size in sizes.items()) + " in a microbatch" * (placed.parts is not None)
             largest = max(sizes.values())
             notes.append(
                 f"axis {axis.name} has {axis.size} ranks, more than anything it could split ({found}): {axis.size - largest} of them hold "

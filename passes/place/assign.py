@@ -1,61 +1,57 @@
-"""Assign: how every value lies. `propagate` decides; here it is told what the draft knows, and what it has decided is noted."""
+"""Assign: how every value lies. `propagate` decides; here it is told what is known, and what it has decided is noted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshc.ir import records
-from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.draft import Draft
-from meshc.passes.place.lay_ports import lay_ports
+from meshc.passes.phases.placed import Placed
 from meshc.passes.place.one_row import interests_of_rows
-from meshc.passes.place.propagate import Interest, Propagator
+from meshc.passes.place.propagate import Interest, Propagator, interests
 
 
-def assign(draft: Draft) -> Draft:
-    assert draft.factors is not None and draft.names is not None and draft.plan is not None
-    propagator = Propagator(draft.the_graph(), draft.factors, draft.names, draft.plan, draft.sizes, draft.inputs)
-    propagator.updates = draft.updates
-    if draft.opened is not None:
-        propagator.interest = interests_of_rows(draft, propagator.interest)
-    propagator.fixed = draft.request.fixed
-    propagator.pins = draft.pins
-    propagator.storage_pins = draft.storage_pins
-    propagator.spread_pins = draft.spread_pins
-    if draft.parts is not None:
-        propagator.interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
-    if draft.request.inputs == "local":
-        propagator.local_batch = tuple(axis.name for axis in draft.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
-    draft.assignment = propagator.run()
-    lay_ports(draft, propagator)
-    _warn_replicated(draft)
-    _note_idle_pins(draft)
-    return draft
+def assign(placed: Placed) -> Placed:
+    joint, names = placed.joint, placed.names
+    interest = interests(placed.plan, names, list(placed.sizes))
+    if placed.opened is not None:
+        interest = interests_of_rows(placed.opened, placed.factors, interest)
+    if placed.parts is not None:
+        interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
+    assignment = Propagator(
+        joint.graph, placed.factors, names, placed.plan, placed.sizes, joint.inputs, updates=joint.updates, interest=interest,
+        pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch,
+    ).run()  # fmt: skip
+    placed = replace(placed, assignment=assignment)
+    return placed.noting(*_replicated(placed), *_idle_pins(placed))
 
 
-def _note_idle_pins(draft: Draft) -> None:
+def _idle_pins(placed: Placed) -> list[str]:
     """A value that every rank makes where it is used, in whatever part is asked for, lies nowhere that a pin could change."""
-    assert draft.assignment is not None
-    for (node, index), slots in draft.pins.items():
-        if node.op == "call_function" and node in draft.assignment.free and any(slots.values()):
+    notes = []
+    for (node, index), slots in placed.pins.values.items():
+        if node.op == "call_function" and node in placed.decided().free and any(slots.values()):
             modules = ", ".join(records(node)[index].returned_by) or node.name
-            draft.notes.append(
+            notes.append(
                 f"the pin of value:{modules} has no effect: nothing but integers goes into it, so each rank makes the part it uses"
             )
+    return notes
 
 
-def _warn_replicated(draft: Draft) -> None:
-    assert draft.assignment is not None
+def _replicated(placed: Placed) -> list[str]:
     seen: dict[str, tuple[int, int, str]] = {}
-    for node in draft.assignment.replicated:
+    for node in placed.decided().replicated:
         size = 0
         for result in records(node):
             if result.dtype is not None:
                 count = result.dtype.itemsize
                 for extent in result.shape:
-                    count *= draft.real(extent)
+                    count *= placed.real(extent)
                 size += count
         name = str(node.target).removesuffix(".default")
         times, total, where = seen.get(name, (0, 0, str(records(node)[0].source)))
         seen[name] = (times + 1, total + size, where)
-    for name, (times, total, where) in seen.items():
-        draft.notes.append(f"{name} has no rule: it runs whole on every rank ({times}x, {total:,} bytes of results), first at {where}")
+    return [
+        f"{name} has no rule: it runs whole on every rank ({times}x, {total:,} bytes of results), first at {where}"
+        for name, (times, total, where) in seen.items()
+    ]

@@ -27,8 +27,12 @@ from meshc.frontend.capture import is_fake, source_of
 from meshc.frontend.dynamic import DynamicDims
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import at
-from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.draft import Draft, Opened, Request
+from meshc.passes.phases.factors import Factors
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import Outset, begin
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Opened, Request
+from meshc.passes.phases.traced import Traced
 from meshc.passes.place.annotate import idle
 from meshc.passes.place.propagate import Interest
 from meshc.program import instance
@@ -41,9 +45,9 @@ class Parted(CompileError):
     """A model that means something else by one row than by several."""
 
 
-def opened(draft: Draft) -> Opened | None:
-    """What to leave open of a model that was traced at 1 as far as its factors; None if no axis would have more to split."""
-    ask, axes = draft.request, idle(draft)
+def opened(placed: Placed) -> Opened | None:
+    """What to leave open of a model that was traced at 1; None if no axis would have more to split. CompileError: it cannot be."""
+    ask, axes = placed.request, idle(placed)
     dims: dict[str, dict[int, str]] = {}
     for name, dim, label in _rows(ask):
         if any(term.covers(label) for entry in axes.values() for term in entry.terms):
@@ -51,8 +55,7 @@ def opened(draft: Draft) -> Opened | None:
     if not dims:
         return None
     if ask.dynamic:
-        draft.kept_whole = "it is not padded where Options(dynamic=...) leaves other sizes open"
-        return None
+        raise Parted("it is not padded where Options(dynamic=...) leaves other sizes open")
     labels = {label for row in dims.values() for label in row.values()}
     return Opened(DynamicDims(dims, {label: (1, 1) for label in sorted(labels)}), frozenset(axes))
 
@@ -69,13 +72,10 @@ def _rows(ask: Request) -> list[tuple[str, int, str]]:
     return found
 
 
-def reopened(whole: Draft, rows: Opened) -> Draft:
-    """The draft to trace anew, with its rows open. Such a batch has no second row for another microbatch."""
-    ask, notes = whole.request, []
-    if ask.count > 1:
-        notes = [f"microbatches={ask.count}: the batch has one row, so the step runs as one microbatch"]
-    sizes = {axis: size for axis, size in whole.sizes.items() if axis != MICROBATCH}
-    return Draft(replace(ask, microbatches=1), plan=whole.plan, sizes=sizes, notes=notes, opened=rows)
+def reopened(ask: Request, rows: Opened) -> Outset:
+    """What to trace anew, with its rows open. Such a batch has no second row for another microbatch."""
+    notes = [f"microbatches={ask.count}: the batch has one row, so the step runs as one microbatch"] if ask.count > 1 else []
+    return replace(begin(replace(ask, microbatches=1)), opened=rows).noting(*notes)
 
 
 def why_whole(error: Exception) -> str:
@@ -87,47 +87,49 @@ def why_whole(error: Exception) -> str:
     return f"traced with its size open, {first}{place}"
 
 
-def interests_of_rows(draft: Draft, found: Mapping[str, Interest]) -> dict[str, Interest]:
+def interests_of_rows(opened: Opened, factors: Factors, found: Mapping[str, Interest]) -> dict[str, Interest]:
     """What axes may take, as propagate has it: rows that were opened go to the axes that they were opened for."""
-    assert draft.opened is not None and draft.factors is not None
-    rows = {factor for factor, size in draft.factors.size.items() if str(size) in draft.opened.values}
+    rows = {factor for factor, size in factors.size.items() if str(size) in opened.values}
 
     def without(interest: Interest) -> Interest:
         return replace(interest, ranks={factor: ranks for factor, ranks in interest.ranks.items() if factor not in rows})
 
-    return {axis: interest if axis in draft.opened.axes else without(interest) for axis, interest in found.items()}
+    return {axis: interest if axis in opened.axes else without(interest) for axis, interest in found.items()}
 
 
-def settle(draft: Draft) -> Draft:
-    """The draft of a finished program with 1 put in where a row was open."""
-    assert draft.opened is not None and draft.factors is not None
-    values = draft.opened.values
+def settle(lowered: Lowered) -> Lowered:
+    """What is left of a finished program with 1 put in where a row was open."""
+    assert lowered.opened is not None
+    values, placed = lowered.opened.values, lowered.placed
+    joint = replace(
+        placed.joint,
+        graph=instance.put_graph(placed.graph, values),
+        inputs=tuple(instance.put_port(port, values) for port in placed.joint.inputs),
+        outputs=tuple(instance.put_port(port, values) for port in placed.joint.outputs),
+    )
+    factors = replace(placed.factors, size={factor: at(size, values) for factor, size in placed.factors.size.items()})
     return replace(
-        draft,
-        graph=instance.put_graph(draft.the_graph(), values),
-        stages={name: instance.put_stage(stage, values) for name, stage in draft.stages.items()},
-        backward=None if draft.backward is None else instance.put_stage(draft.backward, values),
-        inputs=[instance.put_port(port, values) for port in draft.inputs],
-        outputs=[instance.put_port(port, values) for port in draft.outputs],
-        factors=replace(draft.factors, size={factor: at(size, values) for factor, size in draft.factors.size.items()}),
-        dynamic=(),
-        constraints=(),
+        lowered,
+        placed=replace(placed, joint=joint, factors=factors),
+        stages={name: instance.put_stage(stage, values) for name, stage in lowered.stages.items()},
+        backward=None if lowered.backward is None else instance.put_stage(lowered.backward, values),
+        inputs=tuple(instance.put_port(port, values) for port in lowered.inputs),
+        outputs=tuple(instance.put_port(port, values) for port in lowered.outputs),
     )
 
 
 # ------------------------------------------------------------------------------------------------------------------------ the two traces
 
 
-def compare(whole: Draft, draft: Draft) -> None:
-    """Raises CompileError if `draft`, with its rows open, is not at 1 what `whole` is, which was traced at 1."""
-    assert whole.traced is not None and draft.traced is not None and draft.opened is not None
-    symbols, values = draft.traced.symbols, draft.opened.values
-    assert symbols is not None
-    broken = [f"{size.name} >= {size.low}" for size in draft.dynamic if size.low > 1]
-    broken += [text for text in draft.constraints if not instance.holds(text, values)]
+def compare(whole: Traced, rows: Traced) -> None:
+    """Raises CompileError if `rows`, which are open, are not at 1 what `whole` is, which was traced at 1."""
+    assert rows.model.symbols is not None and rows.opened is not None
+    symbols, values = rows.model.symbols, rows.opened.values
+    broken = [f"{size.name} >= {size.low}" for size in rows.dynamic if size.low > 1]
+    broken += [text for text in rows.constraints if not instance.holds(text, values)]
     if broken:
         raise Parted(f"the model computes otherwise unless {' and '.join(broken)}")
-    _compare(whole.traced.module, draft.traced.module, lambda value: at(symbols.open(value), values))
+    _compare(whole.model.module, rows.model.module, lambda value: at(symbols.open(value), values))
 
 
 def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:

@@ -27,6 +27,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
+from meshc.passes.phases.placed import Pins
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.rules.layout import is_grown
 from meshc.plan.plan import Plan
@@ -79,20 +80,35 @@ def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Intere
 
 
 class Propagator:
-    def __init__(self, graph: Graph, factors: Factors, names: Names, plan: Plan, sizes: Mapping[str, int], inputs: Sequence[Port]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        factors: Factors,
+        names: Names,
+        plan: Plan,
+        sizes: Mapping[str, int],
+        inputs: Sequence[Port],
+        *,
+        updates: Mapping[Node, str] | None = None,
+        interest: Mapping[str, Interest] | None = None,
+        pins: Pins | None = None,
+        fixed: Mapping[str, Sharding] | None = None,
+        local_batch: tuple[str, ...] = (),
+    ) -> None:
+        """
+        updates      nodes that update a parameter -> its name
+        interest     what each axis may take, if not what the plan says
+        fixed        storage that another program of the same model has settled
+        local_batch  axes over which each rank passes a part of the batch of its own
+        """
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
+        self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
         self.axes = [axis for axis in sizes if sizes[axis] > 1]
-        self.interest = interests(plan, names, list(sizes))
+        self.interest = interests(plan, names, list(sizes)) if interest is None else interest
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
         self.first_use: dict[str, Sharding] = {}
-        self.local_batch: tuple[str, ...] = ()
-        self.updates: Mapping[Node, str] = {}
-        self.whole_updates: set[Node] = set()
-        self.fixed: Mapping[str, Sharding] = {}
-        self.pins: Mapping[Value, Mapping[tuple[int, int], tuple[str, ...]]] = {}
-        self.storage_pins: Mapping[str, Mapping[tuple[int, int], tuple[str, ...]]] = {}
-        self.spread_pins: Mapping[int, tuple[str, ...]] = {}
+        self.whole_updates = computed_whole(self.updates, factors.instances)
 
     # ------------------------------------------------------------------------------------------------------------------ sources
 
@@ -121,12 +137,15 @@ class Propagator:
     # ---------------------------------------------------------------------------------------------------------------- operators
 
     def run(self) -> Assignment:
-        self.whole_updates = computed_whole(self.updates, self.factors.instances)
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._source(node)
             elif node.op == "call_function" and not is_getitem(node):
                 self._operator(self.factors.instances[node])
+        for port in self.ports.values():
+            if port.kind == "parameter":
+                for kind in ("parameter", "gradient", "state"):
+                    self.storage(port.name, kind)
         return self.result
 
     def _operator(self, instance: Instance) -> None:
@@ -193,7 +212,7 @@ class Propagator:
     def _pinned(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         found: dict[Token, tuple[str, ...]] = {}
         for index, dims in enumerate(instance.results):
-            for (dim, position), axes in self.pins.get((instance.node, index), {}).items():
+            for (dim, position), axes in self.pins.values.get((instance.node, index), {}).items():
                 token = dims[dim][position]
                 if axes and token not in instance.whole:
                     found[token] = axes
@@ -206,7 +225,7 @@ class Propagator:
         kept = {
             dims[dim][position]
             for index, dims in enumerate(instance.results)
-            for (dim, position), axes in self.pins.get((instance.node, index), {}).items()
+            for (dim, position), axes in self.pins.values.get((instance.node, index), {}).items()
             if not axes
         }
         return kept | {instance.tied[token] for token in kept if token in instance.tied}
@@ -248,7 +267,7 @@ class Propagator:
         kept = self._kept_whole(instance)
         for position, token in enumerate(instance.size):
             rank = interest.rank(instance.factor[token], instance.node, self.names)
-            if axis in self.spread_pins.get(instance.factor[token], ()):
+            if axis in self.pins.spread.get(instance.factor[token], ()):
                 rank = -1
             if token in kept:
                 continue
@@ -373,7 +392,7 @@ class Propagator:
         return self.result.storage[key]
 
     def _with_pins(self, name: str, base: Sharding) -> Sharding:
-        pins = self.storage_pins.get(name, {})
+        pins = self.pins.storage.get(name, {})
         moved = {axis for axes in pins.values() for axis in axes}
         for dim, position, part in base.parts():
             kept = tuple(axis for axis in part.axes if axis not in moved)

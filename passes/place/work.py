@@ -15,27 +15,26 @@ from meshc import ir
 from meshc.cost.flops import flops
 from meshc.cost.work import CANNOT, COULD, SPLIT, Work, collapsed
 from meshc.ir.sharding import tile_sizes
-from meshc.passes.phases.draft import Draft
 from meshc.passes.phases.factors import Instance, Token
+from meshc.passes.phases.placed import Placed
 from meshc.program.instance import put_graph
 
 
-def account(draft: Draft) -> list[Work]:
+def account(placed: Placed) -> list[Work]:
     """One row for equal operators of equal modules, as `meshc.cost.work` reads them."""
-    assignment = draft.assignment
-    assert assignment is not None
-    times = draft.parts.count if draft.parts is not None else 1
-    axes = [axis.name for axis in draft.mesh.axes if axis.size > 1]
+    assignment = placed.decided()
+    times = placed.parts.count if placed.parts is not None else 1
+    axes = [axis.name for axis in placed.mesh.axes if axis.size > 1]
     found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)
-    graph = draft.the_graph()
-    real = graph if draft.opened is None else put_graph(graph, draft.opened.values)
+    graph = placed.graph
+    real = graph if placed.opened is None else put_graph(graph, placed.opened.values)
     for node, sized in zip(ir.calls(graph), ir.calls(real), strict=True):
         count = flops(sized)
         if not count or node not in assignment.chosen:
             continue
         instance, chosen = assignment.factors.instances[node], assignment.chosen[node]
         taken = {axis for token_axes in chosen.values() for axis in token_axes}
-        states = tuple(SPLIT if axis in taken else COULD if has_split(instance, chosen, draft.sizes) else CANNOT for axis in axes)
+        states = tuple(SPLIT if axis in taken else COULD if has_split(instance, chosen, placed.sizes) else CANNOT for axis in axes)
         record = ir.records(node)[0]
         found[(collapsed(record.source.module), ir.op_name(node), record.phase, states)] += count * times
     return [Work(*key[:3], count, dict(zip(axes, key[3], strict=True))) for key, count in found.items()]

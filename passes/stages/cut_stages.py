@@ -21,7 +21,7 @@ from meshc.cost.predict import costs_of
 from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.microbatch import Splitter
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
@@ -44,59 +44,59 @@ Names = tuple[tuple[str, str], ...]
 """Halves of a stage, each with what its graphs are called."""
 
 
-def cut_stages(draft: Draft) -> Draft:
+def cut_stages(lowered: Lowered) -> Lowered:
     """Stages, messages and owners where the mesh has a pipeline axis; other programs are left alone."""
-    axis = draft.mesh.pipeline_axis
+    axis = lowered.mesh.pipeline_axis
     if axis is None:
-        return draft
-    if "each" not in draft.stages:
-        draft.stages = without_update(draft.stages["main"])
-    if gathers_once(draft):
-        draft.stages = gather_once(draft.stages)
-    whole = draft.stages["each"]
+        return lowered
+    if "each" not in lowered.stages:
+        lowered = replace(lowered, stages=without_update(lowered.stages["main"]))
+    if gathers_once(lowered, lowered.inputs):
+        lowered = replace(lowered, stages=gather_once(lowered.stages))
+    whole = lowered.stages["each"]
     halves = weights_apart(whole)
-    found, known = _read(draft, halves)
-    work = Work.of(draft, found, known)
-    shapes = shapes_of(draft, found, known, work)
-    plain = (whole, *_read(draft, whole)) if halves is not whole else (halves, found, known)
+    found, known = _read(lowered, halves)
+    work = Work.of(lowered, found, known)
+    shapes = shapes_of(lowered, found, known, work)
+    plain = (whole, *_read(lowered, whole)) if halves is not whole else (halves, found, known)
 
     def cutter(shape: Shape) -> Cutter:
         each, has, ordered = (halves, found, known) if shape.halved else plain
-        return Cutter(draft, axis.name, each, has, replace(shape, placed=homes(has, shape.cuts, ordered)))
+        return Cutter(lowered, axis.name, each, has, replace(shape, placed=homes(has, shape.cuts, ordered)))
 
     @cache
     def has_held() -> Held:
-        return Held.of(draft, found, halves.keys())
+        return Held.of(lowered, found, halves.keys())
 
     def leaner(shape: Shape, need: Need, budget: int) -> list[Shape]:
         return [replace(shape, cuts=cuts) for cuts in lean_cuts(shape, work, has_held(), need.most.total, budget)]
 
-    return fastest_that_fits(draft, shapes, cutter, leaner)
+    return fastest_that_fits(lowered, shapes, cutter, leaner)
 
 
-def _read(draft: Draft, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
+def _read(lowered: Lowered, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
     """What a microbatch's values depend on, and the numbers of the global-view values that they are forms of."""
     keys = each.keys()
-    return kinds(each.graph, keys), numbers(each.graph, draft.the_graph())
+    return kinds(each.graph, keys), numbers(each.graph, lowered.placed.graph)
 
 
 def fastest_that_fits(
-    draft: Draft,
+    lowered: Lowered,
     shapes: Sequence[Shape],
     cutter: Callable[[Shape], Cutter],
     leaner: Callable[[Shape, Need, int], Sequence[Shape]],
-) -> Draft:
-    """The draft cut in the first way under which no rank holds more than it may. `shapes`: the fastest first.
+) -> Lowered:
+    """The stages cut in the first way under which no rank holds more than it may. `shapes`: the fastest first.
 
     Where none fits, stages that hold less and take longer are tried (`leaner`), unless the user has said where to cut. A schedule that the
     user names is held against nothing but the user's own budget. DoesNotFit: none fits.
     """
-    budget = may_hold(draft.request)
-    if budget is None or (draft.request.schedule is not None and draft.request.memory_budget is None):
+    budget = may_hold(lowered.request)
+    if budget is None or (lowered.request.schedule is not None and lowered.request.memory_budget is None):
         return cutter(shapes[0]).run()
     needs: list[tuple[Shape, Need]] = []
 
-    def fitting(shape: Shape) -> Draft | None:
+    def fitting(shape: Shape) -> Lowered | None:
         try:
             made = cutter(shape).run()
         except CompilerFault:
@@ -111,42 +111,41 @@ def fastest_that_fits(
     for shape in shapes:
         if (made := fitting(shape)) is not None:
             return made
-    for shape, need in () if draft.request.pp_splits else tuple(needs):
+    for shape, need in () if lowered.request.pp_splits else tuple(needs):
         for lean in leaner(shape, need, budget):
             if (made := fitting(lean)) is not None:
                 return made
-    raise DoesNotFit(least([need for _, need in needs]), draft.request)
+    raise DoesNotFit(least([need for _, need in needs]), lowered.request)
 
 
 class Cutter:
-    """Cuts a draft's stages `before` and `after`, and `each`, as the shape says; those that it is given stay as they are."""
+    """Cuts the stages `before` and `after`, and `each`, as the shape says; those that it is given stay as they are."""
 
-    def __init__(self, draft: Draft, axis: str, each: Stage, found: Kinds, shape: Shape) -> None:
-        self.draft, self.axis, self.each, self.found, self.shape = draft, axis, each, found, shape
+    def __init__(self, lowered: Lowered, axis: str, each: Stage, found: Kinds, shape: Shape) -> None:
+        self.lowered, self.axis, self.each, self.found, self.shape = lowered, axis, each, found, shape
         self.ranks, self.placed = shape.ranks, shape.placed
 
-    def run(self) -> Draft:
-        draft, shape = replace(self.draft), self.shape
-        self.placed = {**shape.placed, **sent(self.found, shape.placed, self.ranks, draft.mesh)}
-        before, each, after = draft.stages.get("before"), self.each, draft.stages["after"]
+    def run(self) -> Lowered:
+        lowered, shape = self.lowered, self.shape
+        self.placed = {**shape.placed, **sent(self.found, shape.placed, self.ranks, lowered.mesh)}
+        before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
         parts = parts_of(each, after, self.placed, Home(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)
         crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
         stages = self._halves(each, parts, ways, crossings)
         messages = messages_of(next(iter(crossings.values())), self.ranks, shape.schedule(()).actions)
-        owners = Owners(draft, stages, self.ranks, before)
+        owners = Owners(lowered, stages, self.ranks, before)
         made = {whole[1]: self.ranks[home.stage] for key, (_, home) in parts.made.items() if (whole := whole_of(key))}
         made, returned = owners.returned(parts.after, made)
         late = self._late(parts.after, made, owners)
         early = before_ranks(before, [*stages, *late], self._rank_of, max(self.ranks) + 1)
-        draft.stages = {stage.name: stage for stage in (*early, *stages, *late)}
-        draft.schedule = ()
+        cut = {stage.name: stage for stage in (*early, *stages, *late)}
         moves = tuple(owners.shared()), (*returned, *owners.written(shape))
         pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners.of, *moves)
-        costs = costs_of(pipeline, draft.stages, draft.mesh)
-        draft.pipeline = replace(pipeline, schedule=shape.schedule(messages, costs))
-        check(draft.pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
-        return draft
+        costs = costs_of(pipeline, cut, lowered.mesh)
+        pipeline = replace(pipeline, schedule=shape.schedule(messages, costs))
+        check(pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
+        return replace(lowered, stages=cut, schedule=(), pipeline=pipeline)
 
     def _ways(self, parts: Parts) -> dict[Names, dict[Node, Home]]:
         """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""
@@ -182,7 +181,7 @@ class Cutter:
         entering = {**made, **{key: rank for key, rank in owners.of.items() if key in after.inputs}}
         kept = {key: rank for key, rank in owners.of.items() if key in after.outputs}
         names = {name_of(key): rank for key, rank in owners.of.items() if is_a(key, "parameter")}
-        updates = place(after, entering, names, {node.name: name for node, name in self.draft.updates.items()})
+        updates = place(after, entering, names, {node.name: name for node, name in self.lowered.placed.joint.updates.items()})
         return cut_updates(after, updates, max(self.ranks) + 1, self.axis, kept)
 
     def _rank_of(self, stage: Stage) -> int:

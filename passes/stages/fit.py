@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
-from meshc.passes.phases.draft import Draft, Request
-from meshc.program.program import Program
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.request import Request
 from meshc.program.steps import items_of
 
 
@@ -60,18 +60,14 @@ def may_hold(request: Request) -> int | None:
     return int(for_mesh(request.mesh).memory_bytes) if request.mesh.device_type == "cuda" else None
 
 
-def need_of(draft: Draft) -> Need:
-    """Of a draft that is cut into stages."""
-    pipeline = draft.pipeline
-    assert pipeline is not None and draft.plan is not None
-    program = Program(
-        draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), axis_sizes=draft.sizes,
-        microbatches=draft.request.count, pipeline=pipeline,
-    )  # fmt: skip
+def need_of(lowered: Lowered) -> Need:
+    """Of what is cut into stages."""
+    program, pipeline = lowered.as_program(), lowered.pipeline
+    assert pipeline is not None
     most = memory.worst(program)
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
-    return Need(pipeline.schedule.name or "the schedule", draft.request.count, most, f"{item}, {most.peak.at}")
+    return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, f"{item}, {most.peak.at}")
 
 
 def least(found: list[Need]) -> Need:

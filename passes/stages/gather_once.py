@@ -9,6 +9,7 @@ gradients add up whole and are reduced after the last microbatch. It costs the b
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from torch.fx import Graph, Node
@@ -20,29 +21,29 @@ from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.microbatch import Splitter
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.outset import Outset
 from meshc.passes.stages.homes import kinds
-from meshc.program.program import Stage
+from meshc.program.program import Port, Stage
 
 SHARE = 0.5
 """Of the memory that there is, what parameters, state, whole parameters and whole gradients may take; activations need the rest."""
 
 
-def gathers_once(draft: Draft) -> bool:
+def gathers_once(phase: Outset, inputs: Sequence[Port]) -> bool:
     """Whether a pipeline's stages keep their parameters gathered, by what that is expected to take."""
-    axis = draft.mesh.pipeline_axis
-    if axis is None or MICROBATCH not in draft.sizes or not draft.request.gather_once:
+    axis = phase.mesh.pipeline_axis
+    if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
         return False
     stored = whole = 0.0
-    for port in draft.inputs:
+    for port in inputs:
         if port.kind in ("parameter", "state") and port.sharding is not None:
-            stored += prod(local_shape(port.sharding, draft.sizes)) * port.dtype.itemsize
+            stored += prod(local_shape(port.sharding, phase.sizes)) * port.dtype.itemsize
             whole += 2 * prod(port.shape) * port.dtype.itemsize if port.kind == "parameter" else 0
-    budget = draft.request.memory_budget or for_mesh(draft.mesh).memory_bytes
+    budget = phase.request.memory_budget or for_mesh(phase.mesh).memory_bytes
     return (stored + whole) / axis.size <= SHARE * budget
 
 
-def gather_once(stages: dict[str, Stage]) -> dict[str, Stage]:
+def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
     """`before` with the gathers of what `each` reads of parameters alone; `each` without them."""
     each = stages["each"]
     keys = each.keys()

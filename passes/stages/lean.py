@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc.cost import memory
 from meshc.ir import is_tensor, local_bytes, record, records
 from meshc.ir.keys import is_a
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.balance import Place, best_cuts, least_cuts
 from meshc.passes.stages.homes import Kinds
 from meshc.passes.stages.places import Work
@@ -41,10 +41,11 @@ class Held:
     saved: tuple[float, ...]
 
     @classmethod
-    def of(cls, draft: Draft, found: Kinds, keys: Mapping[Node, str]) -> Held:
+    def of(cls, lowered: Lowered, found: Kinds, keys: Mapping[Node, str]) -> Held:
         position = {node: i for i, node in enumerate(found.forward)}
         kept, saved = [0.0] * len(position), [0.0] * len(position)
-        whole = {kind: sum(memory.port_bytes(p, draft.sizes) for p in draft.inputs if p.kind == kind) for kind in ("parameter", "state")}
+        inputs = lowered.inputs
+        whole = {kind: sum(memory.port_bytes(p, lowered.sizes) for p in inputs if p.kind == kind) for kind in ("parameter", "state")}
         times = 2 + whole["state"] / max(whole["parameter"], 1)
         seen: set[Node] = set()
         for node in found.forward:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, records
 from meshc.ir.keys import is_a, key_of, name_of
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.shape import Shape
 from meshc.passes.stages.updates import ALL
 from meshc.pipelining.cut import Move
@@ -24,8 +24,8 @@ from meshc.program.program import Stage
 class Owners:
     """Rank by key in `of`: of a parameter, of its state and gradient. `ranks`: of each stage. `before`: what runs before microbatches."""
 
-    def __init__(self, draft: Draft, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
-        self.draft, self.stages, self.ranks = draft, stages, ranks
+    def __init__(self, lowered: Lowered, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
+        self.lowered, self.stages, self.ranks = lowered, stages, ranks
         self._behind = {} if before is None else _read_for(before)
         self.of = self._owners()
 
@@ -33,13 +33,13 @@ class Owners:
         """A parameter lives with the first stage that reads it forward."""
         owners: dict[str, int] = {}
         forward_first = sorted(self.stages, key=lambda stage: not stage.name.startswith("forward"))
-        names = [port.name for port in self.draft.inputs if port.kind == "parameter"]
+        names = [port.name for port in self.lowered.inputs if port.kind == "parameter"]
         for name in names:
             key = key_of("parameter", name)
             first = next((stage for stage in forward_first if key in self._reads(stage)), None)
             here = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
-            owners[key] = self.draft.request.owners.get(key, here)
-        for port in (*self.draft.inputs, *self.draft.outputs):
+            owners[key] = self.lowered.request.owners.get(key, here)
+        for port in (*self.lowered.inputs, *self.lowered.outputs):
             of = key_of("parameter", port.of)
             if port.kind in ("state", "gradient") and of in owners:
                 owners[port.key] = owners[of]
@@ -60,12 +60,12 @@ class Owners:
         or to all if they are for parameters of several ranks."""
         settled = dict(made)
         moves = []
-        labels = {node.name: name for node, name in self.draft.updates.items()}
+        labels = {node.name: name for node, name in self.lowered.placed.joint.updates.items()}
         leaving: dict[Node, set[str]] = defaultdict(set)
         for key, node in after.results().items():
             if is_a(key, "gradient"):
                 leaving[node].add(name_of(key))
-        params = {port.key: port.name for port in self.draft.inputs if port.kind == "parameter"}
+        params = {port.key: port.name for port in self.lowered.inputs if port.kind == "parameter"}
         entering = after.keys()
         names = {node: params[key] for node, key in entering.items() if key in params}
         for node, key in entering.items():

@@ -18,7 +18,7 @@ from meshc.cost.operators import seconds
 from meshc.ir import is_getitem, local_bytes, records
 from meshc.ir.graph import made_of
 from meshc.ir.spmd import is_collective
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.balance import Place
 from meshc.passes.stages.halves import WEIGHTS, split_backward
 from meshc.passes.stages.homes import Home, Kinds
@@ -44,17 +44,17 @@ class Work:
     send_s: Sequence[float]
 
     @classmethod
-    def of(cls, draft: Draft, found: Kinds, numbers: Mapping[Node, int]) -> Work:
-        device = for_mesh(draft.mesh)
-        axis = draft.mesh.pipeline_axis
+    def of(cls, lowered: Lowered, found: Kinds, numbers: Mapping[Node, int]) -> Work:
+        device = for_mesh(lowered.mesh)
+        axis = lowered.mesh.pipeline_axis
         assert axis is not None
         takes = {
-            node: collective_seconds(node, draft.mesh, device) if is_collective(node.target) else seconds(node, device)
+            node: collective_seconds(node, lowered.mesh, device) if is_collective(node.target) else seconds(node, device)
             for node in (*found.forward, *found.backward, *found.given) if node.op == "call_function"
         }
         order = found.forward
         before = [0.0, *accumulate(_both_halves(found, numbers, takes))]
-        send_s = _sent(order, link_of(draft.mesh, [axis.name], device))
+        send_s = _sent(order, link_of(lowered.mesh, [axis.name], device))
         factor = 2 if found.backward else 1
         places = [Place(i, before[i], factor * send_s[i]) for i in range(1, len(order)) if not is_getitem(order[i])]
         if len(places) > MOST_PLACES:

@@ -13,7 +13,8 @@ from torch.fx import Node
 from meshc.errors import CompileError, PlanError, ScheduleError
 from meshc.ir import records
 from meshc.passes import schedules
-from meshc.passes.phases.draft import Draft, Request
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.request import Request
 from meshc.passes.schedules.kind import Kind, Lists
 from meshc.passes.stages.balance import best_cuts
 from meshc.passes.stages.homes import Home, Kinds, homes
@@ -56,19 +57,19 @@ class Shape:
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
 
-def shapes_of(draft: Draft, found: Kinds, numbers: Mapping[Node, int], work: Work) -> list[Shape]:
+def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work: Work) -> list[Shape]:
     """What the user asked for; else all schedules that can be, over stages of equal time, the one predicted to be fastest first."""
     trains = bool(found.backward)
-    named = _named_cuts(draft.request, found) if draft.request.pp_splits else None
-    stages = _asked_stages(draft, named)
+    named = _named_cuts(lowered.request, found) if lowered.request.pp_splits else None
+    stages = _asked_stages(lowered, named)
 
     def shaped(kind: Kind | str) -> Shape:
-        ranks = _ranks(draft, kind, stages)
+        ranks = _ranks(lowered, kind, stages)
         cuts = _balanced_cuts(work, len(ranks)) if named is None else named
-        return Shape(cuts, ranks, kind, draft.request.count, trains, homes(found, cuts, numbers))
+        return Shape(cuts, ranks, kind, lowered.request.count, trains, homes(found, cuts, numbers))
 
-    if draft.request.schedule is not None:
-        return [shaped(_asked(draft.request.schedule, trains, stages, draft))]
+    if lowered.request.schedule is not None:
+        return [shaped(_asked(lowered.request.schedule, trains, stages, lowered))]
     shapes = []
     for name in schedules.names():
         kind = schedules.get(name)
@@ -86,10 +87,10 @@ def predicted_s(shape: Shape, work: Work, found: Kinds) -> float:
     return simulate(shape.schedule(chain(len(shape.ranks)), costs), costs).makespan_s
 
 
-def _ranks(draft: Draft, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
+def _ranks(lowered: Lowered, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
     """The rank of each stage; `stages`: how many there are, if the user has said."""
-    count = draft.request.count
-    axis = draft.mesh.pipeline_axis
+    count = lowered.request.count
+    axis = lowered.mesh.pipeline_axis
     assert axis is not None
     if isinstance(kind, str):
         written = parse(kind, ())
@@ -107,9 +108,9 @@ def _ranks(draft: Draft, kind: Kind | str, stages: int | None) -> tuple[int, ...
     return tuple(owner[stage] for stage in range(stages))
 
 
-def _asked_stages(draft: Draft, named: tuple[int, ...] | None) -> int | None:
+def _asked_stages(lowered: Lowered, named: tuple[int, ...] | None) -> int | None:
     """How many stages the user wants: by the modules where they begin, or by their number on a rank; None: the schedule says."""
-    axis, each = draft.mesh.pipeline_axis, draft.request.stages_per_rank
+    axis, each = lowered.mesh.pipeline_axis, lowered.request.stages_per_rank
     assert axis is not None
     if named is not None and each is not None and len(named) + 1 != each * axis.size:
         raise PlanError(
@@ -119,10 +120,10 @@ def _asked_stages(draft: Draft, named: tuple[int, ...] | None) -> int | None:
     return len(named) + 1 if named is not None else None if each is None else each * axis.size
 
 
-def _asked(schedule: str | Lists, trains: bool, stages: int | None, draft: Draft) -> Kind | str:
+def _asked(schedule: str | Lists, trains: bool, stages: int | None, lowered: Lowered) -> Kind | str:
     """A schedule by name or as a function, or the text that the user wrote."""
     if not isinstance(schedule, str):
-        axis = draft.mesh.pipeline_axis
+        axis = lowered.mesh.pipeline_axis
         assert axis is not None
         each = None if stages is None or stages % axis.size else stages // axis.size
         return schedules.of_function(schedule, stages_per_rank=each if stages else 1, trains=trains)

@@ -22,6 +22,7 @@ import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,11 +36,17 @@ from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import Region, eligible, entered
 from meshc.frontend.capture import TorchGraph, source_of
 from meshc.ir.graph import placeholders
+from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
 from meshc.passes.trace.raise_flex import FLEX
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def autocast(traced: Traced) -> Traced:
+    """The regions of the whole model as casts."""
+    return replace(traced, model=lower_autocast(traced.model, traced.mesh.device_type))
 
 
 def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
@@ -55,8 +62,7 @@ def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
     lowering = Lowering(traced.module, traced.fake_mode, device)
     with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.run(inputs, [])
-    traced.notes += lowering.notes()
-    return traced
+    return replace(traced, notes=(*traced.notes, *lowering.notes()))
 
 
 @contextlib.contextmanager

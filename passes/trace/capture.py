@@ -6,7 +6,7 @@ the forward of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,36 +18,32 @@ from meshc.frontend.admission import refuse_empty
 from meshc.frontend.capture import torch_graph
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
-from meshc.passes.phases.draft import Draft, Request
-from meshc.passes.trace import parts
+from meshc.passes.phases.outset import Outset, carried
+from meshc.passes.phases.traced import Traced
 
 
-def capture(draft: Draft, forward: Callable[[Request], Draft]) -> Draft:
-    """forward: the graph of a whole batch's forward, with its factors"""
-    ask = draft.request
+def capture(outset: Outset) -> Traced:
+    ask = outset.request
     args, kwargs = ask.args, dict(ask.kwargs)
-    if parts.means(ask):
-        draft.parts = parts.find_parts(forward(ask), ask)
-        args, kwargs = draft.parts.like_one((args, kwargs))
-    opened = _open(draft, args, kwargs)
-    traced = torch_graph(
+    if outset.parts is not None:
+        args, kwargs = outset.parts.like_one((args, kwargs))
+    dynamic, opened = _open(outset, args, kwargs)
+    model = torch_graph(
         ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
         dynamic=opened,
     )  # fmt: skip
     if ask.train:
-        refuse_empty(traced.inputs)
-    draft.traced, draft.output_tree = traced, traced.output_tree
-    draft.cache_outputs = traced.output_tree.caches()
-    return draft
+        refuse_empty(model.inputs)
+    return Traced(**carried(outset), model=model, dynamic=dynamic)
 
 
-def _open(draft: Draft, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[int, Dynamic]]:
-    """The dims of inputs that are left open, each with its size."""
-    ask = draft.request
-    dynamic = draft.opened.dims if draft.opened is not None else ask.dynamic
+def _open(outset: Outset, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Dynamic, ...], dict[str, dict[int, Dynamic]]]:
+    """The sizes that are left open, and the dims of inputs that have them."""
+    ask = outset.request
+    dynamic = outset.opened.dims if outset.opened is not None else ask.dynamic
     if not dynamic:
-        return {}
-    if draft.parts is not None:
+        return (), {}
+    if outset.parts is not None:
         raise PlanError('Options(dynamic=...) and batch_mix="mean_of_parts" do not go together yet: leave one of them out')
     names = input_names(ask.signature, args, kwargs)
     leaves = zip(names, pytree.tree_leaves((tuple(args), dict(kwargs))), strict=True)
@@ -55,7 +51,6 @@ def _open(draft: Draft, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     fixed = {size for tensor in (*ask.module.parameters(), *ask.module.buffers()) for size in tensor.shape}
     for path, shape in inputs:
         fixed |= {size for dim, size in enumerate(shape) if dim not in dynamic.dims.get(path, {})}
-    pieces = prod(draft.sizes.values())
+    pieces = prod(outset.sizes.values())
     found = dynamic.settled(inputs, fixed, pieces)
-    draft.dynamic = tuple(found.values())
-    return {path: {dim: found[name] for dim, name in row.items()} for path, row in dynamic.dims.items()}
+    return tuple(found.values()), {path: {dim: found[name] for dim, name in row.items()} for path, row in dynamic.dims.items()}

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.keys import is_a, name_of
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.known_values import KnownValues
 
 meshc = torch.ops.meshc
@@ -40,11 +40,11 @@ class Pattern:
     offset: int = 0
 
 
-def fold_masks(draft: Draft) -> Draft:
-    """Change the attention operators of the joint graph in place; what only made their masks goes."""
-    graph = draft.the_graph()
-    ports = draft.placeholders()
-    known = KnownValues({node: draft.constants[name_of(key)] for key, node in ports.items() if is_a(key, "constant")})
+def fold_masks(traced: Traced) -> Traced:
+    """Changes the attention operators of the joint graph; what only made their masks goes."""
+    joint = traced.operators()
+    graph, ports = joint.graph, joint.placeholders()
+    known = KnownValues({node: joint.constants[name_of(key)] for key, node in ports.items() if is_a(key, "constant")})
     patterns: dict[tuple[Node, int], Pattern | None] = {}
     for node in graph.nodes:
         if node.target not in BIAS or not isinstance(node.args[BIAS[node.target]], Node):
@@ -57,7 +57,7 @@ def fold_masks(draft: Draft) -> Draft:
         if found is not None and not node.args[CAUSAL[node.target]]:
             _fold(node, found)
     graph.eliminate_dead_code()
-    return draft
+    return traced
 
 
 def _queries(node: Node) -> int:

@@ -17,14 +17,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from meshc.frontend.capture import TorchGraph
+from meshc.passes.phases.traced import Traced
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
-def inline_checkpoints(traced: TorchGraph) -> TorchGraph:
-    """Replace the calls in place, bodies within bodies included."""
-    module = traced.module
+def inline_checkpoints(traced: Traced) -> Traced:
+    """Replaces the calls, bodies within bodies included."""
+    module = traced.model.module
     calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
     while calls:
         for call in calls:

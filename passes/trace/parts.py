@@ -27,7 +27,9 @@ from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import Part
 from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
-from meshc.passes.phases.draft import Draft, Request
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.traced import Joint
 from meshc.program.parts import Parts, offsets
 from meshc.program.program import Port
 
@@ -48,19 +50,18 @@ def whole_forward(request: Request) -> Request:
     return replace(request, microbatches=1, batch_mix="refuse", grad=False, train=False, optimizer=None, inputs="global")
 
 
-def find_parts(whole: Draft, request: Request) -> Parts:
+def find_parts(whole: Placed, request: Request) -> Parts:
     """How `request` cuts its batch, from the factors of its forward graph. Raises CompileError where it cannot be cut."""
     classes = _batch_classes(whole)
     size = _batch_size(whole, classes)
     _check_divides(size, request)
-    assert whole.factors is not None
     dims = tuple(
         _carrying(port, whole.factors.dims[(node, 0)], set(classes))
-        for port, node in zip(whole.inputs, placeholders(whole.the_graph()), strict=True)
+        for port, node in zip(whole.joint.inputs, placeholders(whole.graph), strict=True)
         if port.kind == "input"
     )
     draws = {}
-    for node in _draws(whole.the_graph()):
+    for node in _draws(whole.graph):
         rows = whole.factors.dims[(node, 0)]
         if any(factor in classes for row in rows for factor in row[1:]):
             raise _unordered(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
@@ -72,16 +73,15 @@ def _source(node: Node) -> str:
     return str(records(node)[0].source)
 
 
-def _batch_classes(whole: Draft) -> dict[int, str]:
+def _batch_classes(whole: Placed) -> dict[int, str]:
     """Factor classes of the batch, each with an input that has it: dims that the user named so, else the first ones."""
-    assert whole.factors is not None
     named = whole.request.names or {}
-    placeholders = whole.placeholders()
+    placeholders = whole.joint.placeholders()
     learned = {
         factor for key, node in placeholders.items() if is_a(key, "parameter") for row in whole.factors.dims[(node, 0)] for factor in row
     }
     found: dict[int, str] = {}
-    for port in whole.inputs:
+    for port in whole.joint.inputs:
         if port.kind != "input" or not port.shape:
             continue
         labels = list(named.get(port.name, ()))
@@ -93,8 +93,7 @@ def _batch_classes(whole: Draft) -> dict[int, str]:
     return found
 
 
-def _batch_size(whole: Draft, classes: dict[int, str]) -> int:
-    assert whole.factors is not None
+def _batch_size(whole: Placed, classes: dict[int, str]) -> int:
     sizes = {whole.factors.size[factor]: name for factor, name in classes.items()}
     if len(sizes) > 1:
         raise CompileError(
@@ -176,10 +175,10 @@ def _shape(node: Node, which: int) -> list[int]:
     return [int(size) for size in shape]
 
 
-def mark_sums(draft: Draft, count: int) -> None:
+def mark_sums(joint: Joint, count: int) -> None:
     """The loss becomes its share of the mean, and so do metrics; they and each gradient are what microbatches add up."""
-    _refuse_metrics([port for port in draft.outputs if port.kind == "metric"])
-    graph = draft.the_graph()
+    _refuse_metrics([port for port in joint.outputs if port.kind == "metric"])
+    graph = joint.graph
     output = output_of(graph)
     made: dict[Node, Node] = {}
 
@@ -187,11 +186,11 @@ def mark_sums(draft: Draft, count: int) -> None:
         with graph.inserting_before(output):
             return call(graph, record(x), target, x, *rest)
 
-    for port, node in zip(draft.outputs, draft.results(), strict=True):
+    for port, node in zip(joint.outputs, joint.results(), strict=True):
         if port.kind in ("output", "gradient", "metric") and node not in made:
             share = node if port.kind == "gradient" else like(node, aten.mul.Tensor, 1.0 / count)
             made[node] = like(share, meshc.sum_of_parts.default)
-    pairs = zip(draft.outputs, draft.results(), strict=True)
+    pairs = zip(joint.outputs, joint.results(), strict=True)
     give(graph, (made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs))
 
 
@@ -208,14 +207,11 @@ def _is_mean(port: Port) -> bool:
     return not port.shape and port.dtype.is_floating_point
 
 
-def cut_inputs(draft: Draft) -> dict[str, int]:
-    """Inputs enter as the whole batch: their ports are changed so. Returns the dim that each microbatch cuts, by key."""
-    assert draft.parts is not None
-    dims = iter(draft.parts.dims)
-    cut = {port.key: dim for port in draft.inputs if port.kind == "input" and (dim := next(dims)) is not None}
-    count = draft.parts.count
-    draft.inputs = [_whole_port(port, cut[port.key], count) if port.key in cut else port for port in draft.inputs]
-    return cut
+def cut_inputs(inputs: Sequence[Port], parts: Parts) -> tuple[tuple[Port, ...], dict[str, int]]:
+    """The ports of inputs that enter as the whole batch, and the dim that each microbatch cuts, by key."""
+    dims = iter(parts.dims)
+    cut = {port.key: dim for port in inputs if port.kind == "input" and (dim := next(dims)) is not None}
+    return tuple(_whole_port(port, cut[port.key], parts.count) if port.key in cut else port for port in inputs), cut
 
 
 def _whole_port(port: Port, dim: int, count: int) -> Port:

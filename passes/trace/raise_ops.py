@@ -13,6 +13,7 @@ backend's variant. Random calls get their number here, in the order in which the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
+from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
 
 functional = torch.nn.functional
@@ -52,9 +54,10 @@ NUMBERED = (sdpa, multi_head_attention)
 """Composites that draw if their dropout is on, and take the number of the call."""
 
 
-def raise_ops(traced: TorchGraph) -> TorchGraph:
-    """Replace the targets in place; `traced.random_calls` counts the random ones."""
-    module = traced.module
+def raise_ops(traced: Traced) -> Traced:
+    """Replaces the targets; `random_calls` of the model counts the random ones."""
+    model, notes = traced.model, list[str]()
+    module = model.module
     calls = 0
     seed: Node | None = None
     for node in list(module.graph.nodes):
@@ -64,7 +67,7 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
             raise_flex(module, node)
             continue
         if node.target in SPARSE:
-            _dense(node, traced)
+            notes += _dense(node)
         count = draws(node.target, node.args, node.kwargs)
         node.target = _composite(node.target)
         if count == 0:
@@ -72,24 +75,24 @@ def raise_ops(traced: TorchGraph) -> TorchGraph:
             continue
         if node.target not in RAISED and node.target not in NUMBERED:
             raise _undefined(node)
-        seed = seed or _seed(traced)
+        seed = seed or _seed(model)
         node.target = RAISED.get(node.target, node.target)
         node.op = "call_function"  # a method's tensor is its first argument
         node.kwargs = {**node.kwargs, "seed_step": seed, "call": calls}
         calls += count
-    traced.random_calls = calls
     module.graph.lint()
     module.recompile()
-    return traced
+    return replace(traced, model=replace(model, random_calls=calls, notes=(*model.notes, *notes)))
 
 
-def _dense(node: Node, traced: TorchGraph) -> None:
-    """Takes back that a gradient shall be sparse."""
+def _dense(node: Node) -> list[str]:
+    """Takes back that a gradient shall be sparse; says so."""
     name, place = SPARSE[node.target]
     if node.kwargs.get(name) or (len(node.args) > place and node.args[place]):
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
         node.args = tuple(False if index == place else argument for index, argument in enumerate(node.args))
-        traced.notes.append(f"{source_of(node)}: {name}=True asks for a sparse gradient, which is dense in a program, and equal")
+        return [f"{source_of(node)}: {name}=True asks for a sparse gradient, which is dense in a program, and equal"]
+    return []
 
 
 def _composite(target: Any) -> Any:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,6 +35,8 @@ from meshc.errors import MeshcError, PeerError
 from meshc.runtime.failure.one_thread import Turn
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
 from meshc.runtime.failure.watch import BEAT_S, HAS_ENDED, Watch
+
+Phase = TypeVar("Phase")
 
 VERDICT_S: Final = 6.0
 """After a broken connection a rank waits so long for somebody to know why."""
@@ -273,15 +275,15 @@ def announce() -> FailureBoard | None:
     return world_board()
 
 
-def listening(board: FailureBoard | None, hook: Callable[[str, Any], None] | None) -> Callable[[str, Any], None] | None:
+def listening(board: FailureBoard | None, hook: Callable[[str, Phase], None] | None) -> Callable[[str, Phase], None] | None:
     """What is called after each pass of a compilation, which looks for failures of others too: a compilation may take long."""
     if board is None:
         return hook
 
-    def call(name: str, draft: Any) -> None:
+    def call(name: str, phase: Phase) -> None:
         board.check()
         if hook is not None:
-            hook(name, draft)
+            hook(name, phase)
 
     return call
 

@@ -6,7 +6,8 @@ Before `partition` the graph runs on one device; after it, on simulated ranks. T
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,34 +27,31 @@ NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "betas_0": 0.9, "betas_1": 
 
 
 class PassCheck:
-    """Made once for a compilation; called after each pass with the draft."""
+    """Made once for a compilation; called after each pass that changed what would be run."""
 
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self.truth: dict[str, torch.Tensor] = {}
 
-    def check_after_pass(self, name: str, draft: Any) -> None:
-        """Raises VerifyError that names the pass and the worst output."""
-        if draft.graph is None or not draft.inputs:
-            return
-        for port in draft.inputs:
+    def check_graph(
+        self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
+    ) -> None:
+        """The global view, on one device."""
+        self._draw(inputs, constants)
+        self._compare(name, interpret(graph, inputs, outputs, self.values))
+
+    def check_program(self, name: str, program: Program, parts: Parts | None) -> None:
+        """What each rank runs, on simulated ranks. One that is to run in microbatches has no order before these are stages."""
+        self._draw(program.inputs, program.constants)
+        ordered = bool(program.schedule) or program.pipeline is not None
+        if ordered or program.microbatches == 1:
+            program = program if ordered else replace(program, schedule=(Instruction("run", "main"),))
+            self._compare(name, simulate(*self._first(program, parts)))
+
+    def _draw(self, inputs: Sequence[Port], constants: Mapping[str, torch.Tensor]) -> None:
+        for port in inputs:
             if port.key not in self.values:
-                self.values[port.key] = _value(port, draft.constants)
-        if name in ("differentiate", "update"):
-            found = interpret(draft.graph, draft.inputs, draft.outputs, self.values)
-        elif not draft.stages:
-            return
-        else:
-            schedule = draft.schedule or (Instruction("run", "main"),)
-            if draft.request.count > 1 and not draft.schedule and draft.pipeline is None:
-                return
-            program = Program(
-                draft.stages, draft.mesh, draft.plan, tuple(draft.inputs), tuple(draft.outputs), schedule, draft.constants, draft.sizes,
-                pipeline=draft.pipeline,
-            )
-            found = simulate(*self._first(program, draft.parts))
-        self._compare(name, found)
-        self.truth.update({key: value for key, value in found.items() if key not in self.truth})
+                self.values[port.key] = _value(port, constants)
 
     def _first(self, program: Program, parts: Parts | None) -> tuple[Program, dict[str, torch.Tensor]]:
         """The program and its values; of a step that is the mean of its microbatches, the first, which is what earlier passes have."""
@@ -66,6 +64,7 @@ class PassCheck:
         return first_microbatch(program), {**self.values, **whole}
 
     def _compare(self, name: str, found: Mapping[str, torch.Tensor]) -> None:
+        """With the truth; of what is not known yet, this is it. VerifyError: it names the pass and the worst output."""
         worst, worst_key = 0.0, ""
         for key, value in found.items():
             if key not in self.truth:
@@ -77,9 +76,10 @@ class PassCheck:
                 worst, worst_key = wrong, key
         if not worst <= TOLERANCE:
             raise VerifyError(f"the pass {name} changed the program's meaning: {worst_key} is off by {worst:.3g} (allowed {TOLERANCE:.0e})")
+        self.truth.update({key: value for key, value in found.items() if key not in self.truth})
 
 
-def interpret(graph: Graph, inputs: list[Port], outputs: list[Port], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def interpret(graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Run a global-view graph on one device."""
     env: dict[Node, Any] = {}
     ports = iter(inputs)

@@ -19,6 +19,9 @@ import meshc
 from meshc.errors import CompilerFault
 from meshc.frontend import faults
 from meshc.passes.driver import pipeline
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import Pass
+from meshc.passes.phases.traced import Traced
 from tests.meaning.checks import one_rank
 
 X = torch.arange(32.0).reshape(4, 8) / 16
@@ -313,14 +316,13 @@ def test_a_step_with_nothing_to_train(model: Callable[[], nn.Module], why: str, 
 def test_an_exception_of_a_pass_names_the_pass_the_value_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a pass that fails on the node it works on, with an exception that is not meshc's."""
 
-    def broken(draft: Any) -> Any:
-        for node in draft.the_graph().nodes:
+    def broken(traced: Traced) -> Placed:
+        for node in traced.operators().graph.nodes:
             if "relu" in str(node.target):
                 raise IndexError("list index out of range")
-        return draft
+        return pipeline.FACTORIZE.run(traced)
 
-    passes = tuple(pipeline.Entry(entry.name, broken if entry.name == "factorize" else entry.run) for entry in pipeline.PASSES)
-    monkeypatch.setattr(pipeline, "PASSES", passes)
+    monkeypatch.setattr(pipeline, "FACTORIZE", Pass("factorize", broken))
     with pytest.raises(CompilerFault) as raised:
         meshc.compile(Layer(lambda linear, x: F.relu(linear(x))), meshc.Mesh("dp=2"), args=(X,))
     assert isinstance(raised.value, meshc.CompileError) and isinstance(raised.value.__cause__, IndexError)

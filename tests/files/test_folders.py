@@ -154,7 +154,7 @@ def folder(path: Path) -> None:
 
 def dumped(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dump, "draft_text", lambda *_: "more than sixteen bytes")
+        patch.setattr(dump, "phase_text", lambda *_: "more than sixteen bytes")
         dump.dumper(path / "dump")("capture", None)
 
 

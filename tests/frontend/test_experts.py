@@ -40,7 +40,7 @@ def of_experts(found: Program, phase: str) -> list[tuple[str, int]]:
 
 def operators(captured: Captured) -> list[str]:
     """The products of rows in a captured graph."""
-    names = [ir.op_name(node) for node in ir.calls(captured.draft.the_graph())]
+    names = [ir.op_name(node) for node in ir.calls(captured.traced.operators().graph)]
     return [name for name in names if name.startswith("meshc.") and name.endswith("_mm")]
 
 
@@ -138,7 +138,7 @@ def test_stock_experts_are_as_they_were_after_tracing() -> None:
 def test_experts_in_bfloat16_come_to_the_same_operators() -> None:
     stock = case("qwen3_moe")
     stock.model.bfloat16()
-    nodes = [node for node in ir.calls(Captured(stock, train=True, double=False).draft.the_graph()) if "routed" in ir.op_name(node)]
+    nodes = [node for node in ir.calls(Captured(stock, train=True, double=False).traced.operators().graph) if "routed" in ir.op_name(node)]
     assert sorted(map(ir.op_name, nodes)) == ["meshc.routed_mm"] * 8 + ["meshc.routed_outer"] * 4
     assert {ir.record(node).dtype for node in nodes} == {torch.bfloat16}
 

@@ -60,7 +60,7 @@ def test_a_cache_is_named_by_layer_then_key_and_value() -> None:
     outputs = [port.name for port in program.compiled.outputs if port.kind == "output"]
     layers = [f"past_key_values.{layer}.{part}" for part in (0, 1) for layer in range(3)]
     assert outputs == ["logits", *layers]
-    tree = program.draft.output_tree
+    tree = program.lowered.placed.traced.model.output_tree
     assert tree is not None and tree.caches() == layers
 
     spec = pytree.tree_structure({"past_key_values": cache})

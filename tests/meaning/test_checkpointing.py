@@ -56,7 +56,7 @@ class Checkpointed(nn.Module):
 def test_regions_mean_what_they_compute(p: float, mesh: str) -> None:
     torch.manual_seed(0)
     program = module_means_itself(Checkpointed(p), X, mesh)
-    assert program.draft.random_calls == (5 if p else 0)
+    assert program.lowered.placed.traced.model.random_calls == (5 if p else 0)
     module_means_itself(Checkpointed(p), X, mesh, grad=False)
     step_means_itself(Checkpointed(p), X, mesh)
 
@@ -72,7 +72,7 @@ def test_the_program_is_the_one_without_checkpointing(p: float) -> None:
     plain = copy.deepcopy(with_regions)
     plain.run = direct
     programs = [meshc.compile(model, meshc.Mesh("dp=2"), kwargs=X) for model in (with_regions, plain)]
-    calls = [[str(node.target) for node in program.draft.the_graph().nodes if node.op == "call_function"] for program in programs]
+    calls = [[str(node.target) for node in program.lowered.placed.graph.nodes if node.op == "call_function"] for program in programs]
     assert calls[0] == calls[1]
 
 
@@ -89,7 +89,7 @@ def test_gradient_checkpointing_of_transformers(make: Any) -> None:
     step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1))
     program = meshc.compile(step, meshc.Mesh("dp=2,tp=2"), kwargs=case.kwargs)
     assert meshc.verify(program, dtype=torch.float64).ok
-    assert program.draft.random_calls == (0 if make is llama else 4)
+    assert program.lowered.placed.traced.model.random_calls == (0 if make is llama else 4)
 
 
 def test_the_reference_repeats_the_draws_of_a_region() -> None:

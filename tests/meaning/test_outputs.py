@@ -167,4 +167,4 @@ def test_a_function_with_plain_values_among_its_inputs() -> None:
     program = meshc.compile(scaled, meshc.Mesh("dp=4"), kwargs=inputs)
     assert meshc.verify(program, dtype=torch.float64).ok
     assert [port.name for port in program.compiled.inputs] == ["x"]
-    assert program.draft.output_tree.build([torch.ones(6, 7)])["factor"] == 0.5
+    assert program.lowered.placed.traced.model.output_tree.build([torch.ones(6, 7)])["factor"] == 0.5

@@ -22,7 +22,7 @@ LIST = Path(__file__).resolve().parent / "operators.txt"
 
 def operators(name: str, train: bool) -> set[str]:
     """Operators of one family's graph, as programs spell them."""
-    graph = Captured(case(name), train=train, double=True).draft.graph
+    graph = Captured(case(name), train=train, double=True).traced.operators().graph
     return {spelling(node.target) for node in graph.nodes if node.op == "call_function"} - {"getitem", "_operator.getitem"}
 
 

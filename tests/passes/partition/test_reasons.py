@@ -47,6 +47,6 @@ def test_a_gather_names_the_parameter() -> None:
 def test_no_reason_shows_a_name_of_the_compilers_own() -> None:
     for plan in ("dp: batch\ntp: ffn", "dp: batch; store params, grads, state\ntp: ffn > batch"):
         compiled = program(plan)
-        own = {node.name for node in compiled.draft.the_graph().nodes if re.search(r"_\d+$|_default", node.name)}
+        own = {node.name for node in compiled.lowered.placed.graph.nodes if re.search(r"_\d+$|_default", node.name)}
         assert own and not [use.reason for use in collectives(compiled.compiled) if own & set(re.findall(r"\w+", use.reason))]
         assert "in the gradient norm" not in compiled.summary() and "_default" not in compiled.summary().partition("peak at")[0]

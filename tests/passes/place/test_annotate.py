@@ -18,7 +18,7 @@ def compiled(plan: str, mesh: str = "dp=2,tp=2") -> meshc.Program:
 
 def pins(program: meshc.Program) -> dict[str, dict[tuple[int, int], tuple[str, ...]]]:
     """What the pass has left of the plan's pins: by value, (dim, position) -> axes."""
-    return {node.name: slots for (node, _), slots in program.draft.pins.items()}
+    return {node.name: slots for (node, _), slots in program.lowered.placed.pins.values.items()}
 
 
 def test_a_pin_becomes_axes_of_a_dim() -> None:

@@ -60,11 +60,10 @@ def compiled(*pins: str) -> meshc.Program:
 
 def returned(program: meshc.Program, module: str) -> list[str]:
     """How the values that a module returns lie where they are made: `4/dp, 6/tp, 8`, calls and outputs in order."""
-    assert program.draft.assignment is not None
     found = []
-    for node in program.draft.the_graph().nodes:
+    for node in program.lowered.placed.graph.nodes:
         if node.op == "call_function" and len(records(node)) == 1 and module in record(node).returned_by:
-            sharding = program.draft.assignment.given[value_of(node)]
+            sharding = program.lowered.placed.decided().given[value_of(node)]
             rows = [" * ".join("/".join(map(str, (part.size, *part.axes))) for part in parts) or "1" for parts in sharding.dims]
             found.append(", ".join(rows))
     return found

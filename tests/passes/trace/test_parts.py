@@ -123,7 +123,7 @@ def test_denominators_and_weights_are_the_parts_own() -> None:
         return F.cross_entropy(output, target, weight)
 
     program = compiled(case.model, loss, inputs, "dp=2", "ddp", 2)
-    assert program.draft.parts is not None and program.draft.parts.dims == (0, 0, None)
+    assert program.lowered.parts is not None and program.lowered.parts.dims == (0, 0, None)
 
     def part(model: nn.Module, index: int) -> Tensor:
         rows = slice(3 * index, 3 * index + 3)
@@ -196,7 +196,7 @@ def test_inputs_that_begin_with_other_sizes() -> None:
     with pytest.raises(meshc.CompileError, match=r"x begins with 6, scale begins with 5\n.*names="):
         compiled(model, loss, inputs, "dp=2", "ddp", 2)
     program = compiled(model, loss, inputs, "dp=2", "ddp", 2, names={"scale": ("scales",)})
-    assert program.draft.parts is not None and program.draft.parts.dims == (0, 0, None)  # x, target, scale
+    assert program.lowered.parts is not None and program.lowered.parts.dims == (0, 0, None)  # x, target, scale
 
 
 def test_an_axis_wider_than_a_microbatch() -> None:

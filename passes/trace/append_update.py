@@ -19,14 +19,13 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
-from meshc.frontend.train_step import METRICS
 from meshc.ir import Record, Source, record, set_record
 from meshc.ir import update as set_reason
-from meshc.ir.graph import call, give, output_of, placeholders
-from meshc.ir.keys import is_a, key_of
+from meshc.ir.graph import give, output_of, placeholders
+from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec, update_nodes
-from meshc.passes.phases.draft import Draft
+from meshc.passes.phases.traced import Traced
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -79,68 +78,33 @@ class Appender:
         return node
 
 
-def close_loss(draft: Draft) -> Draft:
-    """The loss's tangent is one, or its share of a mean: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
-    graph = draft.the_graph()
-    kept_inputs, kept_outputs, results = [], [], []
-    for port, node in zip(list(draft.inputs), placeholders(graph), strict=True):
-        if port.kind != "tangent":
-            kept_inputs.append(port)
-            continue
-        made = Record((), port.dtype, phase="backward")
-        share = 1.0 / (draft.parts.count if draft.parts is not None else 1)
-        with graph.inserting_after(placeholders(graph)[-1]):
-            one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
-        node.replace_all_uses_with(one)
-        graph.erase_node(node)
-    for port, node in zip(draft.outputs, draft.results(), strict=True):
-        if port.kind == "gradient" and is_a(port.name, "input", "buffer"):
-            continue
-        if port.kind == "output" and port.name.startswith(f"{METRICS}."):
-            port = replace(port, kind="metric", name=port.name.removeprefix(f"{METRICS}."))
-        kept_outputs.append(port)
-        results.append(node)
-    give(graph, results)
-    draft.inputs, draft.outputs = kept_inputs, kept_outputs
-    _check_gradients(draft)
-    return draft
-
-
-def _check_gradients(draft: Draft) -> None:
-    trainable = {port.name for port in draft.inputs if port.kind == "parameter" and port.requires_grad}
-    given = {port.name for port in draft.outputs if port.kind == "gradient"}
-    missing = sorted(trainable - given)
-    if missing and not given:
-        raise CompileError("the loss reaches no trainable parameter: is it detached, or computed under no_grad?")
-    if missing:
-        draft.notes.append(f"{len(missing)} trainable parameters do not reach the loss and stay as they are: {', '.join(missing[:5])}")
-
-
-def append_update(draft: Draft) -> Draft:
+def append_update(traced: Traced) -> Traced:
     """Norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
-    spec = draft.request.optimizer
+    spec = traced.request.optimizer
     if spec is None:
-        return draft
-    graph = draft.the_graph()
+        return traced
+    joint = traced.operators()
+    graph, inputs, updates = joint.graph, list(joint.inputs), dict[Node, str]()
     add = Appender(graph, "update")
-    entered = draft.placeholders()
-    kept = [(port, node) for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind != "gradient"]
-    gradients = {port.name: node for port, node in zip(draft.outputs, draft.results(), strict=True) if port.kind == "gradient"}
-    modules = dict(draft.request.module.named_parameters())
+    entered = joint.placeholders()
+    results = list(zip(joint.outputs, joint.results(), strict=True))
+    kept = [(port, node) for port, node in results if port.kind != "gradient"]
+    gradients = {port.name: node for port, node in results if port.kind == "gradient"}
+    modules = dict(traced.request.module.named_parameters())
     if not gradients:
         _refuse_frozen(list(modules))
-    total = _global_norm(add, gradients, draft)
+    total = _global_norm(add, gradients, updates)
     for node in add.made:
         set_reason(node, reason="the gradient norm")
     kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
-    coefficient = _clip_coefficient(add, total, draft.request.clip_grad_norm)
+    coefficient = _clip_coefficient(add, total, traced.request.clip_grad_norm)
     if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
         raise CompileError(
             f"{spec.optimizer} updates none of the model's parameters\n"
             "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
         )
     _refuse_idle(spec, gradients, modules)
-    numbers = _number_inputs(add, draft, spec)
+    numbers = _number_inputs(add, inputs, spec)
     unwritten: dict[str, str] = {}
     for name, gradient in gradients.items():
         parameter = modules[name]
@@ -156,7 +120,7 @@ def append_update(draft: Draft) -> Draft:
         for slot in group.slots_of(parameter):
             shape = tuple(parameter.shape) if slot.shape == "like_param" else tuple(slot.size)
             state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
-            draft.inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
+            inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
         new, after = update_nodes(group, entered[key_of("parameter", name)], gradient, state, numbers[group.index], add.call, like)
         if new is entered[key_of("parameter", name)]:
@@ -167,12 +131,11 @@ def append_update(draft: Draft) -> Draft:
             kept.append((Port("state", f"{name}/{slot.name}", record(value).shape, slot.dtype, of=name), value))
         for node in add.made[before:]:
             if node.target is not operator.getitem:
-                draft.updates[node] = name
+                updates[node] = name
     _refuse_unwritten(unwritten)
-    _note_strangers(draft, spec, gradients, modules)
     give(graph, (node for _, node in kept))
-    draft.outputs = [port for port, _ in kept]
-    return draft
+    joint = replace(joint, inputs=tuple(inputs), outputs=tuple(port for port, _ in kept), updates=updates)
+    return replace(traced.noting(*_strangers(spec, gradients, modules)), joint=joint)
 
 
 def _refuse_frozen(names: list[str]) -> None:
@@ -185,11 +148,11 @@ def _refuse_frozen(names: list[str]) -> None:
     )
 
 
-def _global_norm(add: Appender, gradients: dict[str, Node], draft: Draft) -> Node:
+def _global_norm(add: Appender, gradients: dict[str, Node], updates: dict[Node, str]) -> Node:
     total: Node | None = None
     for name, gradient in gradients.items():
         square = add.call(meshc.square_sum.default, gradient)
-        draft.updates[square] = name
+        updates[square] = name
         total = square if total is None else add.call(aten.add.Tensor, total, square)
     assert total is not None
     return add.call(aten.sqrt.default, total)
@@ -202,13 +165,13 @@ def _clip_coefficient(add: Appender, total: Node, limit: float | None) -> Node |
     return add.call(aten.clamp.default, ratio, None, 1.0)
 
 
-def _number_inputs(add: Appender, draft: Draft, spec: OptimizerSpec) -> list[dict[str, Node]]:
+def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> list[dict[str, Node]]:
     found: list[dict[str, Node]] = []
     for group in spec.groups:
         row = {}
         for entry in group.numbers:
             row[entry] = add.placeholder(f"number_{group.index}_{entry}", (), torch.float64)
-            draft.inputs.append(Port("number", f"{group.index}.{entry}", (), torch.float64, of=f"{group.index}.{entry}"))
+            inputs.append(Port("number", f"{group.index}.{entry}", (), torch.float64, of=f"{group.index}.{entry}"))
         found.append(row)
     return found
 
@@ -240,15 +203,18 @@ def _refuse_unwritten(faults: Mapping[str, str]) -> None:
         )
 
 
-def _note_strangers(draft: Draft, spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> None:
+def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> list[str]:
+    """Notes on parameters that no optimizer holds, and on those of the optimizer that are not the model's."""
+    notes = []
     held = {id(p) for group in spec.groups for p in group.params}
     free = [name for name in gradients if id(modules[name]) not in held]
     if free:
-        draft.notes.append(f"no optimizer holds {_listed(free)}: they have a gradient and are not updated")
+        notes.append(f"no optimizer holds {_listed(free)}: they have a gradient and are not updated")
     mine = {id(p) for p in modules.values()}
     others = sum(id(p) not in mine for group in spec.groups for p in group.params)
     if others:
-        draft.notes.append(f"{spec.optimizer} holds {others} parameters that are not the model's: a compiled step leaves them as they are")
+        notes.append(f"{spec.optimizer} holds {others} parameters that are not the model's: a compiled step leaves them as they are")
+    return notes
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,0 +1,156 @@
+"""A request becomes a program: the passes are run, timed and shown to whoever listens; where there is a choice, it is made here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
+from meshc.frontend.faults import phase as part
+from meshc.frontend.leftovers import given_up
+from meshc.frontend.spared import fewer_collections
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.finish import finish
+from meshc.passes.lower.specialise import specialise
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import Outset, begin
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.single import Hook, Pass
+from meshc.passes.phases.traced import Traced
+from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
+from meshc.passes.stages.choose import choose_microbatches
+from meshc.passes.stages.fit import DoesNotFit
+from meshc.passes.trace import parts
+from meshc.program import instance
+from meshc.program.program import Program
+
+Given = TypeVar("Given", bound=Outset)
+Left = TypeVar("Left", bound=Outset)
+
+
+def compile_program(request: Request, hook: Hook | None = None, traced: Traced | None = None) -> tuple[Program, Lowered]:
+    """Run all passes, or with `traced` those that are left. `hook(name, phase)` is called after each one (dumps, verification). Raises
+    MeshcError and nothing else, but for what a hook raises."""
+    with given_up(), fewer_collections():
+        if traced is None:
+            traced = _traced(begin(request), hook)
+        else:
+            assert replace(request, optimizer=None) == replace(traced.request, optimizer=None)
+            traced = traced.beside(request)
+        placed = factored(traced, hook)
+        try:
+            again = _open_rows(placed, hook)
+            if again is not None:
+                return _planned(again, hook)
+        except (ArtifactError, CaptureError, CompileError, PlanError) as error:
+            placed = replace(placed, kept_whole=why_whole(error))
+        return _planned(placed, hook)
+
+
+def trace(request: Request) -> Traced:
+    """What passes leave that know nothing of the optimizer, for several programs of requests that differ in it alone. Tracing is most of
+    the time of a compilation."""
+    with given_up(), fewer_collections():
+        return _traced(begin(request), None)
+
+
+def factored(traced: Traced, hook: Hook | None = None) -> Placed:
+    """With its update and its factors."""
+    return run(pipeline.FACTORIZE, run(pipeline.UPDATE, traced, hook), hook)
+
+
+def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
+    """By the request's plan. If a pipeline does not fit with its parameters gathered once, they are gathered more often."""
+    return run_all(pipeline.LOWER, _fitting(placed, pipeline.CUT, hook), hook)
+
+
+def _traced(outset: Outset, hook: Hook | None) -> Traced:
+    if parts.means(outset.request):
+        with part("finding the batch"):
+            outset = replace(outset, parts=parts.find_parts(_whole_forward(outset.request), outset.request))
+    return run_all(pipeline.TRACE, run(pipeline.CAPTURE, outset, hook), hook)
+
+
+def _whole_forward(request: Request) -> Placed:
+    """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
+    with torch.no_grad():
+        return factored(_traced(begin(parts.whole_forward(request)), None))
+
+
+def _open_rows(placed: Placed, hook: Hook | None) -> Placed | None:
+    """Where a batch has one row that is to be split, of a trace with its size open, which must mean the same; None where none has."""
+    rows = opened(placed)
+    if rows is None:
+        return None
+    again = factored(_traced(reopened(placed.request, rows), hook), hook)
+    with part("comparing one row with several"):
+        compare(placed.traced, again.traced)
+    return again
+
+
+def _planned(placed: Placed, hook: Hook | None) -> tuple[Program, Lowered]:
+    """The passes that read the plan."""
+    request = placed.request
+    if request.microbatches is None:
+        start = time.process_time()
+        with part("choosing the number of microbatches"):
+            count = choose_microbatches(placed, lambda own: _fitting(own, pipeline.CUT[:2]))
+        placed = placed.asked(replace(request, microbatches=count))
+        placed = replace(placed, seconds={**placed.seconds, "choose": time.process_time() - start})
+    left = lowered(placed, hook)
+    with part("putting the program together"):
+        program = finish(left)
+        if left.opened is None:
+            return program, left
+        return instance.put(program, left.opened.values), settle(left)
+
+
+def _fitting(placed: Placed, cut: Iterable[Pass[Lowered, Lowered]], hook: Hook | None = None) -> Lowered:
+    """The passes after `factorize`. If a pipeline does not fit with its parameters gathered once, they are gathered more often."""
+
+    def of(own: Placed) -> Lowered:
+        return run_all(cut, run(pipeline.PARTITION, run_all(pipeline.PLACE, own, hook), hook), hook)
+
+    try:
+        return of(placed)
+    except DoesNotFit:
+        return of(placed.again(replace(placed.request, gather_once=False)))
+
+
+def specialised(program: Program, left: Lowered, received: Collection[str]) -> Program:
+    """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
+
+    `left` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of
+    those received are no outputs.
+    """
+    if left.backward is None:
+        return program
+    backward = run_all(pipeline.LOWER, replace(left, stages={"backward": specialise(left.backward, received)})).stages["backward"]
+    return replace(
+        program,
+        stages={**program.stages, "backward": backward},
+        inputs=tuple(port for port in program.inputs if port.kind != "tangent" or port.name in received),
+        outputs=tuple(port for port in program.outputs if port.kind != "gradient" or port.key in backward.outputs),
+    )
+
+
+def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:
+    """One pass, timed, and shown to whoever listens."""
+    start = time.process_time()
+    with part(f"the pass {each.name}"):
+        left = each.run(phase)
+    left = replace(left, seconds={**left.seconds, each.name: time.process_time() - start})
+    if hook is not None:
+        hook(each.name, left)
+    return left
+
+
+def run_all(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | None = None) -> Left:
+    for each in passes:
+        phase = run(each, phase, hook)
+    return phase

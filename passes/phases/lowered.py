@@ -1,0 +1,37 @@
+"""Lowered: what each rank runs, as stages and a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.placed import Placed
+from meshc.pipelining.cut import Pipeline
+from meshc.program.program import Instruction, Port, Program, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered(Outset):
+    """
+    placed    what was lowered: the global view, and who splits what in it
+    inputs, outputs  the program's; a microbatch's rows may enter and leave otherwise than `placed` has it
+    backward  as `cut` left it, for `specialise`; None where no output could do without its gradient
+    """
+
+    placed: Placed
+    stages: Mapping[str, Stage]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    schedule: tuple[Instruction, ...] = ()
+    backward: Stage | None = None
+    pipeline: Pipeline | None = None
+
+    def as_program(self) -> Program:
+        """As far as it is known, for what reads programs: dumps, checks, costs."""
+        request = self.request
+        return Program(
+            dict(self.stages), self.mesh, self.plan, self.inputs, self.outputs, self.schedule, dict(self.placed.joint.constants),
+            dict(self.sizes), request.count, "step" if request.train else "autograd" if request.grad else "forward",
+            pipeline=self.pipeline, backend=request.backend,
+        )  # fmt: skip

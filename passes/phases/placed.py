@@ -1,0 +1,58 @@
+"""Placed: the global view with its factors; in the end it is decided for every value who splits what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from torch.fx import Graph
+
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Factors, Value
+from meshc.passes.phases.names import Names
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.traced import Joint, Traced
+
+Slots = Mapping[tuple[int, int], tuple[str, ...]]
+"""(dim, position) -> axes; none: the factor stays whole."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the plan's pins hold: values where they are computed, parameters where they are stored, whole classes (a pin not `only`)."""
+
+    values: Mapping[Value, Slots] = field(default_factory=dict)
+    storage: Mapping[str, Slots] = field(default_factory=dict)
+    spread: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Outset):
+    """
+    traced      what was placed
+    joint       its graph of operators, which nothing changes any more: factors and assignment refer to its nodes
+    pins        from `annotate` on
+    assignment  from `propagate` on; ports say how they lie from `lay_ports` on
+    """
+
+    traced: Traced
+    joint: Joint
+    factors: Factors
+    names: Names
+    pins: Pins = Pins()
+    assignment: Assignment | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.joint.graph
+
+    def decided(self) -> Assignment:
+        """How every value lies; that is known from `propagate` on."""
+        assert self.assignment is not None, "propagate has not run"
+        return self.assignment
+
+    def again(self, request: Request) -> Self:
+        """What `factorize` left, for the passes after it under another request: of their own they keep nothing in it."""
+        return replace(self.asked(request), pins=Pins(), assignment=None)

@@ -1,0 +1,85 @@
+"""What a compilation is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshc.frontend.dynamic import DynamicDims
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Sharding
+from meshc.ir.sizes import PREFIX
+from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.passes.schedules.kind import Lists
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, in one value.
+
+    function      called as function(module, *args, **kwargs); its output is the program's
+    train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
+    microbatches  None: as many as are predicted to be fastest
+    batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
+    fixed         storage of parameters that another program of the same model has settled
+    dynamic       which dims of the inputs are left open
+    schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
+    stages_per_rank  of a pipeline; None: as many as the schedule wants
+    memory_budget  bytes that a rank of a pipeline may hold; None: of a GPU its memory, which bounds only what is not named
+    gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
+    pp_splits     modules at which the second and further stages of a pipeline begin
+    check_indices  labels and indices that their reader has no row for are refused
+    backend       what will run the program
+    owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
+    """
+
+    module: nn.Module
+    function: Callable[..., Any]
+    signature: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    plan: Any = "auto"
+    grad: bool = False
+    train: bool = False
+    optimizer: OptimizerSpec | None = None
+    clip_grad_norm: float | None = None
+    microbatches: int | None = 1
+    inputs: str = "global"
+    outputs: str = "plain"
+    names: Mapping[str, Sequence[str | None]] | None = None
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    double: bool = False
+    batch_mix: str = "refuse"
+    fixed: Mapping[str, Sharding] = field(default_factory=dict)
+    dynamic: DynamicDims = DynamicDims()
+    schedule: str | Lists | None = None
+    stages_per_rank: int | None = None
+    pp_splits: tuple[str, ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict)
+    memory_budget: int | None = None
+    gather_once: bool = True
+    check_indices: bool = True
+    backend: str = "eager"
+
+    @property
+    def count(self) -> int:
+        """How many microbatches there are, once that is settled."""
+        return self.microbatches or 1
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Dims of 1 of the inputs that are traced with their size open, so that they have factors, and the axes that want them for it."""
+
+    dims: DynamicDims
+    axes: frozenset[str]
+
+    @property
+    def values(self) -> dict[str, int]:
+        """What is put in at the end, by symbol."""
+        return {PREFIX + name: 1 for name in self.dims.ranges}

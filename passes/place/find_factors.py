@@ -1,0 +1,20 @@
+"""Find factors: every dim of the global view as factors that have names (`factorize` finds them, `names` names them).
+
+    mm: f32[6, 40]      becomes      mm: f32[batch 6, ffn 40]
+"""
+
+from __future__ import annotations
+
+from meshc.passes.phases.outset import carried
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.traced import Traced
+from meshc.passes.place.alike import alike
+from meshc.passes.place.factorize import factorize
+from meshc.passes.place.names import name_factors
+
+
+def find_factors(traced: Traced) -> Placed:
+    joint = traced.operators()
+    factors = factorize(joint.graph, alike(joint))
+    names = name_factors(joint.graph, factors, joint.inputs, traced.request.names)
+    return Placed(**carried(traced.noting(*factors.dropped)), traced=traced, joint=joint, factors=factors, names=names)

@@ -1,0 +1,58 @@
+"""Close loss: a step's graph takes no tangent and gives no gradients of inputs; what was returned beside the loss are metrics.
+
+    g = mul(tangent_loss, w)      becomes      one = full([], 1.0);  g = mul(one, w)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from meshc.errors import CompileError
+from meshc.frontend.train_step import METRICS
+from meshc.ir import Record
+from meshc.ir.graph import call, give, placeholders
+from meshc.ir.keys import is_a
+from meshc.passes.phases.traced import Joint, Traced
+
+aten = torch.ops.aten
+
+
+def close_loss(traced: Traced) -> Traced:
+    """The loss's tangent is one, or its share of a mean: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
+    joint = traced.operators()
+    graph = joint.graph
+    kept_inputs, kept_outputs, results = [], [], []
+    for port, node in zip(joint.inputs, placeholders(graph), strict=True):
+        if port.kind != "tangent":
+            kept_inputs.append(port)
+            continue
+        made = Record((), port.dtype, phase="backward")
+        share = 1.0 / (traced.parts.count if traced.parts is not None else 1)
+        with graph.inserting_after(placeholders(graph)[-1]):
+            one = call(graph, made, aten.full.default, [], share, dtype=port.dtype, device=torch.device("cpu"))
+        node.replace_all_uses_with(one)
+        graph.erase_node(node)
+    for port, node in zip(joint.outputs, joint.results(), strict=True):
+        if port.kind == "gradient" and is_a(port.name, "input", "buffer"):
+            continue
+        if port.kind == "output" and port.name.startswith(f"{METRICS}."):
+            port = replace(port, kind="metric", name=port.name.removeprefix(f"{METRICS}."))
+        kept_outputs.append(port)
+        results.append(node)
+    give(graph, results)
+    joint = replace(joint, inputs=tuple(kept_inputs), outputs=tuple(kept_outputs))
+    return replace(traced.noting(*_missing_gradients(joint)), joint=joint)
+
+
+def _missing_gradients(joint: Joint) -> list[str]:
+    """A note on parameters that the loss does not reach; it is refused if it reaches none."""
+    trainable = {port.name for port in joint.inputs if port.kind == "parameter" and port.requires_grad}
+    given = {port.name for port in joint.outputs if port.kind == "gradient"}
+    missing = sorted(trainable - given)
+    if missing and not given:
+        raise CompileError("the loss reaches no trainable parameter: is it detached, or computed under no_grad?")
+    if not missing:
+        return []
+    return [f"{len(missing)} trainable parameters do not reach the loss and stay as they are: {', '.join(missing[:5])}"]

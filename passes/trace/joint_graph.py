@@ -1,0 +1,202 @@
+"""Joint graph: the model's graph and its gradients as one global-view ATen graph, every value with its record.
+
+    loss = cross_entropy(linear(x, w), t)
+  becomes
+    mm = aten.mm(x, t(w)) ... loss, and backward:  grad_w = aten.mm(t(grad), x)
+
+AOTAutograd traces; a short list of decompositions takes apart what the rules know better in pieces (batch norm becomes means, and is
+thereby synchronised). What tracing leaves behind (aliases, detaches, equal nodes twice) is cleaned up here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.frontend import capture
+from meshc.frontend.capture import JointGraph, TorchGraph, source_of
+from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
+from meshc.ir.graph import equal_calls, give, output_of, placeholders
+from meshc.passes.phases.traced import Joint
+from meshc.passes.trace.decompositions import decompositions
+from meshc.passes.trace.dense_only import refuse_sparse
+from meshc.passes.trace.module_outputs import mark_module_outputs
+from meshc.passes.trace.one_dtype import refuse_mixed
+from meshc.passes.trace.settle import settle_sizes, shape_of, shapes_of
+from meshc.passes.trace.strides import forget_strides
+from meshc.program.program import Port
+
+aten = torch.ops.aten
+
+TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+CHECKS = {aten._assert_async.default, aten._assert_async.msg}
+"""Calls that make no value and stop where one is wrong (`one_hot` checks its classes with two): a program does without."""
+
+
+def joint_graph(traced: TorchGraph) -> Joint:
+    """The forward and backward of torch's graph, cleaned up."""
+    joint = capture.joint_graph(traced, decompositions())
+    graph = joint.module.graph
+    if traced.symbols is not None:
+        settle_sizes(graph, traced.symbols)
+    constants = _held_constants(joint, traced)
+    _lift_constants(joint, constants)
+    inputs, outputs = _ports(joint, traced, constants)
+    _record_all(graph)
+    refuse_sparse(graph)
+    refuse_mixed(graph)
+    mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
+    _forward_transparent(graph)
+    forget_strides(graph)
+    _drop_checks(graph)
+    _drop_empty(graph)
+    _merge_equal(graph)
+    graph.eliminate_dead_code()
+    for node, port in zip(placeholders(graph), list(inputs), strict=True):
+        if port.kind == "constant" and not node.users:
+            inputs.remove(port)
+            del constants[port.name]
+            graph.erase_node(node)
+    return Joint(graph, tuple(inputs), tuple(outputs), constants)
+
+
+def _held_constants(joint: JointGraph, traced: TorchGraph) -> dict[str, torch.Tensor]:
+    """Tensors that the model, or a function of its, holds beside parameters and buffers, by what the graph calls them."""
+    constants: dict[str, torch.Tensor] = {}
+    for position, (kind, target) in enumerate(joint.placeholders):
+        if kind == "constant":
+            name = f"constant_{len(constants)}"
+            joint.placeholders[position] = (kind, name)
+            constants[name] = getattr(traced.module, target)
+    return constants
+
+
+def _lift_constants(joint: JointGraph, constants: dict[str, torch.Tensor]) -> None:
+    """Constant tensors of the trace become inputs of kind `constant`, and join `constants`; their values are read outside fake mode."""
+    graph = joint.module.graph
+    by_target: dict[str, Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        value = getattr(joint.module, target, None)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not node.users:
+            graph.erase_node(node)
+            continue
+        if target not in by_target:
+            name = f"constant_{len(constants)}"
+            with graph.inserting_after(placeholders(graph)[-1]):
+                placeholder = graph.placeholder(name)
+            placeholder.meta.update(node.meta)
+            placeholder.meta.setdefault("val", value)
+            by_target[target] = placeholder
+            constants[name] = value
+            joint.placeholders.append(("constant", name))
+        node.replace_all_uses_with(by_target[target])
+        graph.erase_node(node)
+
+
+def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Tensor]) -> tuple[list[Port], list[Port]]:
+    graph = joint.module.graph
+    inputs: list[Port] = []
+    for node, (kind, name) in zip(placeholders(graph), joint.placeholders, strict=True):
+        value = node.meta["val"]
+        inputs.append(
+            Port(kind, name, shape_of(node), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
+        )
+        node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
+    output = output_of(graph)
+    flat = _flat(output.args[0])
+    kept: list[Node] = []
+    outputs: list[Port] = []
+    for value, (given, name) in zip(flat, joint.outputs, strict=True):
+        if isinstance(value, Node) and given != "none":
+            found = value.meta["val"]
+            outputs.append(Port(given, name, shape_of(value), found.dtype, of=name if given == "gradient" else ""))
+            kept.append(value)
+    give(graph, kept)
+    output.meta.pop("desc", None)
+    return inputs, outputs
+
+
+def _identifier(name: str) -> str:
+    text = "".join(c if c.isalnum() else "_" for c in name)
+    return text if text[0].isalpha() else f"_{text}"
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _record_all(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        value = node.meta.get("val")
+        phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+        source = source_of(node)
+        if isinstance(value, torch.Tensor):
+            set_record(node, Record(shape_of(node), value.dtype, source=source, phase=phase))
+        elif isinstance(value, list | tuple):
+            found = tuple(
+                Record(shape, v.dtype, source=source, phase=phase)
+                if isinstance(v, torch.Tensor)
+                else Record(source=source, phase=phase)
+                for v, shape in zip(value, shapes_of(node), strict=True)
+            )
+            set_record(node, found)
+        else:
+            set_record(node, Record(source=source, phase=phase))
+
+
+def _forward_transparent(graph: Graph) -> None:
+    """Aliases go; a view of the trace's strides becomes a reshape, which holds for whatever strides a kernel gives."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        if node.op == "call_function" and node.target in TRANSPARENT:
+            _replace(graph, node, node.args[0])
+        elif node.op == "call_function" and node.target is aten._to_copy.default and not isinstance(node.args[0], Node):
+            node.target = aten.scalar_tensor.default  # a number that vmap has cast
+
+
+def _drop_checks(graph: Graph) -> None:
+    """To make a check, ranks would have to bring together what it looks at. Indices are checked where they are read by (`guards.py`)."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in CHECKS:
+            graph.erase_node(node)
+
+
+def _drop_empty(graph: Graph) -> None:
+    """A concatenation with empty tensors (a cache that is still empty) is the other operand."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.cat.default:
+            continue
+        kept = [x for x in node.args[0] if 0 not in shape_of(x)]
+        if len(kept) == 1 and shape_of(kept[0]) == shape_of(node):
+            _replace(graph, node, kept[0])
+        elif 0 < len(kept) < len(node.args[0]):
+            node.args = (kept, *node.args[1:])
+
+
+def _merge_equal(graph: Graph) -> None:
+    """One node for equal calls on equal operands (each layer builds the same mask and casts the same table)."""
+    for node, first in equal_calls(graph.nodes, apart=lambda one: records(one)[0].phase if _expensive(one) else ""):
+        _replace(graph, node, first)
+
+
+def _replace(graph: Graph, node: Node, other: Node) -> None:
+    """`other` stands for `node`, also as what modules return."""
+    if not isinstance(node.meta[KEY], tuple) and not isinstance(other.meta[KEY], tuple):
+        update(other, returned_by=tuple(dict.fromkeys((*record(other).returned_by, *record(node).returned_by))))
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
+
+
+def _expensive(node: Node) -> bool:
+    """Values worth their memory across phases stay as traced; views and getitem are free."""
+    return not (is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default))
