@@ -172,7 +172,7 @@ def test_masks_are_folded(name: str, extent: tuple[Any, ...]) -> None:
     """One operator forward, one backward; no mask is left in the program, nor a table of its blocks."""
     made = block(name)
     program = meshc.compile(made, meshc.Mesh("tp=2"), kwargs=inputs())
-    assert [(bias, causal, *rest) for bias, causal, _, *rest in attentions(program.lowered)] == [(None, *extent)] * 2
+    assert [(bias, causal, *rest) for bias, causal, _, *rest in attentions(program.lowered.placed.graph)] == [(None, *extent)] * 2
     assert not [node for node in program.lowered.placed.graph.nodes if "mask" in node.name or node.target is torch.ops.aten.where.self]
     assert {port.kind for port in program.compiled.inputs} == {"parameter", "input", "tangent"}
 
@@ -182,7 +182,7 @@ def test_a_causal_mask_of_any_size_is_folded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(known_values, "LARGEST", 8)
     for name, folded in (("causal", True), ("window", False)):
         program = meshc.compile(block(name), meshc.Mesh("tp=2"), kwargs=inputs())
-        assert [bias is None for bias, *_ in attentions(program.lowered)] == [folded] * 2
+        assert [bias is None for bias, *_ in attentions(program.lowered.placed.graph)] == [folded] * 2
 
 
 def test_heads_are_split_where_attention_is_written_out() -> None:
@@ -295,7 +295,7 @@ def test_a_stock_model(padded: bool) -> None:
     with torch.no_grad():
         program = meshc.compile(model, meshc.Mesh("dp=2,tp=2"), kwargs=given)
         assert meshc.verify(program, dtype=torch.float64).ok
-    ((bias, is_causal, *_),) = attentions(program.lowered)
+    ((bias, is_causal, *_),) = attentions(program.lowered.placed.graph)
     assert (bias is not None, is_causal) == (padded, not padded)
 
 

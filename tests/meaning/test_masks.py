@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Graph
 from transformers import MistralConfig, MistralForCausalLM
 
 import meshc
-from meshc.passes.phases.lowered import Lowered
 from meshc.passes.trace import known_values
 from meshc.passes.trace.fold_masks import Pattern, pattern_of
 from meshc.report import summary
@@ -34,10 +34,10 @@ def mistral(**sizes: Any) -> Case:
     return Case("mistral", MistralForCausalLM(config).train(), {"input_ids": ids, "labels": ids})
 
 
-def attentions(lowered: Lowered) -> list[tuple[Any, ...]]:
+def attentions(graph: Graph) -> list[tuple[Any, ...]]:
     """(bias, causal, scale, window, offset) of each attention of the joint graph, forward then backward."""
     found = []
-    for node in lowered.placed.graph.nodes:
+    for node in graph.nodes:
         if node.target is ours.attention.default:
             found.append(node.args[3:])
         elif node.target is ours.attention_backward.default:
@@ -57,13 +57,13 @@ def test_stock_models_without_a_padding_mask(make: Callable[..., Case], causal: 
     with torch.no_grad():
         program = meshc.compile(case.model, meshc.Mesh("cp=3"), kwargs=case.kwargs, plan="cp: seq")
         assert meshc.verify(program, dtype=torch.float64).ok
-    ((bias, is_causal, _, *rest),) = attentions(program.lowered)
+    ((bias, is_causal, _, *rest),) = attentions(program.lowered.placed.graph)
     assert (bias, is_causal, tuple(rest)) == (None, causal, extent)
-    assert not any(12 * 12 <= _numel(node) and node.meta["meshc"].dtype == torch.bool for node in _values(program.lowered))
+    assert not any(12 * 12 <= _numel(node) and node.meta["meshc"].dtype == torch.bool for node in _values(program.lowered.placed.graph))
 
 
-def _values(lowered: Lowered) -> list[Any]:
-    return [node for node in lowered.placed.graph.nodes if node.op == "call_function" and not isinstance(node.meta["meshc"], tuple)]
+def _values(graph: Graph) -> list[Any]:
+    return [node for node in graph.nodes if node.op == "call_function" and not isinstance(node.meta["meshc"], tuple)]
 
 
 def _numel(node: Any) -> int:
@@ -73,7 +73,8 @@ def _numel(node: Any) -> int:
 @pytest.mark.parametrize("make,extent", [(llama, ()), (mistral, (4, 0))], ids=["llama", "mistral"])
 def test_training_under_a_folded_mask(make: Callable[..., Case], extent: tuple[int, ...]) -> None:
     source = Captured(make(batch=2, layers=1), train=True, double=True)
-    assert [(bias, causal, tuple(rest)) for bias, causal, _, *rest in attentions(source.lowered)] == [(None, True, extent)] * 2
+    found = attentions(source.traced.operators().graph)
+    assert [(bias, causal, tuple(rest)) for bias, causal, _, *rest in found] == [(None, True, extent)] * 2
     for mesh, plan in (("cp=5", "cp: seq"), ("cp=2,tp=2", "ulysses+megatron_sp"), ("dp=2,tp=3", "fsdp+megatron")):
         source.verify_training(mesh, plan, lambda p: torch.optim.SGD(p, lr=0.1), steps=1)
 
@@ -83,7 +84,7 @@ def test_a_padding_mask_is_left_alone() -> None:
     case.model.eval()
     with torch.no_grad():
         program = meshc.compile(case.model, meshc.Mesh("dp=2"), kwargs=case.kwargs)
-    ((bias, causal, *_),) = attentions(program.lowered)
+    ((bias, causal, *_),) = attentions(program.lowered.placed.graph)
     assert bias is not None and not causal
 
 
@@ -124,7 +125,7 @@ def test_masks_written_by_hand(name: str) -> None:
     x = {"x": torch.randn(2, 7, 8)}
     program = meshc.compile(Attention(mask), meshc.Mesh("cp=3"), kwargs=x, plan="cp: seq", names={"x": ("batch", "seq", None)})
     assert meshc.verify(program, dtype=torch.float64).ok
-    for bias, causal, _, *rest in attentions(program.lowered):
+    for bias, causal, _, *rest in attentions(program.lowered.placed.graph):
         assert (bias is None) == (wanted is not None)
         assert wanted is None or (causal, *rest) == wanted
 
@@ -133,7 +134,7 @@ def test_a_mask_too_large_to_evaluate_stays(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(known_values, "LARGEST", 48)
     x = {"x": torch.randn(2, 7, 8)}
     program = meshc.compile(Attention(MASKS["triangle"][0]), meshc.Mesh("cp=3"), kwargs=x, plan="cp: seq")
-    assert all(found[0] is not None for found in attentions(program.lowered))
+    assert all(found[0] is not None for found in attentions(program.lowered.placed.graph))
 
 
 def test_causal_queries_are_not_gathered() -> None:
