@@ -48,7 +48,7 @@ def test_a_dump_has_a_numbered_text_for_each_pass(tmp_path: Path) -> None:
     assert "role tp, recipe megatron" in texts["00_plan.txt"]
     assert "this model has no heads" in texts["00_plan.txt"]
     line = "# return self.down(F.relu(self.middle(F.gelu(self.up(self.norm(x))))))"
-    for name in ("capture", "differentiate", "propagate", "partition", "emit"):
+    for name in ("capture", "differentiate", "propagate", "partition", "fuse_updates"):
         assert line in of(texts, name), name
 
 
@@ -61,7 +61,7 @@ def test_a_dump_shows_what_each_pass_found(tmp_path: Path) -> None:
     assert '"f32[batch 6/dp, ffn 40/tp]" = aten.addmm(' in of(texts, "propagate")
     assert '"f32[ffn 40, hidden 24]" = "parameter:up.weight"' in of(texts, "propagate")
     assert '"f32[ffn 40/tp, hidden 24]" = "parameter:up.weight"' in of(texts, "lay_ports")
-    collectives = [line for line in of(texts, "emit").splitlines() if " = all_reduce(" in line]
+    collectives = [line for line in of(texts, "fuse_updates").splitlines() if " = all_reduce(" in line]
     assert collectives and all("  # " in line for line in collectives)
 
 
@@ -91,7 +91,7 @@ def test_the_variable_dumps_each_compilation(tmp_path: Path, monkeypatch: pytest
     compiled()
     compiled("fsdp+megatron")
     assert len(files(tmp_path)) == len(files(tmp_path / "2")) == 1 + len(NAMES)
-    assert of(files(tmp_path), "emit") != of(files(tmp_path / "2"), "emit")
+    assert of(files(tmp_path), "fuse_updates") != of(files(tmp_path / "2"), "fuse_updates")
 
 
 class Checks:
@@ -122,7 +122,8 @@ def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(mon
     monkeypatch.setenv(environment.VERIFY, "1")
     recompiled(program, checks := Checks())
     assert checks.seen == [
-        "differentiate: graph", "update: graph", "partition: program", "microbatch: program", "collectives: program", "emit: program",
+        "differentiate: graph", "update: graph", "partition: program", "microbatch: program", "collectives: program",
+        "fuse_updates: program",
     ]  # fmt: skip
     with pytest.raises(VerifyError, match="after the pass partition .*\n  mm_3 differs by 0.5"):
         recompiled(program, checks := Checks("partition"))
@@ -152,11 +153,11 @@ def test_the_log_says_what_each_pass_took_and_noted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(environment.LOG, "info")
     hook = hooks.hook(Checks())
     assert hook is not None
-    left = replace(compiled().lowered, seconds={"partition": 0.25, "emit": 0.0}, notes=("a note",))
+    left = replace(compiled().lowered, seconds={"partition": 0.25, "fuse_updates": 0.0}, notes=("a note",))
     capsys.readouterr()
     hook("partition", left)
-    hook("emit", left)
-    assert capsys.readouterr().err == "meshc: partition 0.25 s\nmeshc:   a note\nmeshc: emit 0.00 s\n"
+    hook("fuse_updates", left)
+    assert capsys.readouterr().err == "meshc: partition 0.25 s\nmeshc:   a note\nmeshc: fuse_updates 0.00 s\n"
 
 
 def test_unknown_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

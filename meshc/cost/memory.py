@@ -1,8 +1,9 @@
 """What a rank keeps in memory, by a liveness walk over the program that it runs.
 
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
-share the storage of what they look at, and updates write into their operands, also where `emit` has not said so yet. Parameters, buffers
-and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted. A message between pipeline
+share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
+buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted. A message between
+pipeline
 stages counts on its sender until the last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
 """
 

@@ -1,7 +1,7 @@
 """Optimizer updates as operators: `meshc::adam`, `meshc::adam_amsgrad`, `meshc::sgd`, `meshc::sgd_plain`.
 
-Each exists three times. The functional one is what a program holds before `emit`; `NAME_` writes into its operands; `NAME_many_` does so
-for whole lists with one call of torch's fused kernel.
+Each exists three times. The functional one is what a program holds before `fuse_updates`; `NAME_` writes into its operands;
+`NAME_many_` does so for whole lists with one call of torch's fused kernel.
 
     new_param, new_exp_avg, new_exp_avg_sq, new_step = meshc.adam(param, grad, exp_avg, exp_avg_sq, step, lr, ..., decoupled, maximize)
     meshc.adam_many_(params, grads, exp_avgs, exp_avg_sqs, steps, lr, ..., decoupled, maximize)

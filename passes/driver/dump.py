@@ -2,8 +2,8 @@
 
     00_plan.txt           what each axis does, and the notes
     01_capture.py ...     torch's graph of the model: calls as the model wrote them
-    04_differentiate.py   the global view: one graph with its backward and update; factors and shardings appear as passes find them
-    09_partition.py ...   what each rank runs: local shapes, collectives, and why each is there
+    05_differentiate.py   the global view: one graph with its backward and update; factors and shardings appear as passes find them
+    12_partition.py ...   what each rank runs: local shapes, collectives, and why each is there
 
 Nothing here looks at a clock, an address or an id, and nothing changes what it prints.
 """

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from meshc.ir import Record, record
 from meshc.ir.graph import call, entering
 from meshc.ir.keys import is_a, key_of
-from meshc.passes.microbatches.microbatch import Splitter
+from meshc.passes.microbatches.splitter import Splitter
 from meshc.program.program import Stage
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from torch.fx import Node
 from meshc.cost.predict import costs_of
 from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
 from meshc.ir.keys import is_a, name_of
-from meshc.passes.microbatches.microbatch import Splitter
+from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of

@@ -20,7 +20,7 @@ from meshc.ir.graph import entering, equal_calls
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.microbatches.microbatch import Splitter
+from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.outset import Outset
 from meshc.passes.stages.homes import kinds
 from meshc.program.program import Port, Stage

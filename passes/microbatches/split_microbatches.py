@@ -12,20 +12,20 @@ Buffers that a microbatch writes are what the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record, spmd
-from meshc.ir.graph import entering, made_of, output_of, read_by
+from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.rows import rows_of, whole_rows
+from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
 from meshc.program.accumulate import OF_REDUCTION, whole_of
-from meshc.program.program import Instruction, Stage
+from meshc.program.program import Instruction
 
 
 def split_microbatches(lowered: Lowered) -> Lowered:
@@ -109,24 +109,3 @@ def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[
                 '  what to do: TrainStep(..., batch_mix="mean_of_parts") if the step may be the mean of what each microbatch gives alone, '
                 "microbatches=1, or a norm that does not mix the batch, such as group norm"
             )
-
-
-class Splitter:
-    def __init__(self, graph: Graph, keys: dict[Node, str]) -> None:
-        self.graph, self.keys = graph, keys
-
-    def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
-        """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
-        needed = made_of(results.values(), through=lambda node: node not in given)
-        copy = Graph()
-        env: dict[Node, Node] = {}
-        inputs: list[str] = []
-        for node in self.graph.nodes:
-            if node in needed and (node.op == "placeholder" or node in given):
-                env[node] = entering(copy, node)
-                inputs.append(given.get(node) or self.keys[node])
-        for node in self.graph.nodes:
-            if node in needed and node not in env and node.op == "call_function":
-                env[node] = copy.node_copy(node, lambda n: env[n])
-        copy.output(tuple(env[node] for node in results.values()))
-        return Stage(name, copy, tuple(inputs), tuple(results))

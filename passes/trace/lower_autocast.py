@@ -44,12 +44,12 @@ ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
-def autocast(traced: Traced) -> Traced:
+def lower_autocast(traced: Traced) -> Traced:
     """The regions of the whole model as casts."""
-    return replace(traced, model=lower_autocast(traced.model, traced.mesh.device_type))
+    return replace(traced, model=as_casts(traced.model, traced.mesh.device_type))
 
 
-def lower_autocast(traced: TorchGraph, device: str | None = None) -> TorchGraph:
+def as_casts(traced: TorchGraph, device: str | None = None) -> TorchGraph:
     """Take the autocast regions out of the graph, in place, and put casts in.
 
     `device` is the mesh's device type. Capture traces on CPU stand-ins, so a region whose device the model read from a tensor says "cpu":

@@ -104,4 +104,4 @@ def test_one_microbatch_is_the_only_stage() -> None:
 def test_what_mixes_the_batch_is_refused_by_its_line() -> None:
     with pytest.raises(CompileError, match="mixes the whole batch") as caught:
         around_it(2, centred=True)
-    assert "test_microbatch.py" in str(caught.value)
+    assert "test_split_microbatches.py" in str(caught.value)

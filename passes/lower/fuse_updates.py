@@ -1,4 +1,4 @@
-"""Emit: the last touches that make a per-rank graph a program: one fused update for all parameters of a group, in place.
+"""Fuse updates: one update for all parameters of a group, in place of one for each.
 
     p1, m1, v1 = adam(w1, g1, m1, v1, lr, ...)        adam_many_([w1, w2], [g1, g2], [m1, m2], [v1, v2], ..., lr, ...)
     p2, m2, v2 = adam(w2, g2, m2, v2, lr, ...)   becomes

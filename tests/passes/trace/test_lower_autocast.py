@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy
 from meshc.frontend.capture import TorchGraph, joint_graph, torch_graph
-from meshc.passes.trace.autocast import ENTER, EXIT, lower_autocast
+from meshc.passes.trace.lower_autocast import ENTER, EXIT, as_casts
 from tests.models import FACTORIES
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -311,9 +311,9 @@ def test_cpu_values_and_gradients_are_torchs_bit_for_bit(name: str, inputs: str)
     want = attempt(reference)
     if isinstance(want, Exception):
         with pytest.raises((CompileError, RuntimeError)):
-            torch.fx.Interpreter(lower_autocast(traced).module).run(*leaves)
+            torch.fx.Interpreter(as_casts(traced).module).run(*leaves)
         return
-    got = torch.fx.Interpreter(lower_autocast(traced).module).run(*leaves)
+    got = torch.fx.Interpreter(as_casts(traced).module).run(*leaves)
     assert [same(a, b) for a, b in zip(tensors(got), tensors(want), strict=True)] == [True] * len(tensors(want))
     sources = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = [attempt(lambda out=out: torch.autograd.grad(weighted(tensors(out)), sources, allow_unused=True)) for out in (got, want)]
@@ -353,9 +353,9 @@ def test_cuda_dtypes_are_torchs(name: str, inputs: str) -> None:
     if isinstance(want, Exception):
         assert "dtype" in str(want)
         with pytest.raises(CompileError, match="dtype"):
-            lower_autocast(traced)
+            as_casts(traced)
         return
-    lower_autocast(traced)
+    as_casts(traced)
     fakes = [node.meta["example_value"] for node in traced.module.graph.find_nodes(op="placeholder")]
     with traced.fake_mode, torch.no_grad():
         assert [leaf.dtype for leaf in tensors(torch.fx.Interpreter(traced.module).run(*fakes))] == want
@@ -387,7 +387,7 @@ def test_casts_stand_before_the_call_that_wants_them() -> None:
             y = F.layer_norm(h, (4,))
         return y
 
-    graph = lower_autocast(traced(model, torch.randn(4, 4), torch.randn(4, 4)))
+    graph = as_casts(traced(model, torch.randn(4, 4), torch.randn(4, 4)))
     assert text(graph) == [
         "to = to(l_flat_args_0_, bfloat16)",
         "to_1 = to(l_flat_args_1_, bfloat16)",
@@ -402,19 +402,19 @@ def test_casts_stand_before_the_call_that_wants_them() -> None:
 def test_a_graph_without_regions_stays() -> None:
     graph = traced(lambda _, x: F.softmax(x @ x, -1), torch.randn(4, 4))
     before = text(graph)
-    assert text(lower_autocast(graph)) == before
+    assert text(as_casts(graph)) == before
 
 
 def test_float64_is_left_alone() -> None:
     graph, _ = region_of(torch.mm, (torch.randn(4, 4, dtype=F64), torch.randn(4, 4, dtype=F64)), {}, "cuda")
-    assert text(lower_autocast(graph)) == ["mm = mm(x0, x1)"]
+    assert text(as_casts(graph)) == ["mm = mm(x0, x1)"]
 
 
 def test_a_call_that_casts_inside_becomes_its_aten_calls() -> None:
     t = torch.randn(3, 2, 4)
     graph, _ = region_of(*multi_head_with_weights(t), {}, "cuda")
     shown = ("to", "to_1", "to_2", "linear_default", "softmax_int")
-    lines = [line for line in text(lower_autocast(graph)) if line.split(" = ")[0] in shown]
+    lines = [line for line in text(as_casts(graph)) if line.split(" = ")[0] in shown]
     assert lines == [
         "to = to(x0, bfloat16)",
         "to_1 = to(x1, bfloat16)",
@@ -445,7 +445,7 @@ def test_regions_nest_and_may_be_off() -> None:
                 d = x @ x
         return a, b, c, d, x @ x
 
-    graph = lower_autocast(traced(model, torch.randn(4, 4)))
+    graph = as_casts(traced(model, torch.randn(4, 4)))
     products = [node for node in graph.module.graph.nodes if getattr(node.target, "__name__", "") == "matmul"]
     assert [node.meta["example_value"].dtype for node in products] == [BF16, F32, F16, BF16, F32]
 
@@ -458,7 +458,7 @@ def test_a_region_on_a_tensors_own_device_is_for_the_mesh(device: str | None, dt
         with torch.autocast(x.device.type, BF16):
             return F.softmax(x @ x, -1)
 
-    graph = lower_autocast(traced(model, torch.randn(4, 4)), device)
+    graph = as_casts(traced(model, torch.randn(4, 4)), device)
     (softmax,) = [node for node in graph.module.graph.nodes if getattr(node.target, "__name__", "") == "softmax"]
     assert softmax.meta["example_value"].dtype == dtype
 
@@ -476,7 +476,7 @@ def test_a_leaf_is_cast_once_in_a_region(leaf: bool, cache: bool, casts: int) ->
                 return F.linear(F.linear(x, weight), weight)
 
     model = Tied()
-    graph = lower_autocast(traced(lambda model, x: model(x), torch.randn(4, 4), module=model))
+    graph = as_casts(traced(lambda model, x: model(x), torch.randn(4, 4), module=model))
     assert len(graph.module.graph.find_nodes(op="call_method", target="to")) == casts + 1  # and x's
 
 
@@ -485,7 +485,7 @@ def test_a_checkpoints_body_is_lowered_too() -> None:
         with torch.autocast("cuda", BF16):
             return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
-    graph = lower_autocast(traced(model, torch.randn(2, 4), module=nn.Linear(4, 4)))
+    graph = as_casts(traced(model, torch.randn(2, 4), module=nn.Linear(4, 4)))
     (body,) = [module for name, module in graph.module.named_children() if isinstance(module, torch.fx.GraphModule)]
     assert len(body.graph.find_nodes(op="call_method", target="to")) == 3
     joint = joint_graph(graph, {})
@@ -507,19 +507,19 @@ def test_what_torch_refuses_is_refused_with_its_place() -> None:
             return F.binary_cross_entropy(x, y)
 
     with pytest.raises(CompileError, match=r"binary_cross_entropy\(\) at test_autocast.py:\d+ .*torch refuses it"):
-        lower_autocast(traced(model, torch.rand(4), torch.rand(4)))
+        as_casts(traced(model, torch.rand(4), torch.rand(4)))
 
 
 def test_a_device_without_lists_is_refused() -> None:
     graph, _ = region_of(torch.mm, (torch.randn(4, 4), torch.randn(4, 4)), {}, "xpu")
     with pytest.raises(CompileError, match="not for xpu"):
-        lower_autocast(graph)
+        as_casts(graph)
 
 
 def test_casts_inside_a_kernel_are_refused() -> None:
     graph, _ = region_of(F.bilinear, (torch.randn(3, 4), torch.randn(3, 4), torch.randn(2, 4, 4)), {}, "cpu")
     with pytest.raises(CompileError, match="inside the kernel of aten::_trilinear"):
-        lower_autocast(graph)
+        as_casts(graph)
 
 
 @pytest.mark.parametrize(("dtype", "refused"), [(F16, False), (BF16, True)])
@@ -528,9 +528,9 @@ def test_recurrent_layers_on_cuda_run_in_float16_only(dtype: torch.dtype, refuse
     graph, _ = region_of(function, args, {}, "cuda", dtype)
     if refused:
         with pytest.raises(CompileError, match="cuDNN runs recurrent layers in float16"):
-            lower_autocast(graph)
+            as_casts(graph)
         return
-    (call,) = lower_autocast(graph).module.graph.find_nodes(op="call_function", target=torch.lstm)
+    (call,) = as_casts(graph).module.graph.find_nodes(op="call_function", target=torch.lstm)
     assert {node.meta["example_value"].dtype for node in call.all_input_nodes} == {F16}
 
 
@@ -541,7 +541,7 @@ def test_a_dtype_read_from_a_tensor_is_noted() -> None:
             y = F.softmax(h.float(), -1)
             return y.to(h.dtype)  # as traced it is not what it is on the device
 
-    graph = lower_autocast(traced(model, torch.randn(4, 4)))
+    graph = as_casts(traced(model, torch.randn(4, 4)))
     (note,) = graph.notes
     assert "return y.to(h.dtype)" in note and "torch.float32 here may be a tensor's dtype as traced" in note
 
@@ -578,7 +578,7 @@ def test_models_are_bit_equal_to_torchs_autocast(name: str) -> None:
     for lowered in (False, True):
         graph = torch_graph(case.model, step, (), inputs, signature=step, grad=True)
         if lowered:
-            assert lower_autocast(graph).notes == []
+            assert as_casts(graph).notes == []
             assert not graph.module.graph.find_nodes(op="call_function", target=ENTER)
         state = {key: value.clone() for key, value in case.model.state_dict().items()}
         torch.manual_seed(0)

@@ -21,7 +21,7 @@ class Affine(nn.Module):
 
 
 def emitted(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
-    return changed(*around("emit", meshc.TrainStep(model, optimizer=optimizer), "dp=2", x=torch.zeros(4, 4)))
+    return changed(*around("fuse_updates", meshc.TrainStep(model, optimizer=optimizer), "dp=2", x=torch.zeros(4, 4)))
 
 
 def test_one_update_writes_all_parameters() -> None:
@@ -59,4 +59,4 @@ def test_groups_are_updated_apart() -> None:
 
 
 def test_a_program_without_updates_is_left_alone() -> None:
-    assert changed(*around("emit", Affine(), "dp=2", x=torch.zeros(4, 4))) == ""
+    assert changed(*around("fuse_updates", Affine(), "dp=2", x=torch.zeros(4, 4))) == ""

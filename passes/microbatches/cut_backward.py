@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from meshc.ir import KEY, record, records, set_record
 from meshc.ir.graph import made_of, read_by
 from meshc.ir.keys import is_a, key_of
-from meshc.passes.microbatches.microbatch import Splitter
+from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
 from meshc.program.program import Instruction, Stage
 
