@@ -5,6 +5,8 @@ A message has four parts: the operator and value at fault, where that is in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MeshcError(Exception):
     """Base of all errors that meshc raises on purpose.
@@ -68,3 +70,13 @@ class DeadlockError(MeshcError):
 
 class PeerError(MeshcError):
     """Another rank failed first; the message is that rank's error."""
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Names in a line, as messages have them: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def lines_of(faults: Sequence[str], most: int) -> list[str]:
+    """Faults a line each; a last line says how many more there are."""
+    return [*faults[:most], *[f"and {len(faults) - most} more"] * (len(faults) > most)]

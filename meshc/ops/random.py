@@ -61,13 +61,18 @@ def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymIn
     return tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
 
 
+def _drawn(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Numbers of one kind, in double precision if the result is, else in single."""
+    _fit_seed(kind, seed_step)
+    bits = 64 if dtype == torch.float64 else 32
+    out = torch.empty(tuple(shape), dtype=torch.float64 if bits == 64 else torch.float32, device=seed_step.device)
+    philox.draw(f"{kind}{bits}", tile, out, seed_step=seed_step, call=call)
+    return out
+
+
 @torch.library.impl("meshc::uniform", _DEVICES)
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    _fit_seed("uniform", seed_step)
-    tile = _tile(global_shape, local_shape, offsets)
-    wide = dtype == torch.float64
-    out = torch.empty(tuple(local_shape), dtype=torch.float64 if wide else torch.float32, device=seed_step.device)
-    philox.draw("uniform64" if wide else "uniform32", tile, out, seed_step=seed_step, call=call)
+    out = _drawn("uniform", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype)
     if dtype in (torch.float16, torch.bfloat16):  # rounded down to the bits that the type has, or 1 would come out
         unit = 2.0 / torch.finfo(dtype).eps
         return out.mul_(unit).floor_().div_(unit).to(dtype)
@@ -76,12 +81,7 @@ def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Sha
 
 @torch.library.impl("meshc::normal", _DEVICES)
 def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    _fit_seed("normal", seed_step)
-    tile = _tile(global_shape, local_shape, offsets)
-    wide = dtype == torch.float64
-    out = torch.empty(tuple(local_shape), dtype=torch.float64 if wide else torch.float32, device=seed_step.device)
-    philox.draw("normal64" if wide else "normal32", tile, out, seed_step=seed_step, call=call)
-    return out.to(_floating(dtype))
+    return _drawn("normal", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype).to(_floating(dtype))
 
 
 @torch.library.impl("meshc::keep_mask", _DEVICES)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshc.errors import CompileError
+from meshc.errors import CompileError, lines_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +58,8 @@ def refuse_shared(members: Sequence[torch.optim.Optimizer], name_of: Callable[[T
             if len(set(map(id, group["params"]))) < len(group["params"]):
                 faults.append(f"{where} lists a parameter twice")
     if faults:
-        shown = [*faults[:8], *([f"and {len(faults) - 8} more"] if len(faults) > 8 else [])]
         raise CompileError(
             "a parameter is stepped once in a training step:\n    "
-            + "\n    ".join(shown)
+            + "\n    ".join(lines_of(faults, 8))
             + "\n  what to do: give each parameter to one optimizer, in one group"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from meshc.errors import ScheduleError
+from meshc.errors import ScheduleError, lines_of
 from meshc.pipelining.activations import held
 from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send
 from meshc.pipelining.waiting import circle
@@ -49,8 +49,7 @@ def check(
     if not faults and stage_bytes is not None and budget is not None:
         faults += _memory(listing, stage_bytes, budget)
     if faults:
-        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise ScheduleError("\n  ".join([f"{schedule.name or 'the schedule'} cannot run:", *faults[:_SHOWN], *more]))
+        raise ScheduleError("\n  ".join([f"{schedule.name or 'the schedule'} cannot run:", *lines_of(faults, _SHOWN)]))
 
 
 class _Listing:

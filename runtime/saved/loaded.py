@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshc.check import check_program
-from meshc.errors import InputError, StateError
+from meshc.errors import InputError, StateError, lines_of
 from meshc.files.tensor_file import TensorFile
 from meshc.ir.keys import is_a
 from meshc.ops.random import seed_step
@@ -201,5 +201,5 @@ def _without_backward(program: Program) -> Program:
 
 def _refuse(faults: Sequence[str], what: str, advice: str) -> None:
     if faults:
-        shown = "\n    ".join([*faults[:8], *[f"and {len(faults) - 8} more"] * (len(faults) > 8)])
+        shown = "\n    ".join(lines_of(faults, 8))
         raise StateError(f"{what}:\n    {shown}\n  what to do: {advice}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError
+from meshc.errors import StateError, lines_of, listed
 from meshc.program.program import Port
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def refuse_converted(stored: Iterable[Held]) -> None:
         if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type) and not held.of:
             faults.append(f"{held.name} is {now.dtype} on {now.device.type}, the program's is {held.dtype} on {held.buffer.device.type}")
     if faults:
-        shown = "\n    ".join([*faults[:4], *[f"and {len(faults) - 4} more"] * (len(faults) > 4)])
+        shown = "\n    ".join(lines_of(faults, 4))
         raise StateError(
             f"the model was converted after it was compiled:\n    {shown}\n"
             "  why: the program computes with the tensors that meshc.compile has put into the model, in their dtype and place\n"
@@ -70,9 +70,8 @@ def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]]) -> No
         if parameter is not None and (id(module._parameters), name) not in known
     ]
     if names:
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise StateError(
-            f"these were put into the model after it was compiled: {shown}\n"
+            f"these were put into the model after it was compiled: {listed(names, 4)}\n"
             "  why: the program goes on with the modules that it was compiled from, and these would be passed over\n"
             "  what to do: change the model before meshc.compile; for other values in the modules that are there, load_state_dict"
         )

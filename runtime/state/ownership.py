@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshc.errors import StateError
+from meshc.errors import StateError, listed
 from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.board import current_board
@@ -164,9 +164,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
         return
     names = [_REPLACED[p] for group in optimizer.param_groups for p in group["params"] if p in _REPLACED]
     if names:
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise StateError(
-            f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {shown}\n"
+            f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {listed(names, 4)}\n"
             "  why: compiling replaces a model's parameters by DTensors; stepping the old ones would train nothing\n"
             "  what to do: build the optimizer after meshc.compile, from model.parameters()"
         )

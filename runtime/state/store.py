@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshc.errors import StateError
+from meshc.errors import StateError, listed
 from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
@@ -263,9 +263,8 @@ class Store:
         """Raises StateError if anything has no values yet; sends nothing."""
         names = self.unfilled if self._unfilled else []
         if names:
-            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             raise StateError(
-                f"the model was built on `meta`, and these have no values yet: {shown}\n"
+                f"the model was built on `meta`, and these have no values yet: {listed(names, 6)}\n"
                 '  what to do: first program.load_state_dict(state), dcp.load({"program": program}, ...) or program.init_weights(fn);\n'
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
             )
