@@ -55,19 +55,16 @@ def verify_order(graph: Graph) -> list[Node]:
     return nodes
 
 
-Tiles = dict[int, tuple[Sharding, tuple[int, ...]]]
-"""The shape of a rank's tile of a sharding, by the sharding's id."""
-
-
-def verify_graph(graph: Graph, inputs: int, outputs: int, sizes: Mapping[str, int] | None = None, tiles: Tiles | None = None) -> None:
+def verify_graph(
+    graph: Graph, inputs: int, outputs: int, sizes: Mapping[str, int] | None = None, known: Collection[int] = frozenset()
+) -> None:
     """Of a graph of operators with records, with so many ports.
 
     sizes  of the mesh's axes, once it is what each rank runs
-    tiles  those known already, to which others are added: passes keep most records
+    known  ids of records whose shapes are known to be their tiles': passes keep most records
     """
     nodes = verify_order(graph)
     entered = 0
-    tiles = {} if tiles is None else tiles
     for node in nodes:
         if node.op == "call_function":
             if node.target is operator.getitem:
@@ -87,8 +84,8 @@ def verify_graph(graph: Graph, inputs: int, outputs: int, sizes: Mapping[str, in
         for record in found if type(found) is tuple else (found,):
             if type(record) is not Record:
                 raise Malformed("it has no record" if record is None else f"its record is a {type(record).__name__}")
-            if record.sharding is not None:
-                _verify_sharding(node, record, record.sharding, sizes, tiles)
+            if record.sharding is not None and id(record) not in known:
+                _verify_sharding(node, record, record.sharding, sizes)
     if entered != inputs:
         raise Malformed(f"{entered} values enter the graph, and there are {inputs} ports for them")
 
@@ -207,14 +204,8 @@ def _verify_moved(node: Node, sizes: Mapping[str, int]) -> None:
         raise Malformed(f"its record says {_said(record)}, and of {_said(given)} it makes {list(shape)}")
 
 
-def _verify_sharding(node: Node, record: Record, sharding: Sharding, sizes: Mapping[str, int] | None, tiles: Tiles) -> None:
-    if sizes is None:
-        wanted = sharding.shape
-    elif (known := tiles.get(id(sharding))) is not None:
-        wanted = known[1]
-    else:
-        wanted = local_shape(sharding, sizes)
-        tiles[id(sharding)] = sharding, wanted
+def _verify_sharding(node: Node, record: Record, sharding: Sharding, sizes: Mapping[str, int] | None) -> None:
+    wanted = sharding.shape if sizes is None else local_shape(sharding, sizes)
     if record.shape != wanted:
         raise Malformed(f"its record says {list(record.shape)}, and the tile of its sharding {sharding} is {list(wanted)}")
 

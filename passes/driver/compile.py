@@ -15,6 +15,7 @@ from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.finish import finish
+from meshc.passes.driver.structure import Structure
 from meshc.passes.lower.specialise import specialise
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset, begin
@@ -140,11 +141,14 @@ def specialised(program: Program, left: Lowered, received: Collection[str]) -> P
 
 
 def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:
-    """One pass, timed, and shown to whoever listens."""
+    """One pass, timed, its graphs verified, and shown to whoever listens."""
+    structure = Structure(phase)
     start = time.process_time()
     with part(f"the pass {each.name}"):
         left = each.run(phase)
-    left = replace(left, seconds={**left.seconds, each.name: time.process_time() - start})
+        seconds = time.process_time() - start
+        structure.verify(left)
+    left = replace(left, seconds={**left.seconds, each.name: seconds})
     if hook is not None:
         hook(each.name, left)
     return left

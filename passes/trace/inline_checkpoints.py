@@ -30,7 +30,6 @@ def inline_checkpoints(traced: Traced) -> Traced:
         for call in calls:
             _inline(module, call)
         calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
-    module.graph.lint()
     module.recompile()
     return traced
 

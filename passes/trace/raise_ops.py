@@ -80,7 +80,6 @@ def raise_ops(traced: Traced) -> Traced:
         node.op = "call_function"  # a method's tensor is its first argument
         node.kwargs = {**node.kwargs, "seed_step": seed, "call": calls}
         calls += count
-    module.graph.lint()
     module.recompile()
     return replace(traced, model=replace(model, random_calls=calls, notes=(*model.notes, *notes)))
 
