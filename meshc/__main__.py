@@ -36,6 +36,7 @@ from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir import bounds
 from meshc.ir.mesh import Mesh
+from meshc.passes import rules
 from meshc.pipelining import draw, trace
 from meshc.plan.plan import Plan
 from meshc.program import instance
@@ -224,7 +225,7 @@ def _places(out: Path, backends: Sequence[str]) -> dict[str, Path]:
 def _show(options: argparse.Namespace) -> None:
     if options.path.endswith(".json") and Path(options.path).is_file():
         return _show_trace(options)
-    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow)
+    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
     if options.timeline is not None:
@@ -249,7 +250,7 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    saved = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow)
+    saved = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
     what, args, kwargs = load_target(options.model)
     if (saved.mode == "step") != isinstance(what, TrainStep):
         kinds = ("a training step", "a module or function")
@@ -316,7 +317,7 @@ def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[An
 
 def _run(options: argparse.Namespace) -> None:
     asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "allow_edited")}
-    run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), **asked))
+    run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))
 
 
 # ------------------------------------------------------------------------------------------------------------------------ calibrate

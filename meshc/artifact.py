@@ -24,6 +24,7 @@ import torch
 
 from meshc import ir
 from meshc.check import check_program
+from meshc.check.ruled import Rules
 from meshc.errors import ArtifactError, MeshcError, ScheduleError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
@@ -83,12 +84,15 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
         put(made, target)
 
 
-def load(path: str | os.PathLike[str], *, allow_edited: bool = False, allow: Iterable[str] = ()) -> Program:
+def load(
+    path: str | os.PathLike[str], *, allow_edited: bool = False, allow: Iterable[str] = (), rules: Rules | None = None
+) -> Program:
     """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
 
     With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked (`meshc.check`) in
     any case. `allow` names libraries beside torch's and meshc's whose operators programs may name in this process from now on (`mylib`,
-    `mylib=package.module`); their modules are imported.
+    `mylib=package.module`); their modules are imported. With the operators' `rules` (`meshc.passes.rules`) every line's sharding is checked
+    against what its operator makes of its operands'; without them, what collectives make.
     Raises ArtifactError for a folder that is missing, damaged, edited, of another version, or holds what no program may.
     """
     for words in allow:
@@ -105,7 +109,7 @@ def load(path: str | os.PathLike[str], *, allow_edited: bool = False, allow: Ite
     told = _json(folder / PROGRAM)
     try:
         program = _program(folder, told, files)
-        check_program(program, str(folder / PROGRAM))
+        check_program(program, str(folder / PROGRAM), rules)
         return program
     except ArtifactError as error:
         if str(folder) in str(error):

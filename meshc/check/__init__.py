@@ -5,7 +5,12 @@
     types.py         what a declared type may be: extents, dtypes, shardings that fit the axes and the local shape
     operators.py     an operator on operands without values
     placed.py        the functions of `meshc.ir.spmd`: collectives, tiles, integers
-    moved.py         the sharding that a collective gives
+    follow.py        a stage, a line at a time: the sharding of each value against what its operator makes of its operands'
+    spread.py        how a value lies on the ranks, as far as it is known
+    ruled.py         what an operator makes of that, by its rule; asked.py  how a rule is asked about a rank's tiles
+    viewed.py        what views and cuts make of it;  moved.py  what collectives and tiles do
+    memory.py        what is read after it was overwritten, and what leaves in one memory
+    phases.py        forward reads nothing of backward, neither of them anything of the update
     info.py          what a program says beside its text: seed, optimizer's numbers, arithmetic
     guards.py        operators whose kernels trust values: what is asked of these before each call
     trusting.py      which these are, with what must hold, in the rules of rules.py

@@ -1,68 +1,171 @@
-"""The sharding that a collective gives: that of its operand, with the axes of the collective taken away or put in.
+"""What the functions of `meshc.ir.spmd` do to how a value lies.
 
     all_reduce(y: "f32[a 4, b 6/tp] pending(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
     all_gather(y: "f32[a 4/dp, b 6/tp]", ["dp"], 0)                       gives f32[a 4, b 6/tp]
+    shard(y: "f32[a 4, b 6]", 0, 2, coordinate_of_dp)                     gives f32[a 4/dp, b 6]
 
-Where operand or result has none (collectives that carry several values), nothing is said, nor between pipeline stages, each of which has a
-graph and values of its own. What other operators do to shardings is for the
-rules to say.
+Of axes between pipeline stages nothing is said: each stage has a graph and values of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Final
 
 from torch.fx import Node
 
-from meshc import ir
+from meshc.check.spread import Parts, Spread, shown, shown_pending
 from meshc.check.types import Wrong
 from meshc.ir import spmd
-from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sharding import Part
+
+Places = Mapping[Any, tuple[str, ...] | None]
+"""The axes on which an integer says where a rank is; None: not known."""
 
 
-def check_moved(node: Node) -> None:
-    """Raises Wrong for a collective whose result lies as it does not leave it. Its arguments have been checked."""
-    operand: Any = node.args[0]
-    before, after = ir.record(operand).sharding, ir.record(node).sharding
-    if before is None or after is None:
-        return
-    axes: Any = node.args[1]
-    if node.target in (spmd.all_reduce, spmd.reduce_scatter):
-        how = node.args[-1]
-        for axis in axes:
-            if before.pending_over(axis) != how:
-                raise Wrong(f"its operand is {before}, which is not pending over {axis} for a {how}")
-        _same(_pending(after) == _pending(before) - {(axis, how) for axis in axes}, before, after)
-    if node.target is spmd.all_reduce:
-        _same(after.dims == before.dims, before, after)
-    elif node.target is spmd.all_gather:
-        _same(_pending(after) == _pending(before), before, after)
-        _dim(before, after, node.args[2], axes)
-    elif node.target is spmd.reduce_scatter:
-        _dim(after, before, node.args[2], axes)
+def moved(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
+    """How the result lies, for arguments that have been checked. What hangs on how tiles are padded is taken from `declared`."""
+    if spmd.joins_stages(node):
+        return Spread((None,) * len(given.dims))
+    return _MOVES[node.target](node, given, declared, places, sizes)
 
 
-def _pending(sharding: Sharding) -> set[tuple[str, str]]:
-    """Not over the microbatches: what is one microbatch's part says so where it becomes one."""
-    return {item for item in sharding.pending if item[0] != "mb"}
+def _all_reduce(node: Node, given: Spread, *_: Any) -> Spread:
+    axes, how = node.args[1:]
+    return _reduced(given, axes, how)
 
 
-def _dim(split: Sharding, whole: Sharding, dim: Any, axes: Any) -> None:
-    """The dims are the same, but for `axes`, which split one and not the other."""
-    _same(len(split.dims) == len(whole.dims), split, whole)
-    for place, (one, other) in enumerate(zip(split.dims, whole.dims, strict=True)):
-        more = axes if place == dim else ()
-        _same(_factors(one) == _factors(other) and sorted(_axes(one)) == sorted([*_axes(other), *more]), split, whole)
+def _reduced(given: Spread, axes: Any, how: Any) -> Spread:
+    if given.pending is None:
+        return given
+    for axis in axes:
+        if axis != spmd.MICROBATCH and given.pending.get(axis) != how:
+            raise Wrong(f"its operand is not pending over {axis} for a {how}: it is {shown_pending(given.pending)}")
+    return replace(given, pending={axis: left for axis, left in given.pending.items() if axis not in axes})
 
 
-def _factors(parts: tuple[Part, ...]) -> list[tuple[str, int]]:
-    return [(part.factor, part.size) for part in parts]
+def _all_gather(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+    axes, dim = node.args[1:]
+    left = _without(given, axes, "gathers")
+    return _with_dim(given, dim, _less(given, dim, axes, "gathers"), declared, left)
 
 
-def _axes(parts: tuple[Part, ...]) -> list[str]:
+def _reduce_scatter(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+    axes, dim, how = node.args[1:]
+    split = given.split()
+    more = None if split is None else split | frozenset(axes)  # type: ignore[arg-type]
+    return _with_dim(_reduced(given, axes, how), dim, _more(given, dim, axes), declared, axes=more)
+
+
+def _all_to_all(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+    axes, split, concat = node.args[1:]
+    if split == concat:
+        return replace(given, dims=tuple(None if d == split else dim for d, dim in enumerate(given.dims)), axes=given.split())
+    less, more = _less(given, concat, axes, "takes together"), _more(given, split, axes)
+    found = _with_dim(given, concat, less, declared, axes=given.split())
+    return _with_dim(found, split, more, declared, axes=given.split())
+
+
+def _shard(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
+    dim, tiles, index = node.args[1:]
+    axes = places.get(index)
+    if axes is None or spmd.MICROBATCH in axes:  # of a step that is the mean of its microbatches the sizes are one microbatch's
+        return _with_dim(given, dim, None, declared, axes=None)
+    if prod(sizes[axis] for axis in axes) != tiles:
+        raise Wrong(f"it takes one of {tiles} tiles by a rank's place on {'/'.join(axes)}, which has {prod(sizes[a] for a in axes)} ranks")
+    split = given.split()
+    return _with_dim(given, dim, _more(given, dim, axes), declared, axes=None if split is None else split | frozenset(axes))
+
+
+def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
+    axes = places.get(node.args[1])
+    if axes is None or given.pending is None:
+        return replace(given, pending=None)
+    return replace(given, pending={**given.pending, **dict.fromkeys(axes, "sum")})
+
+
+def _same(node: Node, given: Spread, *_: Any) -> Spread:
+    return given
+
+
+def _halo(node: Node, given: Spread, declared: Spread | None, *_: Any) -> Spread:
+    dim: Any = node.args[2]
+    return _with_dim(given, dim, None, declared, axes=None)
+
+
+_MOVES: Final[Mapping[Any, Callable[..., Spread]]] = {
+    spmd.all_reduce: _all_reduce,
+    spmd.all_gather: _all_gather,
+    spmd.reduce_scatter: _reduce_scatter,
+    spmd.all_to_all: _all_to_all,
+    spmd.broadcast: _same,
+    spmd.halo: _halo,
+    spmd.halo_sum: _halo,
+    spmd.shard: _shard,
+    spmd.mask: _same,
+    spmd.keep_first: _keep_first,
+}
+
+
+def _with_dim(given: Spread, dim: Any, expected: Callable[[Parts], None] | None, declared: Spread | None, axes: Any) -> Spread:
+    """`given` with another dim: what is declared, if that is what is expected."""
+    found = declared.dims[dim] if declared is not None else None
+    if found is not None and expected is not None:
+        expected(found)
+    return replace(given, dims=tuple(found if d == dim else parts for d, parts in enumerate(given.dims)), axes=axes)
+
+
+def _without(given: Spread, axes: Any, does: str) -> frozenset[str] | None:
+    split = given.split()
+    if split is None:
+        return None
+    if not set(axes) <= split:
+        raise Wrong(f"it {does} over {', '.join(sorted(set(axes) - split))}, which does not split its operand: that is split over "
+                    f"{', '.join(sorted(split)) or 'nothing'}")  # fmt: skip
+    return split - frozenset(axes)
+
+
+def _less(given: Spread, dim: Any, axes: Any, does: str) -> Callable[[Parts], None] | None:
+    """That the dim lies as the operand's without these axes."""
+    before = given.dims[dim]
+    if before is None:
+        return None
+    missing = [axis for axis in axes if axis not in _axes(before)]
+    if missing:
+        raise Wrong(f"it {does} over {', '.join(axes)} along dim {dim}, which is [{shown(before)}] and not split over {', '.join(missing)}")
+
+    def check(after: Parts) -> None:
+        told = f"its operand's dim {dim} is [{shown(before)}]"
+        _differ_by(after, before, axes, f"{told}, which without {', '.join(axes)} is not [{shown(after)}]")
+
+    return check
+
+
+def _more(given: Spread, dim: Any, axes: Any) -> Callable[[Parts], None] | None:
+    """That the dim lies as the operand's with these axes too."""
+    before = given.dims[dim]
+    if before is None:
+        return None
+
+    def check(after: Parts) -> None:
+        told = f"its operand's dim {dim} is [{shown(before)}]"
+        _differ_by(before, after, axes, f"{told}, which split over {', '.join(axes)} is not [{shown(after)}]")
+
+    return check
+
+
+def _differ_by(whole: Parts, split: Parts, axes: Any, why: str) -> None:
+    fits = [(part.factor, part.size) for part in _counted(whole)] == [(part.factor, part.size) for part in _counted(split)]
+    if not fits or Counter(_axes(split)) != Counter([*_axes(whole), *axes]):
+        raise Wrong(why)
+
+
+def _counted(parts: Parts) -> list[Part]:
+    return [part for part in parts if part.size != 1]
+
+
+def _axes(parts: Parts) -> list[str]:
     return [axis for part in parts for axis in part.axes]
-
-
-def _same(fits: bool, before: Sharding, after: Sharding) -> None:
-    if not fits:
-        raise Wrong(f"its axes do not make {after} of {before}, or the other way round")

@@ -12,18 +12,23 @@ checks it there (`check_program` on what `instance.at` gives).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 
 from torch.fx import Node
 
 from meshc import ir
+from meshc.check import follow, memory, phases
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
+from meshc.check.ruled import Rules
+from meshc.check.spread import without_microbatches
 from meshc.check.stage import faults as faults_of_stage
+from meshc.check.stage import may_view
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError
 from meshc.ir import Record
-from meshc.ir.sharding import local_shape
+from meshc.ir.sharding import Sharding, local_shape
 from meshc.pipelining.cut import slot
 from meshc.program import instance
 from meshc.program.accumulate import WAYS, whole_of
@@ -34,9 +39,12 @@ SHOWN = 10
 """How many faults one error lists."""
 
 
-def check_program(program: Program, where: str) -> None:
-    """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule."""
-    found = list(islice(_all_faults(program, where), SHOWN + 1))
+def check_program(program: Program, where: str, rules: Rules | None = None) -> None:
+    """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule.
+
+    `rules` are the operators' (`meshc.passes.rules`); without them shardings are followed only through what moves between ranks.
+    """
+    found = list(islice(_all_faults(program, where, rules), SHOWN + 1))
     if not found:
         return
     more = ["and more"] if len(found) > SHOWN else []
@@ -44,14 +52,14 @@ def check_program(program: Program, where: str) -> None:
     raise ArtifactError("\n".join([*found[:SHOWN], *more, advice]))
 
 
-def _all_faults(program: Program, where: str) -> Iterator[str]:
+def _all_faults(program: Program, where: str, rules: Rules | None) -> Iterator[str]:
     yield from _axes(program, where)
     if program.backend not in BACKENDS:
         yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
     yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes if axis.size > 1]))
     for world in _worlds(program):
         found = False
-        for fault in _faults(world, where):
+        for fault in _faults(world, where, rules):
             found = True
             yield fault
         if found:
@@ -71,11 +79,12 @@ def _worlds(program: Program) -> Iterator[Program]:
             continue
 
 
-def _faults(program: Program, where: str) -> Iterator[str]:
+def _faults(program: Program, where: str, rules: Rules | None) -> Iterator[str]:
     sizes = program.axis_sizes
     for stage in program.stages.values():
-        for name, why in faults_of_stage(stage, sizes):
-            yield _at(stage, name, why)
+        wrong = dict(faults_of_stage(stage, sizes))
+        wrong = wrong or dict(_of_sound_lines(stage, sizes, rules))
+        yield from (_at(stage, name, why) for name, why in wrong.items())
     for name, value, why in faults_of_regions(program):
         yield _at(program.stages[name], value, f"{value}: {why}")
     for port in (*program.inputs, *program.outputs):
@@ -87,6 +96,13 @@ def _faults(program: Program, where: str) -> Iterator[str]:
     yield from _keys(program, where)
     yield from _constants(program, where)
     yield from _schedule(program, where)
+
+
+def _of_sound_lines(stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> Iterator[tuple[str, str]]:
+    """What is wrong with lines each of which an operator can make of values of these shapes."""
+    yield from follow.faults(stage, sizes, rules)
+    yield from memory.faults(stage, may_view)
+    yield from phases.faults(stage)
 
 
 def _at(stage: Stage, name: str, why: str) -> str:
@@ -116,22 +132,23 @@ def _local(port: Port, sizes: Mapping[str, int]) -> Record:
 def _keys(program: Program, where: str) -> Iterator[str]:
     """One type under each key: that of the port, or that of what makes it."""
     known: dict[str, tuple[Record, str]] = {}
+    said = partial(print_type, axis_sizes=program.axis_sizes)
     for port in (*program.inputs, *program.outputs):
         record = _local(port, program.axis_sizes)
         before = known.setdefault(port.key, (record, f"{where} says"))[0]
         if not _alike(before, record):
-            yield f"{where}: {port.key} enters as {print_type(before)} and leaves as {print_type(record)}"
+            yield f"{where}: {port.key} enters as {said(before)} and leaves as {said(record)}"
     for stage in program.stages.values():
         for key, node in _given(stage):
             record = ir.record(node)
             whole = whole_of(key)
             told, who = known.setdefault(key, (record, f"{stage.name} gives"))
             if not _alike(told, record):
-                yield _at(stage, f"return {key}", f"it gives {key} as {print_type(record)}, but {who} {print_type(told)}")
+                yield _at(stage, f"return {key}", f"it gives {key} as {said(record)}, but {who} {said(told)}")
             if whole is not None and whole[0] != WAYS["rows"][0]:
                 told, who = known.setdefault(whole[1], (record, f"{stage.name} gives"))
                 if not _alike(told, record):
-                    yield _at(stage, f"return {key}", f"a part of {whole[1]} is {print_type(record)}, but {who} {print_type(told)}")
+                    yield _at(stage, f"return {key}", f"a part of {whole[1]} is {said(record)}, but {who} {said(told)}")
     for stage in program.stages.values():
         for node, key in stage.keys().items():
             record = ir.record(node)
@@ -139,11 +156,17 @@ def _keys(program: Program, where: str) -> Iterator[str]:
                 continue  # of what nothing makes the schedule says whether it is needed
             told, who = known[key]
             if not _alike(told, record):
-                yield _at(stage, node.name, f"it takes {key} as {print_type(record)}, but {who} {print_type(told)}")
+                yield _at(stage, node.name, f"it takes {key} as {said(record)}, but {who} {said(told)}")
 
 
 def _alike(one: Record, other: Record) -> bool:
-    return tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype
+    return tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and _lie_alike(one.sharding, other.sharding)
+
+
+def _lie_alike(one: Sharding | None, other: Sharding | None) -> bool:
+    if one is None or other is None:
+        return True
+    return one.dims == other.dims and without_microbatches(one) == without_microbatches(other)
 
 
 def _given(stage: Stage) -> Iterator[tuple[str, Node]]:

@@ -17,11 +17,10 @@ from torch.fx.node import map_arg
 
 from meshc import ir
 from meshc.check import operators, placed
-from meshc.check.moved import check_moved
+from meshc.check.memory import OWN, writes
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record
 from meshc.ir.keys import kind_of
-from meshc.ir.spmd import is_collective, joins_stages
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
 from meshc.text.allowed import FUNCTIONS, refusal, spelling
@@ -29,8 +28,6 @@ from meshc.text.show import print_type
 
 aten = torch.ops.aten
 
-OWN = ("parameter", "buffer", "state")
-"""Kinds of ports whose memory is the program's own to write."""
 VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
 """Operators that may give a view though their schema does not say so."""
 
@@ -88,8 +85,6 @@ def _made(node: Node, values: Mapping[Node, Any], roots: Mapping[Node, frozenset
         _check_places(node, values)
         found = operators.made_by(node.target, args, kwargs, len(declared) if isinstance(declared, tuple) else 1)  # type: ignore[arg-type]
     _compare(found, declared, sizes)
-    if is_collective(node.target) and not joins_stages(node):
-        check_moved(node)
     return found
 
 
@@ -135,12 +130,13 @@ def _check_places(node: Node, values: Mapping[Node, Any]) -> None:
 
 def _roots(node: Node, roots: Mapping[Node, frozenset[str]]) -> frozenset[str]:
     """Keys of the parameters of the stage in whose memory a value may lie: views lie in that of what they view."""
-    if node.op != "call_function" or not _may_view(node.target):
+    if node.op != "call_function" or not may_view(node.target):
         return frozenset()
     return frozenset(key for operand in node.all_input_nodes for key in roots[operand])
 
 
-def _may_view(target: Any) -> bool:
+def may_view(target: Any) -> bool:
+    """Whether an operator's result may lie in the memory of its operands."""
     if target in FUNCTIONS.values():
         return True  # a tile that is whole, a mask that covers nothing, a group of one rank
     schema = target._schema
@@ -154,10 +150,7 @@ def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:
         return
     if node.target not in MANY.values():
         raise Wrong("it writes into its operands")
-    written: list[Node] = []
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+    written = writes(node)
     for operand in written:
         foreign = sorted(key for key in roots.get(operand, ()) if kind_of(key) not in OWN)
         if foreign:

@@ -20,6 +20,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
+from meshc.passes import rules
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
@@ -95,7 +96,7 @@ class Captured:
             if how.reparse:
                 stages = {name: parse_stage(print_stage(stage, program), side_table(stage)) for name, stage in program.stages.items()}
                 program = replace(program, stages=stages)
-            check_program(program, "the program")
+            check_program(program, "the program", rules)
             report = verification.Report(verification.TOLERANCE[torch.float64])
             with torch.set_grad_enabled(self.request.grad):
                 self._compare(program, report)

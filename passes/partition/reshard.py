@@ -261,8 +261,9 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
     if step.kind == "all_reduce":
         return build.emit(spmd.all_reduce, x, axes, step.reduction, sharding=after, reason=reason)
     if step.kind == "first":
-        for axis in axes:
-            x = build.emit(spmd.keep_first, x, build.coordinate(axis), sharding=after, reason=reason)
+        for done, axis in enumerate(axes, 1):
+            so_far = replace(after, pending=tuple(owed for owed in after.pending if owed[0] not in axes[done:]))
+            x = build.emit(spmd.keep_first, x, build.coordinate(axis), sharding=so_far, reason=reason)
         return x
     d, p = step.part
     size = local_size(now.dims[d][p], build.sizes)

@@ -39,6 +39,7 @@ from meshc.passes.rules import (
     statistics,
 )
 from meshc.passes.rules.linear import linear_in
+from meshc.passes.rules.pending import deferrals
 from meshc.passes.rules.registered import registered
 from meshc.passes.rules.rule import Rule
 
@@ -83,4 +84,4 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
     return registered(node, tensors) or elementwise.tagged(node, tensors)
 
 
-__all__ = ["FAMILIES", "Rule", "rule_of"]
+__all__ = ["FAMILIES", "Rule", "deferrals", "rule_of"]

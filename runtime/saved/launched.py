@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact, environment
+from meshc.check.ruled import Rules
 from meshc.errors import InputError, StateError
 from meshc.files import tensor_file
 from meshc.files.folders import write_file, write_text, writing
@@ -37,7 +38,8 @@ from meshc.text.libraries import libraries_of
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs."""
+    """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs. With
+    `rules` (`meshc.passes.rules`) what the program's types say is checked against them."""
 
     path: str
     inputs: tuple[str, ...]
@@ -48,6 +50,7 @@ class Run:
     seed: int | None = None
     allow_edited: bool = False
     allow: tuple[str, ...] = ()
+    rules: Rules | None = None
 
 
 def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
@@ -58,7 +61,7 @@ def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE -
 
 def run_saved(ask: Run) -> None:
     """Run a saved program in this process. Raises StateError if the launcher started another number of ranks than the program has."""
-    program = artifact.load(ask.path, allow_edited=ask.allow_edited, allow=ask.allow)
+    program = artifact.load(ask.path, allow_edited=ask.allow_edited, allow=ask.allow, rules=ask.rules)
     world = environment.world_size()
     _check(program, ask, world)
     device = torch.device("cpu")

@@ -22,6 +22,7 @@ import meshc
 from meshc import artifact
 from meshc.errors import ArtifactError, MeshcError
 from meshc.ir.mesh import Mesh
+from meshc.passes import rules
 from meshc.program.program import Port, Program
 from meshc.report.summary import summary
 from meshc.runtime.saved.state_folder import SavedState, save_state
@@ -101,7 +102,7 @@ def _used(folder: Path) -> str | None:
                     for key in state.tensors:
                         state.tile(key, None, {}, {})
                 return None
-            program = artifact.load(folder, allow_edited=True)
+            program = artifact.load(folder, allow_edited=True, rules=rules)
     except ArtifactError as error:
         return None if str(folder) in str(error) else f"the message names no file: {error}"
     try:

@@ -1,4 +1,4 @@
-"""Golden programs are what the compiler makes; and a change of one would be seen."""
+"""Golden programs are what the compiler makes, and their types what the checker finds; and a change of one would be seen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshc.check import check_program
+from meshc.passes import rules
 from tests.golden import __main__ as command
 from tests.golden import files
 from tests.golden.cases import CASES
@@ -18,7 +20,9 @@ ADVICE = "\n\nIf the change is meant: `make golden-accept` stores it, and says w
 def test_a_program_is_the_stored_one(name: str) -> None:
     stored = Golden.read(name)
     assert stored is not None, f"{name} has no files yet{ADVICE}"
-    prints, text = stored.differences(Golden.of(CASES[name]().compiled))
+    compiled = CASES[name]().compiled
+    check_program(compiled, name, rules)
+    prints, text = stored.differences(Golden.of(compiled))
     assert not prints, "the fingerprint has changed:\n" + "\n".join(prints) + ADVICE
     assert not text, "the text has changed, the fingerprint has not:\n" + "\n".join(text[:60]) + ADVICE
 

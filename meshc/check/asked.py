@@ -1,0 +1,93 @@
+"""Asking a rule about an operator on a rank's tiles.
+
+Rules are functions of a node and its operands, of which they read shapes and arguments. What they are given is the line with its local
+shapes, a rank's place in the mesh being 0, and with one change: a tile that has one position of a factor that has more counts as the whole
+factor, since a rule takes a dim of one position for one that broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from meshc import ir
+from meshc.check.ruled import Deferral, Rule, Rules
+from meshc.check.spread import Spread
+from meshc.errors import MeshcError
+from meshc.ir import Record
+from meshc.ir.sharding import Part, local_size
+
+BY_POSITION = (torch.ops.aten.slice_backward.default,)
+"""Operators whose arguments are positions of a rank's tile: these have no other sizes."""
+
+Shape = tuple[int, ...]
+
+
+class Asked:
+    """The stage's lines so far, as rules are asked about them. What takes a result out of several stands for itself."""
+
+    def __init__(self, rules: Rules, sizes: Mapping[str, int]) -> None:
+        self.rules, self.sizes = rules, sizes
+        self.graph = Graph()
+        self.nodes: dict[Node, Node] = {}
+
+    def add(self, node: Node) -> None:
+        if node.op == "placeholder" or ir.is_getitem(node) or ir.is_integer(node):
+            self.nodes[node] = self.graph.create_node("placeholder", node.name, name=node.name)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda one: 0 if ir.is_integer(one) else self.nodes[one])
+            self.nodes[node] = self.graph.create_node("call_function", node.target, args, kwargs, node.name)
+
+    def rule(
+        self, node: Node, tensors: Sequence[Node], given: Sequence[Spread], declared: Sequence[Spread]
+    ) -> tuple[Rule | None, Sequence[Deferral]]:
+        """The rule of a line and what may come in pending; None for an operator that has none, or none for these shapes."""
+        used = self._used(node)
+        rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]
+        told = [record if place in used else Record() for place, record in enumerate(ir.records(node))]
+        local = [record.shape for _, record, _ in rows], [record.shape for record in told]
+        full = [self._full(record, spread) for _, record, spread in rows], [
+            self._full(record, spread) if place in used else () for place, (record, spread) in enumerate(zip(told, declared, strict=True))
+        ]
+        ways: list[Any] = [local]
+        if full != local and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
+            ways.insert(0, full)
+        for operands, results in ways:
+            for (one, record, _), shape in zip(rows, operands, strict=True):
+                ir.set_record(self.nodes[one], Record(shape, record.dtype))
+            made = tuple(Record(shape, record.dtype) for record, shape in zip(told, results, strict=True))
+            ir.set_record(self.nodes[node], made if isinstance(node.meta[ir.KEY], tuple) else made[0])
+            found = self._ask(self.nodes[node], [self.nodes[one] for one in tensors])
+            if found is not None:
+                return found
+        return None, ()
+
+    def _ask(self, node: Node, tensors: list[Node]) -> tuple[Rule, Sequence[Deferral]] | None:
+        """None where the rule does not fit: it is stated for whole values, and a tile's operator may have others."""
+        try:
+            rule = self.rules.rule_of(node, tensors)
+            return None if rule is None else (rule, self.rules.deferrals(node, rule))
+        except (ValueError, AssertionError, LookupError, StopIteration, TypeError, ArithmeticError, MeshcError):
+            return None
+
+    def _used(self, node: Node) -> set[Any]:
+        if not isinstance(node.meta[ir.KEY], tuple):
+            return {0}
+        return {user.args[1] for user in node.users if ir.is_getitem(user)}
+
+    def _full(self, record: Record, spread: Spread) -> Shape | None:
+        found: list[int] = []
+        for extent, parts in zip(record.shape, spread.dims, strict=True):
+            if parts is None and extent == 1:
+                return None
+            found.append(extent if parts is None else prod(map(self._extent, parts)))
+        return tuple(found)
+
+    def _extent(self, part: Part) -> int:
+        size = local_size(part, self.sizes)
+        return max(part.size, 2) if size == 1 and part.axes else size

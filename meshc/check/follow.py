@@ -1,0 +1,235 @@
+"""One stage, a line at a time: the sharding that each value is declared to have against the one that its operator makes of its operands'.
+
+    mm: "f32[batch 8/dp, ffn 12]" = aten.mm(x, w)      w is [hidden 6, ffn 12/tp]: so is dim 1 of what mm makes of it
+
+Shapes have been checked (`stage.py`). A line that is wrong counts as what it is declared to be for those that read it. Without the rules of
+operators, which the passes have, only what moves between ranks is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check.asked import Asked
+from meshc.check.moved import moved
+from meshc.check.ruled import Rules, ruled
+from meshc.check.spread import Parts, Spread, alike, run_of, shown, shown_pending
+from meshc.check.types import Wrong
+from meshc.check.viewed import check_view, cut, flat, joined, taken, viewed
+from meshc.ir import spmd
+from meshc.ops.optim import MANY
+from meshc.program.program import Stage
+from meshc.text.allowed import spelling
+
+aten = torch.ops.aten
+VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+def faults(stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it) for every line whose sharding is not what its operands' make."""
+    walk = _Walk(stage, sizes, rules)
+    for node in stage.graph.nodes:
+        if node.op == "output":
+            return
+        try:
+            walk.visit(node)
+        except Wrong as wrong:
+            yield node.name, f"{node.name} = {spelling(node.target)}(...): {wrong}"
+
+
+class _Walk:
+    def __init__(self, stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> None:
+        self.sizes = sizes
+        self.spreads: dict[Node, tuple[Spread, ...]] = {}
+        self.places: dict[Any, tuple[str, ...] | None] = {0: ()}
+        self.asked = Asked(rules, sizes) if rules is not None else None
+
+    def visit(self, node: Node) -> None:
+        records = ir.records(node)
+        declared = self._declared(node)
+        self.spreads[node] = declared
+        if self.asked is not None:
+            self.asked.add(node)
+        if node.target in spmd.INTEGERS.values():
+            self.places[node] = self._place(node)
+        if node.target in MANY.values():
+            self._check_updates(node)
+        if ir.is_integer(node):
+            return
+        if node.op != "call_function":
+            return
+        found = self._made(node, declared)
+        several = isinstance(node.meta[ir.KEY], tuple)
+        self.spreads[node] = tuple((_filled if several else _settled)(one, told) for one, told in zip(found, declared, strict=True))
+        for one, told, record in zip(found, declared, records, strict=True):
+            if record.sharding is not None:
+                _compare(one, told)
+
+    def _declared(self, node: Node) -> tuple[Spread, ...]:
+        """What the line says, of several results what those say that take them apart."""
+        found = [Spread.of(record) for record in ir.records(node)]
+        if isinstance(node.meta[ir.KEY], tuple):
+            for user in node.users:
+                if ir.is_getitem(user) and isinstance(user.args[1], int) and 0 <= user.args[1] < len(found):
+                    found[user.args[1]] = Spread.of(ir.record(user))
+        return tuple(found)
+
+    def _place(self, node: Node) -> tuple[str, ...] | None:
+        if node.target is spmd.coordinate:
+            return (str(node.args[0]),)
+        coordinates: Any = node.args[2] if len(node.args) > 2 else ()
+        found: list[str] = []
+        for one in coordinates:
+            place = self.places.get(one)
+            if place is None:
+                return None
+            found += place
+        return tuple(found)
+
+    def _of(self, node: Node) -> Spread:
+        return self.spreads[node][0]
+
+    def _made(self, node: Node, declared: Sequence[Spread]) -> Sequence[Spread]:
+        target: Any = node.target
+        if ir.is_getitem(node):
+            return [self.spreads[node.args[0]][node.args[1]]]  # type: ignore[index]
+        if target in spmd.FUNCTIONS.values():
+            told = declared[0] if ir.record(node).sharding is not None else None
+            return [moved(node, self._of(node.args[0]), told, self.places, self.sizes)]  # type: ignore[arg-type]
+        if target in VIEWS:
+            given = self._of(node.args[0])  # type: ignore[arg-type]
+            if ir.record(node).sharding is None:
+                return [viewed(given, ir.record(node).shape, self.sizes)]
+            check_view(given, declared[0])
+            return [replace(given, dims=(None,) * len(declared[0].dims), axes=given.split())]
+        if target is aten.slice.Tensor:
+            return [self._cut(node)]
+        if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
+            given = self._of(node.args[0])  # type: ignore[arg-type]
+            shapes = zip(ir.records(node.args[0])[0].shape, ir.record(node).shape, strict=True)  # type: ignore[arg-type]
+            dims = tuple(parts if one == other else None for (one, other), parts in zip(shapes, given.dims, strict=True))
+            return [replace(given, dims=dims, axes=given.split())]
+        if target is aten.cat.default and ir.record(node).sharding is None:
+            return [self._joined(node)]
+        if self.asked is None:
+            return [Spread((None,) * len(spread.dims)) for spread in declared]
+        return self._ruled(node, declared)
+
+    def _cut(self, node: Node) -> Spread:
+        """A slice of what lies as its operand does."""
+        x: Any = node.args[0]
+        given, shape = self._of(x), ir.record(x).shape
+        dim, start, length, step = _bounds(node, shape)
+        parts = given.dims[dim]
+        found: Parts | None = None
+        if parts is not None:
+            found = cut(parts, start, length, step, self.sizes, ir.record(node).sharding is None)
+        elif given.pieces is not None and step == 1 and shape[dim] == sum(size for size, _ in given.pieces):
+            found = taken(given.pieces, start, length)
+        dims = tuple(found if d == dim else other for d, other in enumerate(given.dims))
+        if given.pieces is not None and found is not None:
+            dims = tuple(found if d == dim else () if extent == 1 else None for d, extent in enumerate(shape))
+        return replace(given, dims=dims, axes=given.split(), pieces=None)
+
+    def _joined(self, node: Node) -> Spread:
+        """What travels together: of each value its own, one after the other."""
+        given = [self._of(one) for one in ir.operands(node)]
+        waiting = [None if one.pending is None else dict(one.pending) for one in given]
+        if any(one is not None and one != waiting[0] for one in waiting) and None not in waiting:
+            told = ", ".join(f"{one} {shown_pending(pending or {})}" for one, pending in zip(ir.operands(node), waiting, strict=True))
+            raise Wrong(f"it joins values that wait for different reductions: {told}")
+        split = {one.split() for one in given}
+        dims = (None,) * len(ir.record(node).shape)
+        pieces = joined(given, [ir.record(one).shape for one in ir.operands(node)])
+        pending, axes = None if None in waiting else waiting[0], split.pop() if len(split) == 1 else None
+        return Spread(dims, pending, axes, pieces, any(one.varies for one in given))
+
+    def _check_updates(self, node: Node) -> None:
+        rows = [row for row in node.args if isinstance(row, list | tuple)]
+        for operands in zip(*rows, strict=False):
+            tensors = [(one, self._of(one)) for one in operands if isinstance(one, Node)]
+            for one, spread in tensors:
+                if spread.pending:
+                    raise Wrong(f"{one} is {shown_pending(spread.pending)}: an update takes what has been reduced")
+            first, known = tensors[0]
+            for one, spread in tensors[1:]:
+                if len(spread.dims) == len(known.dims) and not _lie_alike(known, spread):
+                    raise Wrong(f"{first} is [{_dims(known)}] and {one} is [{_dims(spread)}]: an update takes them alike")
+
+    def _ruled(self, node: Node, declared: Sequence[Spread]) -> Sequence[Spread]:
+        assert self.asked is not None
+        operands = ir.operands(node)
+        tensors = [one for one in operands if not ir.is_integer(one)]
+        given = [self._of(one) for one in tensors]
+        unknown = [Spread((None,) * len(spread.dims), varies=True) for spread in declared]
+        numbers = len(tensors) < len(operands) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+        varies = numbers or any(one.varies for one in given)
+        if numbers:
+            given = [replace(one, pending=None) for one in given]
+        rule, deferrals = self.asked.rule(node, tensors, given, declared)
+        if rule is None:
+            return unknown
+        found = ruled(node, [str(one) for one in tensors], rule, deferrals, given, declared, self.sizes)
+        read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
+        return [_doubtful(one) for one in read] if varies else read
+
+
+def _doubtful(found: Spread) -> Spread:
+    """What stays of a result when a rank's place has gone into its numbers."""
+    dims = tuple(parts if parts is not None and any(part.axes for part in parts) else None for parts in found.dims)
+    return Spread(dims, found.pending or None, varies=True)
+
+
+def _settled(found: Spread, declared: Spread) -> Spread:
+    """What is known of a value behind its line: what the line says, and where it says nothing, what has been found."""
+    return declared if declared.pending is not None else found
+
+
+def _filled(found: Spread, declared: Spread) -> Spread:
+    """What is known of one of several results, whose lines are yet to come."""
+    dims = tuple(told if one is None else one for one, told in zip(found.dims, declared.dims, strict=True))
+    return replace(found, dims=dims, pending=declared.pending if found.pending is None else found.pending)
+
+
+def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """(dim, start, length, step) of a slice of what has this shape; `stage.py` has asked its operator about the arguments."""
+    names = ("dim", "start", "end", "step")
+    given = dict(zip(names, node.args[1:], strict=False)) | {name: node.kwargs[name] for name in names if name in node.kwargs}
+    dim, start, end, step = (given.get(name) for name in names)
+    dim = dim % len(shape) if isinstance(dim, int) else 0
+    size = shape[dim]
+    low, high = (default if not isinstance(bound, int) else bound for bound, default in ((start, 0), (end, size)))
+    low, high = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (low, high))
+    step = step if isinstance(step, int) and step > 0 else 1
+    return dim, low, -(-max(high - low, 0) // step), step
+
+
+def _compare(found: Spread, declared: Spread) -> None:
+    if found.pending is not None and dict(found.pending) != dict(declared.pending or {}):
+        raise Wrong(f"its operator makes it {shown_pending(found.pending)}, declared is {shown_pending(declared.pending or {})}")
+    moved = found.known and declared.known and run_of(flat(found)) == run_of(flat(declared)) and _cuts(found) != _cuts(declared)
+    for dim, (one, told) in enumerate(zip(found.dims, declared.dims, strict=True)):
+        if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may stand in either of two dims
+            raise Wrong(f"its operator makes dim {dim} [{shown(one)}], declared is [{shown(told)}]")
+    split, told_split = found.split(), declared.split()
+    if split is not None and told_split is not None and split != told_split:
+        made, told_ = (", ".join(sorted(axes)) or "nothing" for axes in (split, told_split))
+        raise Wrong(f"its operator makes it split over {made}, declared is a value split over {told_}")
+
+
+def _lie_alike(one: Spread, other: Spread) -> bool:
+    return all(a is None or b is None or alike(a, b) for a, b in zip(one.dims, other.dims, strict=True))
+
+
+def _cuts(spread: Spread) -> list[list[int]]:
+    return [[part.size for part in dim] for dim in spread.dims if dim is not None]
+
+
+def _dims(spread: Spread) -> str:
+    return ", ".join("?" if dim is None else shown(dim) for dim in spread.dims)

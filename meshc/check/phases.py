@@ -1,0 +1,34 @@
+"""Phases: a value of a training step is of forward, backward or update, and reads none of a later one.
+
+The side table says which; of a line that it does not know, one that was written in by hand, its operands say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir import PHASES, Source
+from meshc.program.program import Stage
+from meshc.text.allowed import spelling
+
+
+def faults(stage: Stage) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it) for every line that reads what a later phase makes."""
+    phase: dict[Node, int] = {}
+    for node in stage.graph.nodes:
+        if node.op != "call_function":
+            continue
+        read = {one: phase[one] for one in node.all_input_nodes if one in phase}
+        latest = max(read, key=lambda one: read[one], default=None)
+        told = ir.records(node)[0]
+        phase[node] = PHASES.index(told.phase)
+        if latest is None or read[latest] <= phase[node]:
+            continue
+        if told.phase == PHASES[0] and told.source == Source() and not told.reason:
+            phase[node] = read[latest]
+            continue
+        what = f"it is of {told.phase} and reads {latest}, which is made in {PHASES[read[latest]]}"
+        yield node.name, f"{node.name} = {spelling(node.target)}(...): {what}"

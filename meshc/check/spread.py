@@ -1,0 +1,98 @@
+"""How a value lies on the ranks, as far as a line's operands say it: the sharding of a type, with places for what nobody knows.
+
+    "f32[batch 4/dp, ffn 32/tp] pending(sum: ep)"       dims ((batch 4/dp,), (ffn 32/tp,)), axes {dp, tp}, pending {ep: sum}
+    "f32[2, 16]"                                        a plain type: what made the value says how it lies, or nothing does
+
+Nothing is said of microbatches that a value is pending over: what is one microbatch's part says so where it becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from meshc.ir import Record
+from meshc.ir.sharding import Part, Sharding, local_size
+from meshc.ir.spmd import MICROBATCH
+
+Parts = tuple[Part, ...]
+UNNAMED = ""
+"""The factor of a part that only its size is known of."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """dims     for each dim its parts; None for one that is not known
+    pending  axis -> reduction; None: not known
+    axes     the axes that split the value, in whatever dims; None: not known
+    pieces   of a dim in which several values travel together: how many positions each has, and its parts
+    varies   it is another on each rank in a way that no sharding says: a rank's place in the mesh has gone into it
+    """
+
+    dims: tuple[Parts | None, ...] = ()
+    pending: Mapping[str, str] | None = None
+    axes: frozenset[str] | None = None
+    pieces: tuple[tuple[int, Parts], ...] | None = None
+    varies: bool = False
+
+    @staticmethod
+    def of(record: Record) -> Spread:
+        """What a type says."""
+        if record.sharding is None:
+            return Spread((None,) * len(record.shape))
+        return Spread(record.sharding.dims, without_microbatches(record.sharding), frozenset(record.sharding.split_axes()))
+
+    @property
+    def known(self) -> bool:
+        """Whether all dims are."""
+        return None not in self.dims
+
+    def split(self) -> frozenset[str] | None:
+        """The axes that split it; None if that is not known."""
+        return axes_of(dim for dim in self.dims if dim is not None) if self.known else self.axes
+
+
+def without_microbatches(sharding: Sharding) -> dict[str, str]:
+    return {axis: how for axis, how in sharding.pending if axis != MICROBATCH}
+
+
+def axes_of(dims: Iterable[Parts]) -> frozenset[str]:
+    return frozenset(axis for dim in dims for part in dim for axis in part.axes)
+
+
+def shown(dim: Parts) -> str:
+    return " * ".join(str(part).strip() for part in dim) or "1"
+
+
+def shown_pending(pending: Mapping[str, str]) -> str:
+    return f"pending({', '.join(f'{how}: {axis}' for axis, how in pending.items())})" if pending else "pending over nothing"
+
+
+def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """The order of a tile's elements: what is split, in its place among what is not, which counts together however it is cut and named."""
+    found: list[tuple[str, int, tuple[str, ...]]] = []
+    for part in parts:
+        if part.axes:
+            found.append((part.factor, part.size, part.axes))
+        elif part.size != 1:
+            if found and not found[-1][2]:
+                found[-1] = (UNNAMED, found[-1][1] * part.size, ())
+            else:
+                found.append((UNNAMED, part.size, ()))
+    return found
+
+
+def alike(one: Parts, other: Parts) -> bool:
+    """Whether two dims lie alike: split alike, in the same places, and under one name where each says one and they are cut alike."""
+    if [part.size for part in one] == [part.size for part in other]:
+        named = all(UNNAMED in (a.factor, b.factor) or a.factor == b.factor for a, b in zip(one, other, strict=True))
+        return named and [part.axes for part in one] == [part.axes for part in other]
+    a, b = run_of(one), run_of(other)
+    return len(a) == len(b) and all(
+        x[1:] == y[1:] and (x[0] == y[0] or UNNAMED in (x[0], y[0])) for x, y in zip(a, b, strict=True)
+    )
+
+
+def tile(parts: Parts, sizes: Mapping[str, int]) -> int:
+    return prod(local_size(part, sizes) for part in parts)

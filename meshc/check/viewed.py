@@ -1,0 +1,112 @@
+"""Views and cuts: which parts of the operand the dims of the result are made of, by the sizes that they have on a rank.
+
+    reshape [batch 4/dp, seq 8, heads 4/tp * head 4] to [2 * 8, 8]      gives [batch 4/dp * seq 8, heads 4/tp * head 4]
+    slice   [qkv 3 * heads 4/tp * head 4] from 8 to 16                  gives [heads 4/tp * head 4]: the second of three tiles
+    slice   [qkv 3 * heads 4/tp * head 4] from 4 to 12                  cuts through what tp splits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshc.check.spread import UNNAMED, Parts, Spread, run_of, shown, tile
+from meshc.check.types import Wrong
+from meshc.ir.sharding import Part, local_size
+
+
+def flat(spread: Spread) -> list[Part]:
+    return [part for dim in spread.dims if dim is not None for part in dim]
+
+
+def viewed(given: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> Spread:
+    """A view of what is known, in another local shape."""
+    joined = given.pieces is not None and max(shape, default=0) == sum(size for size, _ in given.pieces)
+    unknown = replace(given, dims=(None,) * len(shape), axes=given.split(), pieces=given.pieces if joined else None)
+    if not given.known:
+        return unknown
+    parts = [part for part in flat(given) if part.size != 1 or part.axes]
+    dims: list[Parts] = []
+    for extent in shape:
+        row: list[Part] = []
+        while extent != 1:
+            if not parts:
+                return unknown
+            part = parts.pop(0)
+            size = local_size(part, sizes)
+            if size == 1:
+                return unknown  # it may belong to this dim or to the one before
+            if extent % size == 0:
+                row.append(part)
+                extent //= size
+            elif not part.axes and size % extent == 0:
+                row.append(Part(UNNAMED, extent))
+                parts.insert(0, Part(UNNAMED, size // extent))
+                extent = 1
+            else:
+                return unknown
+        dims.append(tuple(row))
+    return replace(given, dims=tuple(dims)) if not parts else unknown
+
+
+def check_view(given: Spread, declared: Spread) -> None:
+    """Raises Wrong unless the elements of a tile are the same, in the same order, as both types have it."""
+    if not given.known or not declared.known:
+        return
+    one, other = run_of(flat(given)), run_of(flat(declared))
+    if one != other:
+        raise Wrong(f"it is a view of [{_dims(given)}], whose elements do not lie as [{_dims(declared)}] says")
+    for a, b in zip(_named(given), _named(declared), strict=False):
+        if a[:2] == b[:2] and a[2] != b[2] and UNNAMED not in (a[2], b[2]) and a[3] == b[3]:
+            raise Wrong(f"it is a view of [{_dims(given)}], of which {a[2]} is called {b[2]} in [{_dims(declared)}]")
+
+
+def _dims(spread: Spread) -> str:
+    return ", ".join(shown(dim) for dim in spread.dims if dim is not None)
+
+
+def _named(spread: Spread) -> list[tuple[int, int, str, tuple[str, ...]]]:
+    """Parts with the number of elements before them."""
+    found, before = [], 1
+    for part in flat(spread):
+        if part.size != 1 or part.axes:
+            found.append((before, part.size, part.factor, part.axes))
+            before *= part.size
+    return found
+
+
+def joined(given: Sequence[Spread], shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, Parts], ...] | None:
+    """The pieces of a vector that several are joined to; None if it is not known of each how it lies."""
+    found = [(shape[0], one.dims[0]) for one, shape in zip(given, shapes, strict=True) if len(shape) == 1]
+    known = [(size, parts) for size, parts in found if parts is not None]
+    return tuple(known) if len(known) == len(given) else None
+
+
+def taken(pieces: Sequence[tuple[int, Parts]], start: int, length: int) -> Parts:
+    """One of several values that travel together, or Wrong."""
+    at = 0
+    for size, parts in pieces:
+        if (at, size) == (start, length):
+            return parts
+        at += size
+    raise Wrong(f"it cuts positions {start} to {start + length} out of {len(pieces)} values that travel together, none of which lies there")
+
+
+def cut(dim: Parts, start: int, length: int, step: int, sizes: Mapping[str, int], piece: bool) -> Parts | None:
+    """Positions of a dim, from `start` on: whole tiles of what is split, or Wrong; None if a piece of a rule's work cuts otherwise."""
+    whole = tile(dim, sizes)
+    if (start, length, step) == (0, whole, 1):
+        return dim
+    split = next((place for place, part in enumerate(dim) if part.axes), None)
+    if split is None:
+        return (Part(UNNAMED, length),) if length != 1 else ()
+    rest = tile(dim[split:], sizes)
+    if step != 1 or start % rest or length % rest:
+        if piece:
+            return None
+        what = f"positions {start} to {start + length}" + (f" in steps of {step}" if step != 1 else "")
+        raise Wrong(
+            f"it cuts {what} out of [{shown(dim)}], of which a rank has {whole}: {dim[split].factor}, which {'/'.join(dim[split].axes)} "
+            f"splits, may be cut at multiples of {rest} only"
+        )
+    return ((Part(UNNAMED, length // rest),) if length != rest else ()) + dim[split:]

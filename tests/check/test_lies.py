@@ -1,0 +1,143 @@
+"""Programs that were edited, each by one line that says what is not so: the checker names that line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from meshc.check import check_program
+from meshc.errors import ArtifactError
+from meshc.passes import rules
+from meshc.program.program import Program
+from meshc.text.parse import parse_stage
+from meshc.text.show import print_stage, side_table
+from tests import models
+from tests.golden.cases import CASES, train
+
+ALL: Final = "dp: batch; store params, grads, state\ntp: ffn"
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Program:
+    return CASES["gpt dp tp"]().compiled
+
+
+@pytest.fixture(scope="module")
+def stored() -> Program:
+    """Weights are split over dp and gathered matrix by matrix."""
+    return train(models.mlp(batch=4, width=80), "dp=2,tp=2", ALL, sgd=True).compiled
+
+
+def told(program: Program, change: Callable[[list[str]], None]) -> tuple[str, list[str]]:
+    """What is said of a program whose lines `change` has edited, and those lines."""
+    stage = program.stages["main"]
+    lines = print_stage(stage, program, comments=False).split("\n")
+    change(lines)
+    made = replace(program, stages={"main": parse_stage("\n".join(lines), side_table(stage), "stages/main.py")})
+    with pytest.raises(ArtifactError) as caught:
+        check_program(made, "program.json", rules)
+    return str(caught.value), lines
+
+
+def names(said: str, lines: list[str], value: str) -> bool:
+    """Whether the first fault is on the line that makes this value, or returns under this key."""
+    number = next(number for number, line in enumerate(lines, 1) if line.strip().startswith(value))
+    return said.startswith(f"stages/main.py, line {number}: ")
+
+
+def put(value: str, old: str, new: str) -> Callable[[list[str]], None]:
+    """Replaces text in the line of a value."""
+
+    def change(lines: list[str]) -> None:
+        at = next(number for number, line in enumerate(lines) if line.strip().startswith(value))
+        assert old in lines[at], lines[at]
+        lines[at] = lines[at].replace(old, new, 1)
+
+    return change
+
+
+LIES: Final = {
+    "a factor renamed": ("mm_default:", "vocab 13/tp", "ffn 13/tp", "its operator makes dim 1 [vocab 13/tp], declared is [ffn 13/tp]"),
+    "axes exchanged": ("bmm_default:", "batch 4/dp * heads 4/tp", "batch 4/tp * heads 4/dp", "makes dim 0 [batch 4/dp * heads 4/tp]"),
+    "another dim split": ("mm_default_6:", "ffn 64/tp, hidden 16", "ffn 64, hidden 16/tp", "its operator gives f32[32, 16], declared is"),
+    "an axis dropped": ("gelu_default:", "ffn 64/tp", "ffn 64", "its operator gives f32[2, 8, 32], declared is"),
+    "an axis exchanged": ("gelu_default:", "ffn 64/tp", "ffn 64/dp", "uses the axis dp twice"),
+    "a sum forgotten": ("mm_default_4:", " pending(sum: dp)", "", "makes it pending(sum: dp), declared is pending over nothing"),
+    "a maximum for a sum": ("mm_default_4:", "sum: dp", "max: dp", "its operator makes it pending(sum: dp), declared is pending(max: dp)"),
+    "another axis owed": ("addmm_default_1:", "sum: tp", "sum: dp", "uses the axis dp twice"),
+    "another reduction": ("all_reduce_1:", '"sum")', '"max")', "its operand is not pending over tp for a max: it is pending(sum: tp)"),
+    "another axis reduced": ("all_reduce_1:", '["tp"]', '["dp"]', "its operand is not pending over dp for a sum"),
+    "a slice across tiles": ("slice_tensor_1:", "2, 8, 16", "2, 4, 12", "it cuts positions 4 to 12 out of"),
+    "a slice of another length": ("slice_tensor_1:", "2, 8, 16", "2, 8, 15", "its operator gives f32[2, 8, 7]"),
+    "a slice by a word": ("slice_tensor_1:", "2, 8, 16", '2, 8, "c"', "its operator does not take these operands"),
+    "a tile of another axis": ("shard_1:", "coordinate)", "coordinate_1)", "dim 0 is [batch 4 * seq 8], which split over tp is not"),
+    "a bias added twice": ("addmm_default_1:", "keep_first,", "h_0_attn_c_proj_bias,", "is added on each rank to its part of a sum"),
+    "the loss of one rank": ('"output:output"', "all_reduce_26", "div_tensor", "it gives output:output as f32[] pending(sum: dp, sum: tp)"),
+    "another's memory": ('"parameter:h.0.ln_1.weight"', ": h_0_ln_1_weight", ": h_0_ln_2_weight", "in the memory of parameter:h.0.ln_2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_line_that_lies_is_named(decoder: Program, lie: str) -> None:
+    value, old, new, why = LIES[lie]
+    said, lines = told(decoder, put(value, old, new))
+    assert names(said, lines, value) and why in said, said
+
+
+@pytest.mark.parametrize(
+    ("gone", "operand", "reader", "why"),
+    [
+        ("all_reduce_1:", "addmm_default_1", "reshape_default_15:", "makes it pending(sum: tp), declared is pending over nothing"),
+        ("all_reduce_4:", "sum_dim_int_list", "log_default:", "sum_dim_int_list is pending(sum: tp), which aten.log does not let through"),
+        ("all_reduce_3:", "amax_default", "sub_tensor_2:", "makes it pending(min: tp), declared is pending over nothing"),
+    ],
+)
+def test_a_reduction_that_is_gone_is_told_where_its_sum_is_read(decoder: Program, gone: str, operand: str, reader: str, why: str) -> None:
+    def change(lines: list[str]) -> None:
+        at = next(number for number, line in enumerate(lines) if line.strip().startswith(gone))
+        del lines[at]
+        lines[at:] = [re.sub(rf"\b{gone[:-1]}\b", operand, line) for line in lines[at:]]
+
+    said, lines = told(decoder, change)
+    assert names(said, lines, reader) and why in said, said
+
+
+def test_what_was_overwritten_is_not_read(decoder: Program) -> None:
+    def change(lines: list[str]) -> None:
+        at = next(number for number, line in enumerate(lines) if "adam_many_(" in line)
+        lines.insert(at + 1, '    late: "f32[ffn 64/tp, hidden 16]" = aten.neg(t_default_3)')
+
+    said, lines = told(decoder, change)
+    assert names(said, lines, "late:") and "it reads t_default_3, and adam_many__default above has written in the memory of" in said, said
+
+
+def test_a_value_is_gathered_over_the_axes_that_split_it(stored: Program) -> None:
+    stage = print_stage(stored.stages["main"], stored, comments=False)
+    name, dims = re.findall(r'(all_gather\w*): "f32\[([^"]*/tp[^"]*)\]" = all_gather\(\w+_weight, \["dp"\], 1\)', stage)[0]
+    said, lines = told(stored, put(f"{name}:", '["dp"], 1', '["tp"], 1'))
+    assert dims and names(said, lines, f"{name}:"), said
+    assert "it gathers over tp along dim 1" in said, said
+
+
+def test_a_later_phase_is_not_read(decoder: Program) -> None:
+    stage = decoder.stages["main"]
+    table = side_table(stage)
+    table["mm_default_1"] = {**table["mm_default_1"], "phase": "update"}
+    made = replace(decoder, stages={"main": parse_stage(print_stage(stage, decoder), table, "stages/main.py")})
+    with pytest.raises(ArtifactError, match="it is of backward and reads mm_default_1, which is made in update"):
+        check_program(made, "program.json", rules)
+
+
+def test_a_line_that_is_written_in_takes_the_phase_of_what_it_reads(decoder: Program) -> None:
+    """Half of a gradient is no lie of types: `verify` finds it."""
+    stage = decoder.stages["main"]
+    lines = print_stage(stage, decoder, comments=False).split("\n")
+    at = next(number for number, line in enumerate(lines) if line.strip().startswith("mm_default_4:"))
+    lines.insert(at + 1, '    half: "f32[hidden 16, ffn 64/tp] pending(sum: dp)" = aten.mul.Tensor(mm_default_4, 0.5)')
+    lines[at + 2 :] = [line.replace("(mm_default_4", "(half") for line in lines[at + 2 :]]
+    check_program(replace(decoder, stages={"main": parse_stage("\n".join(lines), side_table(stage))}), "program.json", rules)
+
