@@ -212,7 +212,7 @@ def _rows(told: Any) -> list[Any]:
 
 def _instruction(row: Any) -> Instruction:
     one = Instruction(**{**row, "keys": tuple(row.get("keys", ()))})
-    for name, kind in (("op", str), ("stage", str), ("microbatch", int), ("value", str), ("into", str), ("peer", int)):
+    for name, kind in (("op", str), ("stage", str), ("microbatch", int), ("value", str), ("into", str), ("peer", int), ("during", str)):
         if type(getattr(one, name)) is not kind:
             raise ArtifactError(f"an instruction's {name} is {bounds.shown(getattr(one, name))}, and must be of type {kind.__name__}")
     if not all(isinstance(key, str) for key in one.keys):

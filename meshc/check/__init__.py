@@ -2,6 +2,8 @@
 
     program.py       `check_program`: ports, constants, stages and schedule against each other
     stage.py         a stage, a line at a time: what each is declared to be against what its operator makes of its operands
+    starts.py        collectives that start while the microbatches run
+    regions.py       what is compiled as one
     types.py         what a declared type may be: extents, dtypes, shardings that fit the axes and the local shape
     operators.py     an operator on operands without values
     placed.py        the functions of `meshc.ir.spmd`: collectives, tiles, integers

@@ -3,7 +3,7 @@
     ports      what enters and leaves has the type that the signature says, and constants are what their file holds
     stages     every value is what its operator makes (`stage.py`), and what is compiled can be (`regions.py`)
     keys       what one stage gives under a key is what another reads under it
-    schedule   runs stages that are there, on values that are there
+    schedule   runs stages that are there, on values that are there; what starts early waits for sums that are whole then (`starts.py`)
 
 With dynamic sizes all of it is checked at the sizes that stand for them and at the ends of their ranges; what runs a program at other sizes
 checks it there (`check_program` on what `instance.at` gives).
@@ -25,6 +25,8 @@ from meshc.check.ruled import Rules
 from meshc.check.spread import without_microbatches
 from meshc.check.stage import faults as faults_of_stage
 from meshc.check.stage import may_view
+from meshc.check.starts import faults_of_lists
+from meshc.check.starts import faults_of_stages as faults_of_started
 from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError
 from meshc.ir import Record
@@ -32,7 +34,7 @@ from meshc.ir.sharding import Sharding, local_shape
 from meshc.pipelining.cut import slot
 from meshc.program import instance
 from meshc.program.accumulate import WAYS, whole_of
-from meshc.program.program import BACKENDS, Port, Program, Stage
+from meshc.program.program import BACKENDS, RUNS, Port, Program, Stage
 from meshc.text.show import print_type
 
 SHOWN = 10
@@ -81,12 +83,16 @@ def _worlds(program: Program) -> Iterator[Program]:
 
 def _faults(program: Program, where: str, rules: Rules | None) -> Iterator[str]:
     sizes = program.axis_sizes
+    sound = True
     for stage in program.stages.values():
         wrong = dict(faults_of_stage(stage, sizes))
+        sound = sound and not wrong
         wrong = wrong or dict(_of_sound_lines(stage, sizes, rules))
         yield from (_at(stage, name, why) for name, why in wrong.items())
     for name, value, why in faults_of_regions(program):
         yield _at(program.stages[name], value, f"{value}: {why}")
+    for name, value, why in faults_of_started(program) if sound else ():
+        yield _at(program.stages[name], value, why)
     for port in (*program.inputs, *program.outputs):
         try:
             check_type(_local(port, sizes), sizes)
@@ -96,6 +102,7 @@ def _faults(program: Program, where: str, rules: Rules | None) -> Iterator[str]:
     yield from _keys(program, where)
     yield from _constants(program, where)
     yield from _schedule(program, where)
+    yield from (f"{where}: {why}" for why in faults_of_lists(program))
 
 
 def _of_sound_lines(stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> Iterator[tuple[str, str]]:
@@ -193,15 +200,15 @@ def _schedule(program: Program, where: str) -> Iterator[str]:
         return
     there = {port.key for port in program.inputs}
     for step in program.schedule:
-        if step.op not in ("run", "join", "add", "max", "min"):
+        if step.op not in (*RUNS, "join", "add", "max", "min"):
             yield f"{where}: the schedule has the instruction {step.op!r}, which no program without pipeline stages has"
             return
         if not 0 <= step.microbatch < program.microbatches:
             yield f"{where}: the schedule names microbatch {step.microbatch}; there are {program.microbatches}, from 0 on"
-        if step.op == "run":
+        if step.op in RUNS:
             stage = program.stages.get(step.stage)
             if stage is None:
-                yield f"{where}: the schedule runs {step.stage!r}, but the stages are {', '.join(program.stages)}"
+                yield f"{where}: the schedule {step.op}s {step.stage!r}, but the stages are {', '.join(program.stages)}"
                 return
             missing = [key for key in stage.inputs if slot(key, step.microbatch) not in there]
             if missing:

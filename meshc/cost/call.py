@@ -3,8 +3,9 @@
     rank 0  |before|F0.0|F0.1|      |B0.0|  |B0.1|       |after|        after: begins on all ranks when the last of them is there,
     rank 1  |before|     |F1.0|B1.0|F1.1|B1.1|           |after|        if the ranks exchange anything in it
 
-The microbatches are played as `timing.simulate` does. A parameter that another rank owns arrives before that rank begins, although what
-the rank runs first may not read it. A program without pipeline stages has one row, since all its ranks are alike.
+The microbatches are played as `timing.simulate` does. What starts within one of them is on its way beside it, and waited for where the
+stage after it first reads it; what prepares it counts with that stage. A parameter that another rank owns arrives before that rank begins,
+although what the rank runs first may not read it. A program without pipeline stages has one row, since all its ranks are alike.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from meshc.cost import memory
 from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, Link, for_mesh
 from meshc.cost.links import link_of, send_seconds
+from meshc.cost.played import Took, arrivals, arriving, played
 from meshc.cost.predict import costs_of
 from meshc.ir import spmd
-from meshc.pipelining.cut import Move, Pipeline
+from meshc.pipelining.cut import Move, Pipeline, stage_name
 from meshc.pipelining.events import Handed, Run
+from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Event, Timeline, simulate
-from meshc.program.accumulate import ACCUMULATES
-from meshc.program.program import Program
+from meshc.program.program import Program, Stage
 
 MODES: Final = {"step": "training step", "autograd": "forward and backward", "forward": "forward"}
 """What a program's mode is called."""
@@ -35,7 +37,8 @@ def predicted(program: Program, device: Device | None = None) -> Timeline:
     if pipeline is None:
         return Timeline(tuple(_one_after_another(program, device)), 1, f"{MODES[program.mode]}, predicted")
     ranks = range(pipeline.schedule.ranks)
-    takes = {name: stage_seconds(program.stages[name].graph, program.mesh, device).total for name in program.stages}
+    first = {name: program.stages[name] for rank in ranks if (name := f"before_{rank}") in program.stages}
+    takes = {name: stage_seconds(stage.graph, program.mesh, device).total for name, stage in first.items()}
     wire, sizes = link_of(program.mesh, [pipeline.axis], device), memory.value_bytes(program)
     events = [Event(rank, Run(name), 0.0, takes[name]) for rank in ranks if (name := f"before_{rank}") in takes]
     events += _handed(pipeline.shared, [0.0 for _ in ranks], sizes, wire)
@@ -46,27 +49,45 @@ def predicted(program: Program, device: Device | None = None) -> Timeline:
     ready = _ends(returned, ends)
     if _meet(program, pipeline):
         ready = [max(ready) for _ in ranks]
-    late = [Event(rank, Run(name), ready[rank], ready[rank] + takes[name]) for rank in ranks if (name := f"after_{rank}") in takes]
+    late = [event for rank in ranks for event in _last(program, rank, ready[rank], line.computed[rank], device)]
     return Timeline((*events, *line.events, *returned, *late), len(ranks), f"{pipeline.schedule.name or 'own schedule'}, predicted")
 
 
 def _one_after_another(program: Program, device: Device) -> Iterator[Event]:
-    """The schedule of a program without pipeline stages. What is added to sums counts with the stage that made it."""
-    takes = {name: stage_seconds(stage.graph, program.mesh, device).total for name, stage in program.stages.items()}
-    made = {key: size for stage in program.stages.values() for key, size in memory.output_bytes(stage).items()}
-    sums: set[str] = set()
-    now = 0.0
-    steps = [*program.schedule]
-    for position, step in enumerate(steps):
-        if step.op != "run":
-            continue
-        start, now = now, now + takes[step.stage]
-        for other in steps[position + 1 :]:
-            if other.op not in ACCUMULATES:
-                break
-            now += device.launch_s + 3 * made[other.value] / device.bytes_per_s if other.into in sums else 0.0
-            sums.add(other.into)
-        yield Event(0, Run(step.stage, step.microbatch), start, now)
+    """The schedule of a program without pipeline stages. What is added to sums, and prepared for what starts early, counts with the run
+    before it."""
+    run: Took | None = None
+    end = 0.0
+    for took in played(program, program.schedule, device):
+        if took.step.op == "run":
+            if run is not None:
+                yield Event(0, Run(run.step.stage, run.step.microbatch), run.start_s, end)
+            run = took
+        end = took.start_s + took.seconds.total
+    if run is not None:
+        yield Event(0, Run(run.step.stage, run.step.microbatch), run.start_s, end)
+
+
+def _last(program: Program, rank: int, ready: float, actions: Sequence[Event], device: Device) -> Iterator[Event]:
+    """What a rank runs after the last microbatch, with what was prepared for that early. `actions`: when it ran what."""
+    assert program.pipeline is not None
+    stage = program.stages.get(f"after_{rank}")
+    if stage is None:
+        return
+    began = {event.instruction: event.start_s for event in actions}
+    within: dict[Action, list[Stage]] = {}
+    for start in program.pipeline.starts:
+        within.setdefault(start.during, []).append(program.stages[start.stage])
+    due: dict[str, float] = {}
+    prepared = 0.0
+    for action, starts in within.items():
+        if action in began:
+            after = arrivals(program.stages[stage_name(action)], starts, program.mesh, device)
+            due |= {key: began[action] + seconds for key, seconds in after.items()}
+            prepared += sum(stage_seconds(one.graph, program.mesh, device).compute for one in starts)
+    begin = ready + prepared
+    takes = stage_seconds(stage.graph, program.mesh, device, arriving(stage, due, begin)).total
+    yield Event(rank, Run(stage.name), ready, begin + takes)
 
 
 def _handed(moves: Sequence[Move], ready: Sequence[float], sizes: Mapping[str, int], wire: Link) -> list[Event]:

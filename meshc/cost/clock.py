@@ -48,13 +48,23 @@ class Seconds:
         return self.compute + sum(self.communication.values()) + self.idle - self.total
 
 
-def stage_seconds(graph: Graph, mesh: Mesh, device: Device) -> Seconds:
-    """One run of a stage's per-rank graph."""
-    now = free = compute = 0.0
+def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> Seconds:
+    """One run of a stage's per-rank graph. `arriving`: parameters that are on their way when it begins, with the seconds that they take
+    from then on."""
+    return play(graph, mesh, device, arriving)[0]
+
+
+def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, dict[Node, float]]:
+    """The seconds of one run, and when each value is made; of a collective, when it is first waited for."""
+    now = compute = 0.0
     communication: dict[str, float] = {}
-    ready: dict[Node, float] = {}
+    ready: dict[Node, float] = dict(arriving or {})
+    free = max(ready.values(), default=0.0)
+    made: dict[Node, float] = {}
     for node in graph.nodes:
-        now = max([now, *(ready.pop(operand) for operand in node.all_input_nodes if operand in ready)])
+        awaited = [operand for operand in node.all_input_nodes if operand in ready]
+        now = max([now, *(ready.pop(operand) for operand in awaited)])
+        made |= dict.fromkeys((*awaited, node), now)
         if node.op == "call_function" and spmd.is_collective(node.target):
             takes = collective_seconds(node, mesh, device)
             axes = ", ".join(node.args[1])
@@ -64,4 +74,5 @@ def stage_seconds(graph: Graph, mesh: Mesh, device: Device) -> Seconds:
             takes = seconds(node, device)
             compute += takes
             now += takes
-    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, max(now, free))
+            made[node] = now
+    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, max(now, free)), made

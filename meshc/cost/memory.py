@@ -24,7 +24,7 @@ from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
 from meshc.program import packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
-from meshc.program.program import Port, Program, Stage
+from meshc.program.program import RUNS, Port, Program, Stage
 from meshc.program.steps import last_reads, steps_of
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
@@ -77,7 +77,7 @@ def runs(program: Program) -> Counter[str]:
     """How often a call of the program runs each stage: on every rank, or, of a pipeline, on the rank that has it."""
     pipeline = program.pipeline
     lists = [program.schedule] if pipeline is None else [steps_of(program, {pipeline.axis: r}) for r in range(pipeline.schedule.ranks)]
-    return Counter(step.stage for steps in lists for step in steps if step.op == "run")
+    return Counter(step.stage for steps in lists for step in steps if step.op in RUNS)
 
 
 def updates(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -140,7 +140,7 @@ def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
     made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
     walked: dict[tuple[str, bool, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
     for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
-        if step.op == "run":
+        if step.op in RUNS:
             stage = program.stages[step.stage]
             freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
             summed = any(is_added(key) and (whole := whole_of(key)) is not None and whole[1] in carried for key in stage.outputs)

@@ -33,7 +33,7 @@ def set_region(node: Node, number: int) -> None:
 
 def blocks(nodes: Iterable[Node]) -> Iterator[tuple[int | None, list[Node]]]:
     """Neighbours of one region, or of none, with its number."""
-    for number, members in groupby(nodes, region_of):
+    for number, members in groupby((node for node in nodes), region_of):  # a graph's own iterator begins again behind its end
         yield number, list(members)
 
 

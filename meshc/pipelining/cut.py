@@ -26,6 +26,15 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Start:
+    """`stage` gives a collective, which starts as soon as the sums `keys` are whole: within `during`, on the rank that has that action."""
+
+    stage: str
+    keys: tuple[str, ...]
+    during: Action
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """
     axis      the mesh axis
@@ -34,6 +43,7 @@ class Pipeline:
     owners    the rank that a parameter, a state or a gradient lives on, by the key of its port; what is not there lives on all ranks
     shared    before the first microbatch
     returned  after the last
+    starts    what starts while the microbatches run; those of one action in the order in which they start
     """
 
     axis: str
@@ -42,6 +52,7 @@ class Pipeline:
     owners: Mapping[str, int]
     shared: tuple[Move, ...] = ()
     returned: tuple[Move, ...] = ()
+    starts: tuple[Start, ...] = ()
 
     def pairs(self) -> list[tuple[int, int]]:
         """The ranks that send, each with one that it sends to; in an order that is the same everywhere."""

@@ -19,6 +19,8 @@
 
     shared = [move("parameter:up.weight", 0, 1)]        once a call: before the first microbatch
     returned = [move("sum:mm_12", 1, 0)]                and after the last
+
+    starts = [start("start_1_all_reduce", ["sum:mm_14", "sum:mm_16"], "B1.3")]      a stage; sums, which are whole within that action
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from meshc.errors import ScheduleError
-from meshc.pipelining.cut import Move, Pipeline
-from meshc.pipelining.schedule import Link, parse
+from meshc.pipelining.cut import Move, Pipeline, Start
+from meshc.pipelining.schedule import Action, Link, parse, parse_instruction
 
 _LINK: Final = re.compile(r"([FB])(\d{1,9})>(\d{1,9})")
 
@@ -47,6 +49,7 @@ def listings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
         ("owners", [f"owner({rank}, {json.dumps(by_owner[rank])})" for rank in sorted(by_owner)]),
         ("shared", [_move(move) for move in pipeline.shared]),
         ("returned", [_move(move) for move in pipeline.returned]),
+        ("starts", [f'start({json.dumps(one.stage)}, {json.dumps(list(one.keys))}, "{one.during}")' for one in pipeline.starts]),
     ]
 
 
@@ -64,6 +67,7 @@ def described(pipeline: Pipeline) -> dict[str, Any]:
         "owners": dict(pipeline.owners),
         "shared": [[move.key, move.source, move.target] for move in pipeline.shared],
         "returned": [[move.key, move.source, move.target] for move in pipeline.returned],
+        "starts": [[one.stage, list(one.keys), str(one.during)] for one in pipeline.starts],
     }
 
 
@@ -80,6 +84,7 @@ def read(told: Mapping[str, Any]) -> Pipeline:
         {str(key): _rank(f"owners: {key}", rank) for key, rank in told["owners"].items()},
         _moves("shared", told["shared"]),
         _moves("returned", told["returned"]),
+        tuple(_start(row) for row in told["starts"]),
     )
 
 
@@ -94,6 +99,16 @@ def _keys(link: str, keys: Any) -> tuple[str, ...]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ScheduleError(f"messages: {link} carries a list of keys, not {keys!r:.60}")
     return tuple(keys)
+
+
+def _start(row: Any) -> Start:
+    match row:
+        case [str(stage), [*keys], str(during)] if all(isinstance(key, str) for key in keys):
+            action = parse_instruction(during)
+            if isinstance(action, Action):
+                return Start(stage, tuple(keys), action)
+    example = '["start_1_all_reduce", ["sum:mm_14"], "B1.3"]'
+    raise ScheduleError(f"starts: each is a stage, the sums that it reads and the action that makes them whole: {example}, not {row!r:.60}")
 
 
 def _rank(what: str, rank: Any) -> int:

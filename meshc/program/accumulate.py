@@ -3,7 +3,8 @@
     part:g  ->  sum:g   added up             high:m  ->  largest:m   the larger of the two
     rows:y  ->  joined:y   one after another  low:m  ->  smallest:m
 
-A part's key begins with the first word of a pair, the whole's with the second.
+A part's key begins with the first word of a pair, the whole's with the second. What starts as soon as sums are whole, and is on its way
+until it is read, has a key that begins with `early:`.
 """
 
 from __future__ import annotations

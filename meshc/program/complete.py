@@ -12,7 +12,7 @@ from meshc.ir.keys import key_of
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline, slot, stage_name
 from meshc.program.accumulate import ACCUMULATES
-from meshc.program.program import Instruction, Program, Stage
+from meshc.program.program import RUNS, Instruction, Program, Stage
 from meshc.program.steps import steps_of
 
 
@@ -51,11 +51,17 @@ def _places(program: Program, pipeline: Pipeline) -> Iterator[str]:
 
 def _unknown_stages(program: Program, pipeline: Pipeline) -> Iterator[str]:
     schedule = pipeline.schedule
+    found = [frozenset(actions) for actions in schedule.actions]
     for rank, actions in enumerate(schedule.actions):
         line = f" (line {schedule.lines[rank]})" if schedule.lines else ""
         for name in dict.fromkeys(map(stage_name, actions)):
             if name not in program.stages:
                 yield f"rank {rank}{line} runs {name}, but the stages are {', '.join(program.stages)}"
+    for start in pipeline.starts:
+        if start.stage not in program.stages:
+            yield f"starts: {start.stage!r:.80} is no stage; the stages are {', '.join(program.stages)}"
+        if not any(start.during in actions for actions in found):
+            yield f"starts: {start.stage} starts within {start.during}, which no rank runs"
     count = sum(name.startswith("forward_") for name in program.stages)
     if program.microbatches * count != sum(action.op == "F" for actions in schedule.actions for action in actions):
         yield f"the schedule is not one of {count} stages and {program.microbatches} microbatches: each has a forward of each"
@@ -91,10 +97,10 @@ class _Rank:
         return self.program.stages[step.stage]
 
     def _reads(self, step: Instruction) -> tuple[str, ...]:
-        return self._stage(step).inputs if step.op == "run" else step.keys if step.op == "send" else ()
+        return self._stage(step).inputs if step.op in RUNS else step.keys if step.op == "send" else ()
 
     def _makes(self, step: Instruction) -> tuple[str, ...]:
-        return self._stage(step).outputs if step.op == "run" else (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys
+        return self._stage(step).outputs if step.op in RUNS else (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys
 
     def _unmade(self, step: Instruction) -> list[str]:
         return [key for key in step.keys if step.stage and key not in self.made]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph, Node
@@ -101,6 +101,9 @@ class Instruction:
     run     run `stage`; `microbatch` is its index where the stage has one
     add     add the stage output `value` into the accumulator `into`; max and min likewise
     join    the stage output `value` is rows of `into`, which is there once every microbatch has given its own
+    start   start the collective that `stage` gives, as soon as the sums `keys` that it reads are whole: they are so within the run of the
+            stage `during` of `microbatch`, behind whose adds this stands. Those of one run start in the order in which they stand here;
+            nobody waits for one before its result is read
     send    post the values `keys` (of `microbatch`, which `stage` has made) to the rank at coordinate `peer` of the pipeline axis
     recv    post a receive of `keys` from there; the first instruction that reads one waits for it
     """
@@ -112,6 +115,11 @@ class Instruction:
     into: str = ""
     keys: tuple[str, ...] = ()
     peer: int = 0
+    during: str = ""
+
+
+RUNS: Final = ("run", "start")
+"""The instructions that have a stage do its work."""
 
 
 @dataclass

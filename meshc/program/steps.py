@@ -1,37 +1,57 @@
 """From a pipeline's schedule to the instructions that one rank's runtime walks.
 
     RECV:F0.1>1  F1.1                 recv(flow:h of microbatch 1, from rank 0)   run(forward_1, 1)   add(part:loss -> sum:loss)
+    B1.1                              run(backward_1, 1)   add(part:g -> sum:g)   start(start_1_all_reduce)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from meshc.ir.keys import is_a
-from meshc.pipelining.cut import Move, Pipeline, slot, stage_name
+from meshc.pipelining.cut import Move, Pipeline, Start, slot, stage_name
 from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
 from meshc.program.accumulate import WHOLES, whole_of
+from meshc.program.program import RUNS, Program, Stage
 from meshc.program.program import Instruction as Step
-from meshc.program.program import Program, Stage
 
 
-def steps_of(program: Program, coordinates: Mapping[str, int]) -> tuple[Step, ...]:
+class Listed(Protocol):
+    """What has a rank's instructions: a program, finished or not."""
+
+    @property
+    def stages(self) -> Mapping[str, Stage]: ...
+    @property
+    def schedule(self) -> tuple[Step, ...]: ...
+    @property
+    def pipeline(self) -> Pipeline | None: ...
+
+
+def ranks_of(program: Listed) -> list[dict[str, int]]:
+    """Coordinates of one rank for each list of instructions that differs from others'."""
+    pipeline = program.pipeline
+    return [{}] if pipeline is None else [{pipeline.axis: rank} for rank in range(pipeline.schedule.ranks)]
+
+
+def steps_of(program: Listed, coordinates: Mapping[str, int]) -> tuple[Step, ...]:
     """What the rank at these coordinates of the mesh does in one call."""
     if program.pipeline is None:
         return program.schedule
     return tuple(_steps(program.pipeline, program.stages, coordinates[program.pipeline.axis]))
 
 
-def items_of(program: Program, coordinates: Mapping[str, int]) -> tuple[Item | None, ...]:
+def items_of(program: Listed, coordinates: Mapping[str, int]) -> tuple[Item | None, ...]:
     """What a timeline calls each of these steps; None for one that belongs to the run before it, such as adding to a sum."""
     pipeline = program.pipeline
     if pipeline is None:
         return tuple(Run(step.stage, step.microbatch) if step.op == "run" else None for step in program.schedule)
     rank = coordinates[pipeline.axis]
     found: list[Item | None] = [*_handed(pipeline.shared, rank), *(Run(step.stage) for step in _once(f"before_{rank}", program.stages))]
+    starts = _starts(pipeline)
     for item in pipeline.schedule.lists[rank]:
-        _, *more = _step(pipeline, program.stages, item)
+        _, *more = _step(pipeline, program.stages, starts, item)
         found += [item, *[None for _ in more]]
     return (*found, *_handed(pipeline.returned, rank), *(Run(step.stage) for step in _once(f"after_{rank}", program.stages)))
 
@@ -47,8 +67,8 @@ def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
     found: list[frozenset[str]] = []
     seen: set[str] = set()
     for step in reversed(steps):
-        keys = program.stages[step.stage].inputs if step.op == "run" else step.keys if step.op == "send" else ()
-        slots = {slot(key, step.microbatch) for key in keys if is_a(key, "flow", *WHOLES)}
+        keys = program.stages[step.stage].inputs if step.op in RUNS else step.keys if step.op == "send" else ()
+        slots = {slot(key, step.microbatch) for key in keys if is_a(key, "flow", "early", *WHOLES)}
         found.append(frozenset(slots - seen))
         seen |= slots
     return found[::-1]
@@ -57,8 +77,9 @@ def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
 def _steps(pipeline: Pipeline, stages: Mapping[str, Stage], rank: int) -> Iterator[Step]:
     yield from _moves(pipeline.shared, rank)
     yield from _once(f"before_{rank}", stages)
+    starts = _starts(pipeline)
     for item in pipeline.schedule.lists[rank]:
-        yield from _step(pipeline, stages, item)
+        yield from _step(pipeline, stages, starts, item)
     yield from _moves(pipeline.returned, rank)
     yield from _once(f"after_{rank}", stages)
 
@@ -76,13 +97,24 @@ def _moves(moves: tuple[Move, ...], rank: int) -> Iterator[Step]:
             yield Step("recv", keys=(move.key,), peer=move.source)
 
 
-def _step(pipeline: Pipeline, stages: Mapping[str, Stage], item: Instruction) -> Iterator[Step]:
+def _starts(pipeline: Pipeline) -> dict[Action, list[Start]]:
+    found: dict[Action, list[Start]] = {}
+    for start in pipeline.starts:
+        found.setdefault(start.during, []).append(start)
+    return found
+
+
+def _step(
+    pipeline: Pipeline, stages: Mapping[str, Stage], starts: Mapping[Action, Sequence[Start]], item: Instruction
+) -> Iterator[Step]:
     if isinstance(item, Action):
         stage = stages[stage_name(item)]
         yield Step("run", stage.name, item.microbatch)
         for key in stage.outputs:
             if (found := whole_of(key)) is not None:
                 yield Step(found[0], stage.name, item.microbatch, key, found[1])
+        for start in starts.get(item, ()):
+            yield Step("start", start.stage, item.microbatch, keys=start.keys, during=stage.name)
         return
     keys, of = pipeline.messages[item.message.link], item.message.of
     if isinstance(item, Recv):

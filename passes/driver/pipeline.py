@@ -12,6 +12,7 @@ from typing import Final
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
 from meshc.passes.lower.schedule_collectives import schedule_collectives
+from meshc.passes.lower.start_early import start_early
 from meshc.passes.microbatches.cut_backward import cut_backward
 from meshc.passes.microbatches.split_microbatches import split_microbatches
 from meshc.passes.partition.make_main_stage import make_main_stage
@@ -67,7 +68,8 @@ CUT: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
     Pass("collectives", schedule_collectives, "once it is settled which stage a collective is in"),
     Pass("fuse_updates", fuse_updates),
-    Pass("regions", group_regions, "last: what stands in a region is what runs in it"),
+    Pass("regions", group_regions, "what stands in a region is what runs in it"),
+    Pass("start", start_early, "after regions, which say in which order the parts of sums are made"),
 )
 
 NAMES: Final[tuple[str, ...]] = (

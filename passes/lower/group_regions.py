@@ -10,24 +10,23 @@
 `meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, then the collectives that they feed;
 `meshc/program/bundle.py` joins those of a level. Every rank runs the same order, and nothing is decided after this pass.
 
-A collective of sums over microbatches alone is left as it is: it starts as soon as its own sums are whole.
+A collective that starts as soon as its own sums over microbatches are whole (`start_early.py`) is left as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
-from meshc.ir.graph import copied, made_only_of, placeholders
-from meshc.ir.keys import is_a
+from meshc.ir.graph import copied, placeholders
 from meshc.ir.regions import changing, is_number, set_region
 from meshc.passes.lower.levels import WINDOW, levels, runs_alone
+from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.accumulate import ADDED
 from meshc.program.bundle import bundle
 from meshc.program.program import Stage
 
@@ -36,15 +35,17 @@ def group_regions(lowered: Lowered) -> Lowered:
     """Marks and reorders each stage; values do not change. Nothing is to be done for a backend that runs operators one by one."""
     if lowered.request.backend == "eager":
         return lowered
-    return replace(lowered, stages={name: grouped(stage, lowered.sizes) for name, stage in lowered.stages.items()})
+    sums = sums_of_late_stages(lowered)
+    return replace(lowered, stages={name: grouped(stage, lowered.sizes, sums=sums.get(name, ())) for name, stage in lowered.stages.items()})
 
 
-def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None) -> Stage:
-    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes of parameters that are gathered together."""
+def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, sums: Collection[str] = ()) -> Stage:
+    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes of parameters that are gathered together; `sums`: keys
+    of what is whole before the stage runs."""
     graph = copied(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
-    for sent, member in bundle(stage, sizes, level, WINDOW, apart=_of_sums(stage)).items():
+    for sent, member in bundle(stage, sizes, level, WINDOW, apart=reductions(stage, sums)).items():
         level[sent] = level[member]
         if sent.target is spmd.all_gather:
             _level_before(sent, level)
@@ -53,13 +54,6 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None) -
             level[node] = max(level[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
     _place(graph, level)
     return stage
-
-
-def _of_sums(stage: Stage) -> set[Node]:
-    """Collectives of what is made of sums over microbatches alone."""
-    sums = [node for node, key in stage.keys().items() if is_a(key, *ADDED)]
-    made = made_only_of(stage.graph, sums, through=lambda node: not spmd.is_collective(node.target))
-    return {node for node in made if spmd.is_collective(node.target)}
 
 
 def _level_before(gather: Node, level: dict[Node, int]) -> None:

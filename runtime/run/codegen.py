@@ -29,6 +29,7 @@ from meshc.check.guards import guarded
 from meshc.errors import MeshcError
 from meshc.ir import record, spmd
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
+from meshc.ir.keys import is_a
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
 from meshc.program.packing import escapes, in_place, is_alone, pieces, stays
@@ -36,7 +37,6 @@ from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.accumulator import Accumulator
-from meshc.runtime.run.early import EARLY
 
 
 def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
@@ -180,7 +180,7 @@ class _Writer:
         output = output_of(stage.graph)
         given = list(stage.results().items())
         self.inputs = stage.inputs
-        self.leaving = {value for key, value in given if key.startswith(EARLY)}
+        self.leaving = {value for key, value in given if is_a(key, "early")}
         self.returned = [value for key, value in given if not is_added(key)]
         self.added: dict[Node, list[str]] = defaultdict(list)
         """Values that go into sums, with their keys."""
@@ -197,7 +197,7 @@ class _Writer:
         entered = placeholders(self.graph)
         for position, node in enumerate(entered):
             self.env[node] = f"v{position}"
-        self.flying |= {node for node, key in zip(entered, self.inputs, strict=True) if key.startswith(EARLY)}
+        self.flying |= {node for node, key in zip(entered, self.inputs, strict=True) if is_a(key, "early")}
         if entered:
             lines.append(", ".join(self.env[node] for node in entered) + ", = inputs; inputs.clear()")
         for number, node in enumerate(self.graph.nodes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from meshc.errors import InputError, StateError
 from meshc.ir import spmd
 from meshc.ir.keys import key_of
 from meshc.pipelining.cut import slot
-from meshc.program.accumulate import ACCUMULATES, is_added
+from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.program import Instruction, Program, Stage
 from meshc.program.steps import last_reads, steps_of
 from meshc.runtime.agreement.compare import all_refuse
@@ -26,7 +27,7 @@ from meshc.runtime.comm.channels import Channels
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.board import FailureBoard
 from meshc.runtime.run.codegen import generate
-from meshc.runtime.run.early import EARLY, Early, Reduction, made_whole, without_early
+from meshc.runtime.run.early import Start, watching
 from meshc.runtime.run.recorder import Recorder
 from meshc.runtime.run.regions import compile_regions
 
@@ -52,6 +53,23 @@ class LoadedStage:
         inputs = [env.pop(name) if name in last else env[name] for name in slots]
         results = self.run(inputs, microbatch, env, done)
         env.update({slot(key, microbatch): value for key, value in zip(self.outputs, results, strict=True)})
+
+
+@dataclass(frozen=True)
+class Play:
+    """An instruction as it is performed.
+
+    last    values that no later one reads
+    starts  of a run: what starts within it
+    """
+
+    step: Instruction
+    last: frozenset[str]
+    starts: list[Start]
+
+
+def _loaded(stage: Stage, run: RunStage) -> LoadedStage:
+    return LoadedStage(stage.inputs, tuple(key for key in stage.outputs if not is_added(key)), run)
 
 
 def needed_groups(program: Program) -> list[tuple[str, ...]]:
@@ -81,33 +99,40 @@ class Executor:
         self.device = device
         self.board = board
         groups.prepare(needed_groups(program))
-        self.steps = _with_sums(program, steps_of(program, coordinates))
-        self.lasts = last_reads(program, self.steps)
+        listed = _runs_with_sums(program, steps_of(program, coordinates))
         self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
         here = self._here if board is not None else None
         make = {"eager": generate, "inductor": compile_regions}.get(program.backend)
         if make is None:
             raise StateError(f"the program is for the backend {program.backend!r}, which this runtime does not know")
         self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
-        mine = dict.fromkeys(step.stage for step in self.steps if step.op == "run")
-        stages = {name: program.stages[name] for name in mine}
-        whole = made_whole(self.steps, stages)
-        found: list[Reduction] = []
-        kept = {key for step in self.steps if step.op == "send" for key in step.keys}
-        if whole and self.steps[-1].op == "run":
-            late = self.steps[-1].stage
-            stages[late], found = without_early(stages[late], whole)
-            kept |= set(stages[late].inputs)
-            self.lasts[-1] |= {key for key in stages[late].inputs if key.startswith(EARLY)}
-        self.early = Early(found, whole, kept, lambda stage: generate(stage, groups, coordinates, device, here))
-        self.stages: dict[str, LoadedStage] = {name: self.load(stage) for name, stage in stages.items()}
+        mine = dict.fromkeys(step.stage for step in listed if step.op == "run")
+        self.stages: dict[str, LoadedStage] = {name: self.load(program.stages[name]) for name in mine}
+        started = {step.stage: program.stages[step.stage] for step in listed if step.op == "start"}
+        self.started = {name: _loaded(stage, generate(stage, groups, coordinates, device, here)) for name, stage in started.items()}
+        self.plays = self._plays(listed)
         file = environment.trace_file()
         self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
         self.constants = {key_of("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
         """A stage as this rank runs it. One that is not the program's own uses no other groups than the program does."""
-        return LoadedStage(stage.inputs, tuple(key for key in stage.outputs if not is_added(key)), self._make(stage))
+        return _loaded(stage, self._make(stage))
+
+    def _plays(self, listed: Sequence[Instruction]) -> list[Play]:
+        """The instructions, each run with its starts."""
+        found: list[Play] = []
+        starts: list[Start] = []  # of the last run
+        for step, last in zip(listed, last_reads(self.program, listed), strict=True):
+            if step.op == "start":
+                outputs = self.program.stages[step.during].outputs
+                grown = frozenset(whole[1] for key in outputs if (whole := whole_of(key)) is not None)
+                starts.append(Start(partial(self.started[step.stage].perform, last=last), grown.intersection(step.keys)))
+                continue
+            if step.op == "run":
+                starts = []
+            found.append(Play(step, last, starts if step.op == "run" else []))
+        return found
 
     def _here(self, instruction: str) -> None:
         assert self.board is not None
@@ -118,11 +143,10 @@ class Executor:
         env = {**values, **self.constants}
         if self.channels is not None:
             self.channels.begin()
-        self.early.begin()
         with self.recording(step):
-            for position, (step_of_list, last) in enumerate(zip(self.steps, self.lasts, strict=True)):
-                with self.guarded(step, told(step_of_list)):
-                    self.perform(step_of_list, env, last, self.early.finishing(position, env))
+            for play in self.plays:
+                with self.guarded(step, told(play.step)):
+                    self.perform(play.step, env, play.last, watching(play.starts, env) if play.starts else None)
             if self.channels is not None:
                 with self.guarded(step, "recv what the last stages have sent"):
                     self.channels.finish(env)
@@ -189,25 +213,30 @@ class Executor:
             raise StateError(f"the schedule has an instruction that this runtime does not know: {instruction.op}")
 
 
-def _with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instruction]:
-    """Without the instructions by which a run's parts go into sums: its stage does that as it makes them.
+def _runs_with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instruction]:
+    """Without the instructions by which a run's parts go into sums: its stage does that as it makes them. Starts stay, each behind its run.
 
     StateError: a list, such as one that was edited, that wants something else of them.
     """
     advice = "\n  what to do: put that instruction right behind the run, or compile and save the program again"
     found: list[Instruction] = []
     wanted: set[str] = set()
+    run: Instruction | None = None  # the last one, and nothing but its sums, rows and starts since
     for step in steps:
         if step.op in ACCUMULATES:
             if step.value not in wanted:
                 raise StateError(f"the schedule takes {step.value} into {step.into} where no run of a stage has just made it{advice}")
             wanted.discard(step.value)
             continue
+        if step.op == "start" and (run is None or (run.stage, run.microbatch) != (step.during, step.microbatch)):
+            raise StateError(f"the schedule starts {step.stage} elsewhere than behind the run of {step.during} that it names{advice}")
         if wanted and step.op != "join":
             break
         found.append(step)
         if step.op == "run":
-            wanted = {key for key in program.stages[step.stage].outputs if is_added(key)}
+            run, wanted = step, {key for key in program.stages[step.stage].outputs if is_added(key)}
+        elif step.op not in ("join", "start"):
+            run = None
     if wanted:
         raise StateError(f"the schedule does nothing with {min(wanted)}: its sum takes it in right after its stage has run{advice}")
     return found

@@ -14,7 +14,7 @@ from meshc.ir.sharding import Sharding, padded_parts
 from meshc.pipelining.cut import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.program.accumulate import ACCUMULATES
-from meshc.program.program import Instruction, Port, Program
+from meshc.program.program import RUNS, Instruction, Port, Program
 from meshc.program.steps import steps_of
 from meshc.runtime.comm.layouts import put_tiles, take_tile
 from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
@@ -41,7 +41,7 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
         lock_step([_walk(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
         return {port.key: gather(program, port, ranks) for port in program.outputs}
     for instruction in program.schedule:
-        if instruction.op == "run":
+        if instruction.op in RUNS:
             stage = program.stages[instruction.stage]
             inputs = [[env[key] for key in stage.inputs] for env in ranks]
             results = run_stage(stage, inputs, mesh, sizes, microbatch=instruction.microbatch, observe=observe, poison=poison)
@@ -72,7 +72,7 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
             coming |= dict.fromkeys(slots, Wait(rank, peer, name))
             continue
         stage = program.stages.get(step.stage)
-        read = [slot(key, step.microbatch) for key in stage.inputs] if step.op == "run" and stage is not None else list(slots)
+        read = [slot(key, step.microbatch) for key in stage.inputs] if step.op in RUNS and stage is not None else list(slots)
         if step.op in ("join", *ACCUMULATES):
             _collect(program, step, env)
         while late := [key for key in read if key in coming]:
@@ -83,7 +83,7 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
                 env[key] = value
         if step.op == "send":
             yield Letter(rank, peer, name, tuple(env[key] for key in slots))
-        elif step.op == "run" and stage is not None:
+        elif step.op in RUNS and stage is not None:
             where = {**coordinates, "mb": step.microbatch}
             results = yield from rank_program(stage, [env[key] for key in read], where, program.axis_sizes, None, poison)
             env.update({slot(key, step.microbatch): value for key, value in zip(stage.outputs, results, strict=True)})
@@ -106,12 +106,13 @@ def _collect(program: Program, step: Instruction, env: dict[str, Any]) -> None:
 
 def first_microbatch(program: Program) -> Program:
     """The program as if there were no microbatch after the first: where each is a step of its own, what it alone gives to the sums."""
-    schedule = tuple(instruction for instruction in program.schedule if instruction.microbatch == 0)
+    schedule = tuple(replace(one, microbatch=0) for one in program.schedule if one.microbatch == 0 or one.op == "start")
     if program.pipeline is None:
         return replace(program, schedule=schedule)
     lists = program.pipeline.schedule.lists
     first = Schedule(tuple(tuple(item for item in items if _microbatch(item) == 0) for items in lists))
-    return replace(program, pipeline=replace(program.pipeline, schedule=first))
+    starts = tuple(replace(start, during=replace(start.during, microbatch=0)) for start in program.pipeline.starts)
+    return replace(program, pipeline=replace(program.pipeline, schedule=first, starts=starts))
 
 
 def _microbatch(item: Action | Send | Recv) -> int:

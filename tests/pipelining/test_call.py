@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ import meshc
 from meshc import artifact
 from meshc.cost import call, memory
 from meshc.cost.devices import for_mesh
+from meshc.cost.links import collective_seconds
 from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from meshc.passes.schedules import build
 from meshc.pipelining import draw, trace
-from meshc.pipelining.cut import Move, Pipeline
-from meshc.pipelining.schedule import Link
+from meshc.pipelining.cut import Move, Pipeline, Start
+from meshc.pipelining.schedule import Action, Link
 from meshc.plan.plan import Plan
 from meshc.program.program import Port, Program, Stage
 from meshc.report import summary
@@ -119,6 +121,32 @@ def test_what_is_handed_over_once_a_call() -> None:
     assert spans[1, "SEND:sum:w@1>0"] == (pytest.approx(late), pytest.approx(late + S))  # when rank 0 has posted its receive
     assert spans[0, "RUN:after_0.0"][0] == spans[1, "RUN:after_1.0"][0] == pytest.approx(late + S)
     assert [(one.source, one.target, one.messages, one.bytes) for one in link_accounts(program)] == [(0, 1, 3, 3 * MB), (1, 0, 3, 3 * MB)]
+
+
+def test_what_starts_within_a_microbatch_is_on_its_way_beside_it() -> None:
+    """The reduction of sum:w begins when B1.1 has made it, and has all of rank 0's backward to arrive; that of sum:v has none."""
+    program = by_hand()
+    assert program.pipeline is not None
+    plain = call.predicted(program, ROUND).call_s
+    for rank, name in enumerate("vw"):
+        b = Building()
+        b.graph.output((b.call(spmd.all_reduce, b.given(1000, 1000), ["dp"], "sum", made=(1000, 1000)),))
+        program.stages[f"start_{rank}"] = Stage(f"start_{rank}", b.graph, (f"sum:{name}",), (f"early:{name}",))
+        program.stages[f"after_{rank}"] = stage(f"after_{rank}", (f"early:{name}",), (f"parameter:{name}",))
+    program.mesh = Mesh("pp=2,dp=2")
+    starts = (Start("start_0", ("sum:v",), Action("B", 0, 1)), Start("start_1", ("sum:w",), Action("B", 1, 1)))
+    program.pipeline = replace(program.pipeline, starts=starts)
+    line = call.predicted(program, ROUND)
+    spans = {(event.rank, str(event.instruction)): (event.start_s, event.end_s) for event in line.events}
+    (start,) = program.stages["start_0"].graph.find_nodes(op="call_function", target=spmd.all_reduce)
+    reduced = collective_seconds(start, program.mesh, ROUND)
+    begun = {rank: spans[rank, f"B{rank}.1"][0] + R for rank in (0, 1)}
+    for rank in (0, 1):
+        begin, end = spans[rank, f"RUN:after_{rank}.0"]
+        assert begin == pytest.approx(spans[rank, f"B{rank}.1"][1])
+        assert end == pytest.approx(max(begin, begun[rank] + reduced) + R)
+    assert line.call_s < plain + reduced
+    assert memory.runs(program)["start_0"] == 1
 
 
 def test_memory_by_hand() -> None:

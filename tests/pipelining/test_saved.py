@@ -116,6 +116,10 @@ def test_a_part_that_is_taken_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"starts": [["start_9", ["sum:x"], "B0.1"]]}, "starts: 'start_9' is no stage; the stages are "),
+        ({"starts": [["after_0", ["sum:x"], "B0.9"]]}, "starts: after_0 starts within B0.9, which no rank runs"),
+        ({"starts": [["after_0", ["sum:x"], "SEND:F0.0>1"]]}, "starts: each is a stage, the sums that it reads and the action"),
+        ({"starts": [["after_0", "sum:x", "B0.1"]]}, "starts: each is a stage, the sums that it reads and the action"),
         ({"schedule": ["0: F0.0 X0.1", "1: F1.0 F1.1 B1.0 B1.1"]}, "line 1: 0: F0.0 X0.1"),
         ({"schedule": ["0: F0.0 F0.1 B0.0 B0.1", "1: B1.0 F1.0 F1.1 B1.1"]}, "rank 1, position 1, B1.0 (line 2): needs F1.0"),
         ({"schedule": ["0: F0.0 F0.1 B0.0 B0.1"]}, "the schedule has 1 lists, for the 2 ranks of pp=2"),

@@ -1,108 +1,128 @@
-"""Reductions that start while the last microbatch runs: which, when, and that the stage after it means the same."""
+"""What starts within a run begins as soon as its sums are whole, in the order of the list, and means what the list says."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch.fx import Graph, Node
 
-from meshc.ir import Record, set_record, spmd
-from meshc.program.program import Instruction, Stage
+from meshc.errors import StateError
+from meshc.ir.mesh import Mesh
+from meshc.plan.plan import Plan
+from meshc.program.program import Instruction, Port, Program
 from meshc.runtime.comm.collectives import Pending
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.run.codegen import generate
-from meshc.runtime.run.early import EARLY, Early, made_whole, without_early
+from meshc.runtime.run import executor
+from meshc.runtime.run.early import Start, watching
+from meshc.runtime.run.executor import Executor
+from meshc.runtime.simulator.simulation import simulate
+from meshc.text.parse import parse_stage
 
-aten = torch.ops.aten
-KEYS = ("sum:a", "sum:b", "sum:c", "sum:tied", "parameter:w")
-
-
-def call(graph: Graph, target: Any, *args: object) -> Node:
-    node = graph.call_function(target, args)
-    set_record(node, Record((2,), torch.float32))
-    return node
-
-
-def late() -> Stage:
-    """a and b are reduced together, c alone and read beside that; the tied one comes from elsewhere; w is no gradient."""
-    graph = Graph()
-    a, b, c, tied, w = (graph.placeholder(key.replace(":", "_")) for key in KEYS)
-    together = call(graph, spmd.all_reduce, call(graph, aten.cat.default, [a, b]), ["dp"], "sum")
-    alone = call(graph, spmd.all_reduce, c, ["dp"], "sum")
-    other = call(graph, spmd.all_reduce, tied, ["dp"], "sum")
-    mixed = call(graph, spmd.all_reduce, call(graph, aten.mul.Tensor, c, w), ["dp"], "sum")
-    stages = call(graph, spmd.all_reduce, c, ["pp"], "sum")
-    call(graph, spmd.all_reduce, call(graph, aten.neg.default, w), ["pp"], "sum")  # other ranks want it
-    twice = call(graph, spmd.all_reduce, together, ["dp"], "sum")
-    graph.output((together, alone, other, mixed, stages, twice))
-    return Stage("after_0", graph, KEYS, tuple(f"output:{index}" for index in range(6)))
-
-
-WHOLE = {"sum:a": 1, "sum:b": 1, "sum:c": 4}
-
-
-def load(stage: Stage) -> Any:
-    groups = Groups({"dp": 1, "pp": 1}, 0, 1)
-    groups.prepare([("dp",), ("pp",)])
-    return generate(stage, groups, {"dp": 0, "pp": 0}, torch.device("cpu"))
+EACH = """def each(x: "f32[4]" = "input:x", y: "f32[4]" = "parameter:y"):
+    a: "f32[4]" = aten.sin(x)
+    b: "f32[4]" = aten.mul.Tensor(a, y)
+    c: "f32[4]" = aten.exp(b)
+    d: "f32[4]" = aten.neg(c)
+    return {"part:d": d, "part:c": c, "part:b": b, "part:a": a}
+"""
+START_B = """def start_b(a: "f32[4]" = "sum:a", b: "f32[4]" = "sum:b"):
+    joined: "f32[8]" = aten.cat([a, b])
+    r: "f32[8]" = all_reduce(joined, ["dp"], "sum")
+    return {"early:b": r}
+"""
+START_C = """def start_c(c: "f32[4]" = "sum:c"):
+    r: "f32[4]" = all_reduce(c, ["dp"], "max")
+    return {"early:c": r}
+"""
+AFTER = """def after(b: "f32[8]" = "early:b", c: "f32[4]" = "early:c", a: "f32[4]" = "sum:a", d: "f32[4]" = "sum:d"):
+    first: "f32[4]" = aten.slice.Tensor(b, 0, 0, 4)
+    one: "f32[4]" = aten.add.Tensor(first, a)
+    two: "f32[4]" = aten.add.Tensor(c, d)
+    return {"output:one": one, "output:two": two}
+"""
 
 
-def test_what_depends_on_whole_sums_alone_starts_early() -> None:
-    rest, found = without_early(late(), WHOLE)
-    assert [(one.key, one.stage.inputs) for one in found] == [
-        (EARLY + "all_reduce", ("sum:a", "sum:b")), (EARLY + "all_reduce_1", ("sum:c",))
-    ]  # fmt: skip
-    assert rest.inputs == ("sum:c", "sum:tied", "parameter:w", EARLY + "all_reduce", EARLY + "all_reduce_1")
-    left = [node.args[1] for node in rest.graph.nodes if spmd.is_collective(node.target)]
-    assert left == [["dp"], ["dp"], ["pp"], ["pp"], ["dp"]]
+def run(microbatch: int) -> list[Instruction]:
+    adds = [Instruction("add", "each", microbatch, f"part:{name}", f"sum:{name}") for name in "dcba"]
+    return [Instruction("run", "each", microbatch), *adds]
 
 
-def test_nothing_early_leaves_the_stage_alone() -> None:
-    stage = late()
-    assert without_early(stage, {}) == (stage, [])
+STARTS = [
+    Instruction("start", "start_b", 1, keys=("sum:a", "sum:b"), during="each"),
+    Instruction("start", "start_c", 1, keys=("sum:c",), during="each"),
+]
 
 
-def test_each_starts_when_the_last_of_its_sums_is_whole_and_the_rest_gets_it() -> None:
-    stage = late()
-    rest, found = without_early(stage, WHOLE)
-    started: list[str] = []
+def program(*schedule: Instruction) -> Program:
+    stages = {stage.name: stage for stage in map(parse_stage, (EACH, START_B, START_C, AFTER))}
+    ports = tuple(Port(kind, name, (4,), torch.float32) for kind, name in (("input", "x"), ("parameter", "y")))
+    outputs = tuple(Port("output", name, (4,), torch.float32) for name in ("one", "two"))
+    return Program(stages, Mesh("dp=1"), Plan("dp: -"), ports, outputs, schedule, {}, {"dp": 1, "mb": 2}, 2)
 
-    def start(one: Stage) -> Any:
-        run = load(one)
 
-        def starting(sums: list[Any]) -> list[Any]:
-            started.append(one.outputs[0])
-            return run(sums)
+def whole() -> Program:
+    return program(*run(0), *run(1), *STARTS, Instruction("run", "after"))
 
-        return starting
 
-    early = Early(found, WHOLE, rest.inputs, start)
+def load(made: Program) -> Executor:
+    return Executor(made, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
+
+
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {key: torch.randn(4, generator=generator) for key in ("input:x", "parameter:y")}
+
+
+def test_each_begins_when_the_last_of_its_sums_is_whole_and_nothing_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sum:a, which another stage reads, stays; sum:b and sum:c are gone as soon as they are on their way."""
+    told: list[Any] = []
+
+    def telling(starts: list[Start], env: dict[str, Any]) -> Any:
+        grown = watching(starts, env)
+
+        def and_told(key: str) -> None:
+            grown(key)
+            there = sorted(name for name in env if name.startswith(("sum:", "early:")))
+            assert all(isinstance(env[name], Pending) for name in there if name.startswith("early:"))
+            told.append((key, there))
+
+        return and_told
+
+    monkeypatch.setattr(executor, "watching", telling)
+    loaded = load(whole())
     for _ in range(2):  # calls
-        values = [torch.randn(2) for _ in KEYS]
-        env: dict[str, Any] = dict(zip(KEYS, values, strict=True))
-        expected = load(stage)(list(values))
-        early.begin()
-        started.clear()
-        assert early.finishing(0, env) is None
-        first, last = early.finishing(1, env), early.finishing(4, env)
-        assert first is not None and last is not None
-        first("sum:a")
-        first("sum:c")  # not yet for the last time
-        assert not started
-        first("sum:b")
-        assert started == [EARLY + "all_reduce"] and isinstance(env[EARLY + "all_reduce"], Pending)
-        assert "sum:a" not in env and "sum:c" in env  # what nothing else reads is gone
-        last("sum:c")
-        assert started == [EARLY + "all_reduce", EARLY + "all_reduce_1"]
-        torch.testing.assert_close(load(rest)([env[key] for key in rest.inputs]), expected, rtol=0, atol=0)
+        told.clear()
+        env = loaded.run(values())
+        assert told == [
+            ("sum:a", ["sum:a", "sum:b", "sum:c", "sum:d"]),
+            ("sum:b", ["early:b", "sum:a", "sum:c", "sum:d"]),
+            ("sum:c", ["early:b", "early:c", "sum:a", "sum:d"]),
+            ("sum:d", ["early:b", "early:c", "sum:a", "sum:d"]),
+        ]
+        assert not any(key.startswith(("early:", "sum:", "part:")) for key in env)
 
 
-def test_a_sum_is_whole_after_the_last_run_that_adds_to_it() -> None:
-    stages = {
-        "backward_0": Stage("backward_0", Graph(), (), ("part:a", "part:tied", "flow:x", "rows:y")),
-        "backward_1": Stage("backward_1", Graph(), (), ("part:a", "high:m")),
-    }
-    steps = [Instruction("run", name, k) for k in range(2) for name in stages]
-    steps.append(Instruction("recv", keys=("sum:tied",), peer=1))
-    assert made_whole(steps, stages) == {"sum:a": 3, "largest:m": 3}
+def test_it_means_what_the_simulator_plays() -> None:
+    env, expected = load(whole()).run(values()), simulate(whole(), values())
+    for key in ("output:one", "output:two"):
+        torch.testing.assert_close(env[key], expected[key], rtol=0, atol=0)
+
+
+def test_starts_keep_the_order_of_the_list() -> None:
+    """The second has its sum first, and waits for its turn."""
+    began: list[str] = []
+    starts = [Start(lambda env: began.append("one"), frozenset({"sum:b"})), Start(lambda env: began.append("two"), frozenset({"sum:a"}))]
+    grown = watching(starts, {})
+    grown("sum:a")
+    assert began == []
+    grown("sum:b")
+    assert began == ["one", "two"]
+
+
+@pytest.mark.parametrize("at", [5, 12])
+def test_a_start_that_stands_elsewhere_is_refused(at: int) -> None:
+    schedule = [*run(0), *run(1), STARTS[1], Instruction("run", "after")]
+    schedule.insert(at, STARTS[0])
+    with pytest.raises(StateError, match="the schedule starts start_b elsewhere than behind the run of each that it names"):
+        load(program(*schedule))

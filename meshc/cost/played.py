@@ -1,0 +1,99 @@
+"""One rank's list on a clock, an instruction after another; what starts within a run is on its way beside it.
+
+    computing   |each 0|each 1 ......|cat|after ..wait..|...|     the reductions of sums begin as each 1 makes the last of their parts;
+    link                    |all_reduce |all_reduce |             what prepares them (cat) takes the rank's time, and counts behind the run
+
+Adding to sums counts behind the run, as if a run made all its parts before it adds the first. The collectives of the run itself and those
+that start within it do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from meshc.cost import memory
+from meshc.cost.clock import Seconds, play, stage_seconds
+from meshc.cost.devices import Device
+from meshc.errors import CompileError
+from meshc.ir.mesh import Mesh
+from meshc.program.accumulate import ACCUMULATES, whole_of
+from meshc.program.program import Instruction, Program, Stage
+
+
+@dataclass(frozen=True)
+class Took:
+    """What an instruction took, from when on."""
+
+    step: Instruction
+    start_s: float
+    seconds: Seconds
+
+
+def played(program: Program, steps: Sequence[Instruction], device: Device) -> Iterator[Took]:
+    """Messages between stages take a rank no time. Raises CompileError for an instruction that the cost model does not know."""
+    made = {key: size for stage in program.stages.values() for key, size in memory.output_bytes(stage).items()}
+    known: dict[str, Seconds] = {}
+    sums: set[str] = set()
+    due: dict[str, float] = {}
+    now = 0.0
+    for position, step in enumerate(steps):
+        stage = program.stages.get(step.stage)
+        takes = Seconds()
+        if step.op == "run" and stage is not None:
+            if any(key in due for key in stage.inputs):
+                takes = stage_seconds(stage.graph, program.mesh, device, arriving(stage, due, now))
+            else:
+                takes = known[stage.name] if stage.name in known else stage_seconds(stage.graph, program.mesh, device)
+                known[stage.name] = takes
+            starts = starts_behind(program, steps, position)
+            due |= {key: now + after for key, after in arrivals(stage, starts, program.mesh, device).items()}
+        elif step.op == "start" and stage is not None:
+            alone = stage_seconds(stage.graph, program.mesh, device)
+            takes = replace(alone, total=alone.compute)
+        elif step.op in ACCUMULATES:
+            if step.into in sums:  # the first part becomes the sum
+                seconds = device.launch_s + 3 * made[step.value] / device.bytes_per_s
+                takes = Seconds(seconds, {}, seconds)
+            sums.add(step.into)
+        elif step.op == "join":
+            seconds = device.launch_s + 2 * made[step.value] / device.bytes_per_s
+            takes = Seconds(seconds, {}, seconds)
+        elif step.op not in ("send", "recv"):
+            raise CompileError(f"the cost model does not know the instruction {step.op} of the schedule")
+        yield Took(step, now, takes)
+        now += takes.total
+
+
+def starts_behind(program: Program, steps: Sequence[Instruction], position: int) -> list[Stage]:
+    """What starts within the run at this position."""
+    found = []
+    for step in steps[position + 1 :]:
+        if step.op in ("run", "send", "recv"):
+            break
+        if step.op == "start":
+            found.append(program.stages[step.stage])
+    return found
+
+
+def arrivals(stage: Stage, starts: Sequence[Stage], mesh: Mesh, device: Device) -> dict[str, float]:
+    """Seconds from the beginning of a run of `stage` until what starts within it has arrived, by its key."""
+    if not starts:
+        return {}
+    _, made = play(stage.graph, mesh, device)
+    whole = {found[1]: made[value] for key, value in stage.results().items() if (found := whole_of(key)) is not None}
+    there: dict[str, float] = {}
+    ready = free = 0.0
+    for start in starts:
+        alone = stage_seconds(start.graph, mesh, device)
+        ready = max([ready, *(whole.get(key, 0.0) for key in start.inputs)]) + alone.compute
+        free = max(ready, free) + sum(alone.communication.values())
+        there |= dict.fromkeys(start.outputs, free)
+    return there
+
+
+def arriving(stage: Stage, due: Mapping[str, float], now: float) -> dict[Node, float]:
+    """What a stage that begins now waits for, with the seconds until it is there."""
+    return {node: max(due[key] - now, 0.0) for node, key in stage.keys().items() if key in due}

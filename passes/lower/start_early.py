@@ -1,0 +1,183 @@
+"""Start early: reductions of sums over microbatches begin while the last microbatches run, and not after them.
+
+    run(stage="each", microbatch=1)              run(stage="each", microbatch=1)
+    add(.., into="sum:g0")                       add(.., into="sum:g0")
+    add(.., into="sum:g1")                       add(.., into="sum:g1")
+    run(stage="after")                 becomes   start(stage="start_r1", microbatch=1, keys=("sum:g1",), during="each")
+                                                 start(stage="start_r0", microbatch=1, keys=("sum:g0",), during="each")
+                                                 run(stage="after")
+    def after(g0 = "sum:g0", g1 = "sum:g1"):     def start_r0(g0 = "sum:g0"):
+        r0 = all_reduce(g0, ["dp"], "sum")           r0 = all_reduce(g0, ["dp"], "sum")
+        r1 = all_reduce(g1, ["dp"], "sum")           return {"early:r0": r0}
+                                                 def after(r0 = "early:r0", r1 = "early:r1"):
+
+What depends on whole sums alone, and is no collective between pipeline stages, becomes a stage of its own, with what prepares it. A start
+stands behind the run that is the last to add to its sums, and means: as soon as they are whole, within that run. Those of one run stand in
+the order in which its parts go into sums (a part goes in as soon as it is made, a collective's when it is first waited for). All ranks of
+a group run one list, so they start the same things in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from meshc.ir import spmd
+from meshc.ir.graph import entering, made_of, made_only_of
+from meshc.ir.keys import key_of
+from meshc.ir.regions import REGION, blocks, writes
+from meshc.passes.phases.lowered import Lowered
+from meshc.pipelining.cut import Start
+from meshc.pipelining.schedule import Action
+from meshc.program.accumulate import WAYS, is_added, whole_of
+from meshc.program.program import Instruction, Stage
+from meshc.program.steps import items_of, ranks_of, steps_of
+
+BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
+"""What stands between a run and its starts."""
+
+
+def start_early(lowered: Lowered) -> Lowered:
+    """Takes what may start early out of the stage that each rank runs last."""
+    starts: list[Start] = []
+    stages, schedule = dict(lowered.stages), lowered.schedule
+    for coordinates in ranks_of(lowered):
+        steps = steps_of(lowered, coordinates)
+        sums = whole_sums(stages, steps)
+        late = steps[-1].stage if steps else ""
+        found = reductions(stages[late], sums) if late in stages else []
+        if not found:
+            continue
+        alone, rest = _taken_out(stages[late], found)
+        stages = _replaced(stages, [*alone, rest])
+        ordered = _by_run(alone, stages, steps, sums)
+        if lowered.pipeline is None:
+            schedule = tuple(_with_starts(steps, ordered))
+            continue
+        items = items_of(lowered, coordinates)
+        for position, of_run in ordered.items():
+            action = items[position]
+            assert isinstance(action, Action)
+            starts += [Start(stage.name, stage.inputs, action) for stage in of_run]
+    pipeline = None if lowered.pipeline is None else replace(lowered.pipeline, starts=tuple(starts))
+    return replace(lowered, stages=stages, schedule=schedule, pipeline=pipeline)
+
+
+def sums_of_late_stages(lowered: Lowered) -> dict[str, dict[str, int]]:
+    """Stages that ranks run last, by name, each with the sums that are whole by then."""
+    lists = [steps_of(lowered, coordinates) for coordinates in ranks_of(lowered)]
+    return {steps[-1].stage: whole_sums(lowered.stages, steps) for steps in lists if steps}
+
+
+def whole_sums(stages: Mapping[str, Stage], steps: Sequence[Instruction]) -> dict[str, int]:
+    """Sums that a rank's runs alone make, each with the position of the last run that adds to it."""
+    found: dict[str, int] = {}
+    others = {key for step in steps if step.op == "recv" for key in step.keys}
+    for position, step in enumerate(steps):
+        for key in stages[step.stage].outputs if step.op == "run" and step.stage in stages else ():
+            whole = whole_of(key)
+            if whole is not None and is_added(key) and whole[1] not in others:
+                found[whole[1]] = position
+    return found
+
+
+def reductions(late: Stage, sums: Collection[str]) -> list[Node]:
+    """The collectives of what is made of these sums alone."""
+    whole = [node for node, key in late.keys().items() if key in sums]
+    made = made_only_of(late.graph, whole, through=lambda node: not spmd.is_collective(node.target))
+    return [node for node in late.graph.nodes if node in made and spmd.is_collective(node.target) and not spmd.joins_stages(node)]
+
+
+def _taken_out(late: Stage, found: Sequence[Node]) -> tuple[list[Stage], Stage]:
+    """A stage for each of the collectives, and the rest of their stage, which has them as inputs."""
+    rank = late.name.removeprefix("after").lstrip("_")
+    names = {node: f"{rank}_{node.name}" if rank else node.name for node in found}
+    early = {node: key_of("early", name) for node, name in names.items()}
+    return [_alone(late, node, f"start_{name}", early[node]) for node, name in names.items()], _rest(late, {**late.keys(), **early})
+
+
+def _alone(late: Stage, wanted: Node, name: str, key: str) -> Stage:
+    """A collective, with what prepares it."""
+    needed, keys = made_of([wanted]), late.keys()
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node in late.graph.nodes:
+        if node in needed:
+            env[node] = graph.node_copy(node, lambda operand: env[operand])
+            env[node].meta.pop(REGION, None)  # it runs beside another stage's regions, a line at a time
+    graph.output((env[wanted],))
+    return Stage(name, graph, tuple(key for node, key in keys.items() if node in needed), (key,))
+
+
+def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
+    """The stage, which takes what is `given` under these keys. What only prepared that is gone."""
+    graph = Graph()
+    env: dict[Node, Node] = {node: entering(graph, node) for node in given}
+    for node in late.graph.nodes:
+        if node not in env:
+            env[node] = graph.node_copy(node, lambda operand: env[operand])
+    for node in reversed([env[node] for node in late.graph.nodes]):
+        if not node.users and node.op != "output" and not spmd.is_collective(node.target) and not writes(node):
+            graph.erase_node(node)
+    left = set(graph.nodes)
+    return replace(late, graph=graph, inputs=tuple(key for node, key in given.items() if env[node] in left))
+
+
+def _replaced(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, Stage]:
+    """The stages, with the new ones where the last of them stood."""
+    found: dict[str, Stage] = {}
+    for name, stage in stages.items():
+        found |= {one.name: one for one in new} if name == new[-1].name else {name: stage}
+    return found
+
+
+def _by_run(
+    alone: Sequence[Stage], stages: Mapping[str, Stage], steps: Sequence[Instruction], sums: Mapping[str, int]
+) -> dict[int, list[Stage]]:
+    """What starts within which run, by its position: in the order in which the last of their sums become whole."""
+    found: dict[int, list[tuple[int, Stage]]] = {}
+    for stage in alone:
+        position = max(sums[key] for key in stage.inputs)
+        taken = taken_in(stages[steps[position].stage])
+        found.setdefault(position, []).append((max(taken.index(key) for key in stage.inputs if sums[key] == position), stage))
+    return {position: [stage for _, stage in sorted(found[position], key=lambda one: one[0])] for position in sorted(found)}
+
+
+def _with_starts(steps: Sequence[Instruction], ordered: Mapping[int, Sequence[Stage]]) -> Iterator[Instruction]:
+    """The list, with the starts of each run behind what the run adds."""
+    due: list[Instruction] = []
+    for position, step in enumerate(steps):
+        if step.op not in BEHIND_A_RUN:
+            yield from due
+            due = [Instruction("start", one.name, step.microbatch, keys=one.inputs, during=step.stage) for one in ordered.get(position, ())]
+        yield step
+    yield from due
+
+
+def taken_in(stage: Stage) -> list[str]:
+    """The sums that a run of a stage adds to, in the order in which it does: a part goes in once it is made, and a collective's once it
+    has been waited for, where it is first read or at the end. A region is one call."""
+    parts: dict[Node, list[str]] = {}
+    for key, value in stage.results().items():
+        whole = whole_of(key)
+        if whole is not None and is_added(key):
+            parts.setdefault(value, []).append(whole[1])
+    taken: dict[str, None] = {}
+    flying: set[Node] = set()
+
+    def make(nodes: Sequence[Node]) -> None:
+        for operand in (operand for node in nodes for operand in node.all_input_nodes if operand in flying):
+            flying.discard(operand)
+            taken.update(dict.fromkeys(parts.get(operand, ())))
+        for node in nodes:
+            if spmd.is_collective(node.target):
+                flying.add(node)
+            else:
+                taken.update(dict.fromkeys(parts.get(node, ())))
+
+    for region, nodes in blocks(stage.graph.nodes):
+        for together in [nodes] if region is not None else [[node] for node in nodes]:
+            make(together)
+    return list(taken)
