@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from meshc.api.handle import Program
 from meshc.api.options import Options
 from meshc.api.world import World
 from meshc.frontend import admission, calling
+from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.board import announce
@@ -21,7 +22,7 @@ DEFAULTS = Options()
 
 
 def compile(
-    what: nn.Module | TrainStep | Callable[..., Any],
+    what: nn.Module | TrainStep | Function,
     mesh: Any,
     *,
     args: Sequence[Any] = (),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshc.errors import PlanError
 from meshc.frontend import dynamic
+from meshc.ir.functions import Function
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Options:
     cuda_graph: str | bool = "auto"
     dynamic: Any = None
     pp_splits: Sequence[str] | None = None
-    schedule: str | Callable[..., Any] | None = None
+    schedule: str | Function | None = None
     stages_per_rank: int | None = None
     microbatches: int | None = None
     memory_budget: int | None = None

@@ -11,12 +11,13 @@ The types have been checked before (`stage.py`), rules of shapes with them; they
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch._ops import OpOverload
 
 from meshc.check.trusting import TRUSTING, fault
+from meshc.ir.functions import Function, Target
 
 aten = torch.ops.aten
 
@@ -33,15 +34,15 @@ EMPTY: Final = frozenset(
 """Memory as it was left: of a stranger's program it is zero, or it could be made an output."""
 
 
-def is_guarded(target: Any) -> bool:
+def is_guarded(target: Target) -> bool:
     return target in EMPTY or target in TRUSTING
 
 
-def guarded(target: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(target: Target, function: Function) -> Function:
     """`function`, which does what the operator `target` does, after its guard."""
     if target in EMPTY:
         return _zeroed(function)
-    if target not in TRUSTING:
+    if not isinstance(target, OpOverload) or target not in TRUSTING:
         return function
 
     def after_guard(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,7 @@ def guarded(target: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return after_guard
 
 
-def _zeroed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _zeroed(function: Function) -> Function:
     def zeros(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs).zero_()
 

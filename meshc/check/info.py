@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Final, TypeGuard
 
 from meshc.ir import bounds
 
 
-def faults_of_info(info: Mapping[str, Any], axes: Collection[str]) -> Iterator[str]:
+def faults_of_info(info: Mapping[str, object], axes: Collection[str]) -> Iterator[str]:
     """A message for every entry that is not what its reader takes; `axes` are those of the mesh that split anything. Entries that nobody
     reads may be anything."""
-    for row in info["work"] if _are(_is_row)(info.get("work")) else ():
+    work = info.get("work")
+    for row in work if isinstance(work, list) and all(map(_is_row, work)) else ():
         if not set(axes) <= row[4].keys():
             yield f"info: a row of work is of {row[0][:80]!r} and says nothing of the axes {', '.join(axes)}"
             break
@@ -23,19 +24,19 @@ def faults_of_info(info: Mapping[str, Any], axes: Collection[str]) -> Iterator[s
             yield f"info: {name} is {str(info[name])[:80]!r}, not {what}"
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, float) or isinstance(value, int) and abs(value) < 1 << 1023
 
 
-def _is_amount(value: Any) -> bool:
+def _is_amount(value: object) -> bool:
     return _is_number(value) and 0 <= value <= 1e300
 
 
-def _is_row(value: Any) -> bool:
+def _is_row(value: object) -> bool:
     """As `meshc.cost.work.Work.plain` writes it."""
     if not isinstance(value, list) or len(value) != 5:
         return False
@@ -43,19 +44,19 @@ def _is_row(value: Any) -> bool:
     return all(map(_is_text, words)) and _is_amount(flops) and _by_name(_is_text)(by_axis)
 
 
-def _are(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(kind, value))
 
 
-def _by_name(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _by_name(kind: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, dict) and all(kind(item) for item in value.values())
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-_ENTRIES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+_ENTRIES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "seed": (_is_integer, "an integer of 64 bits"),
     "inputs": (lambda value: value in ("global", "local"), "global or local"),
     "outputs": (lambda value: value in ("plain", "dtensor"), "plain or dtensor"),

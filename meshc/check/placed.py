@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
 from meshc.check.types import MOST_EXTENT, Wrong, check_extents
 from meshc.ir import spmd
+from meshc.ir.functions import Function, Target
 from meshc.ir.window import tile_length
 from meshc.text.parse import REDUCTIONS
 
@@ -21,8 +22,9 @@ INTEGER: Final = 0
 """Stands for an integer that a rank computes of its place: no type depends on which it is."""
 
 
-def made_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+def made_by(target: Target, args: Sequence[object], kwargs: Mapping[str, object], sizes: Mapping[str, int]) -> Tensor | int:
     """The result, a meta tensor or INTEGER. Raises Wrong."""
+    assert callable(target), target
     if kwargs:
         raise Wrong(f"{target.__name__} takes no keywords")
     if target in spmd.INTEGERS.values():
@@ -39,20 +41,24 @@ def made_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: 
     return x.new_empty(shape)
 
 
-def _counted(target: Any, args: Sequence[Any], count: int) -> Sequence[Any]:
+def _counted(target: Function, args: Sequence[object], count: int) -> Sequence[object]:
     if len(args) != count:
         raise Wrong(f"{target.__name__} takes {count} arguments, not {len(args)}")
     return args
 
 
-def _integer(value: Any, what: str, low: int = -MOST_EXTENT, high: int = MOST_EXTENT) -> int:
+def _integer(value: object, what: str, low: int = -MOST_EXTENT, high: int = MOST_EXTENT) -> int:
     if type(value) is not int or not low <= value <= high:
         raise Wrong(f"{what} is {value!r}, no integer from {low} to {high}")
     return value
 
 
-def _group(axes: Any, sizes: Mapping[str, int]) -> int:
+def _group(axes: object, sizes: Mapping[str, int]) -> int:
     """How many ranks take part in a collective over these axes."""
+    return prod(_counts(axes, sizes))
+
+
+def _counts(axes: object, sizes: Mapping[str, int]) -> list[int]:
     if not isinstance(axes, list | tuple) or not axes or not all(isinstance(axis, str) for axis in axes):
         raise Wrong(f"a collective is over a list of axes, not {axes!r}")
     unknown = [axis for axis in axes if axis not in sizes]
@@ -60,10 +66,10 @@ def _group(axes: Any, sizes: Mapping[str, int]) -> int:
         raise Wrong(f"there is no axis {unknown[0]!r}; the axes are {', '.join(sizes)}")
     if len(set(axes)) != len(axes):
         raise Wrong(f"a collective is over each axis once, not {list(axes)}")
-    return prod(sizes[axis] for axis in axes)
+    return [sizes[axis] for axis in axes]
 
 
-def _dim(x: Tensor, dim: Any) -> int:
+def _dim(x: Tensor, dim: object) -> int:
     if x.dim() == 0:
         raise Wrong("it has no dims")
     return _integer(dim, "the dim", 0, x.dim() - 1)
@@ -74,87 +80,86 @@ def _divides(x: Tensor, dim: int, count: int) -> None:
         raise Wrong(f"dim {dim} has {x.shape[dim]} positions, which {count} ranks do not divide")
 
 
-def _reduction(x: Tensor, how: Any) -> None:
+def _reduction(x: Tensor, how: object) -> None:
     if how not in REDUCTIONS:
         raise Wrong(f"{how!r} is no reduction: these are {', '.join(REDUCTIONS)}")
     if how != "sum" and x.is_complex():
         raise Wrong(f"complex numbers have no {how}")
 
 
-def _all_reduce(x: Tensor, sizes: Mapping[str, int], axes: Any, how: Any) -> None:
+def _all_reduce(x: Tensor, sizes: Mapping[str, int], axes: object, how: object) -> None:
     _group(axes, sizes)
     _reduction(x, how)
 
 
-def _all_gather(x: Tensor, sizes: Mapping[str, int], axes: Any, dim: Any) -> None:
+def _all_gather(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object) -> None:
     _group(axes, sizes)
     _dim(x, dim)
 
 
-def _reduce_scatter(x: Tensor, sizes: Mapping[str, int], axes: Any, dim: Any, how: Any) -> None:
+def _reduce_scatter(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, how: object) -> None:
     _divides(x, _dim(x, dim), _group(axes, sizes))
     _reduction(x, how)
 
 
-def _broadcast(x: Tensor, sizes: Mapping[str, int], axes: Any, index: Any) -> None:
+def _broadcast(x: Tensor, sizes: Mapping[str, int], axes: object, index: object) -> None:
     _integer(index, "the index of the rank that sends", 0, _group(axes, sizes) - 1)
 
 
-def _all_to_all(x: Tensor, sizes: Mapping[str, int], axes: Any, split: Any, concat: Any) -> None:
+def _all_to_all(x: Tensor, sizes: Mapping[str, int], axes: object, split: object, concat: object) -> None:
     _divides(x, _dim(x, split), _group(axes, sizes))
     _dim(x, concat)
 
 
-def _window(x: Tensor, sizes: Mapping[str, int], axes: Any, dim: Any, size: Any, window: Any, held: int | None) -> None:
+def _window(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, held: int | None) -> None:
     """`held`: which of the window's numbers the operand's dim must have; None: a tile."""
-    _group(axes, sizes)
-    _dim(x, dim)
-    _integer(size, "the size of the dim", 0)
+    counts, place = _counts(axes, sizes), _dim(x, dim)
+    extent = _integer(size, "the size of the dim", 0)
     if not isinstance(window, list | tuple) or len(window) != 4:
         raise Wrong(f"a window is [size, stride, offset, length], not {window!r}")
-    of, stride, _, length = (_integer(number, "a window's number") for number in window)
+    of, stride, _, length = numbers = [_integer(number, "a window's number") for number in window]
     if of < 0 or stride < 0 or length < 0:
         raise Wrong(f"the window {list(window)} has a negative size, stride or length")
-    wanted = tile_length(size, [sizes[axis] for axis in axes]) if held is None else window[held]
-    if x.shape[dim] != wanted:
-        raise Wrong(f"dim {dim} has {x.shape[dim]} positions; a rank has {wanted} there")
+    wanted = tile_length(extent, counts) if held is None else numbers[held]
+    if x.shape[place] != wanted:
+        raise Wrong(f"dim {place} has {x.shape[place]} positions; a rank has {wanted} there")
 
 
-def _halo(x: Tensor, sizes: Mapping[str, int], axes: Any, dim: Any, size: Any, window: Any, fill: Any) -> None:
+def _halo(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, fill: object) -> None:
     _window(x, sizes, axes, dim, size, window, None)
     _number(fill)
 
 
-def _halo_sum(x: Tensor, sizes: Mapping[str, int], axes: Any, dim: Any, size: Any, window: Any) -> None:
+def _halo_sum(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object) -> None:
     _window(x, sizes, axes, dim, size, window, 3)
 
 
-def _shard(x: Tensor, sizes: Mapping[str, int], dim: Any, tiles: Any, index: Any) -> None:
+def _shard(x: Tensor, sizes: Mapping[str, int], dim: object, tiles: object, index: object) -> None:
     _dim(x, dim)
     _integer(index, "the tile", 0, _integer(tiles, "the number of tiles", 1, max(prod(sizes.values()), 1)) - 1)
 
 
-def _mask(x: Tensor, sizes: Mapping[str, int], dim: Any, count: Any, value: Any) -> None:
+def _mask(x: Tensor, sizes: Mapping[str, int], dim: object, count: object, value: object) -> None:
     _dim(x, dim)
     _integer(count, "the number of positions that stay", 0)
     _number(value)
 
 
-def _keep_first(x: Tensor, sizes: Mapping[str, int], index: Any) -> None:
+def _keep_first(x: Tensor, sizes: Mapping[str, int], index: object) -> None:
     _integer(index, "the index", 0)
 
 
-def _number(value: Any) -> None:
+def _number(value: object) -> None:
     if not isinstance(value, int | float):
         raise Wrong(f"{value!r} is no number")
 
 
-def _coordinate(sizes: Mapping[str, int], axis: Any) -> None:
+def _coordinate(sizes: Mapping[str, int], axis: object) -> None:
     if axis not in sizes:
         raise Wrong(f"there is no axis {axis!r}; the axes are {', '.join(sizes)}")
 
 
-def _tile(sizes: Mapping[str, int], size: Any, counts: Any, coordinates: Any) -> None:
+def _tile(sizes: Mapping[str, int], size: object, counts: object, coordinates: object) -> None:
     _integer(size, "the size", 0)
     if not isinstance(counts, list | tuple) or not isinstance(coordinates, list | tuple) or len(counts) != len(coordinates):
         raise Wrong(f"a tile has a count and a coordinate for each axis, not {counts!r} and {coordinates!r}")
@@ -164,7 +169,7 @@ def _tile(sizes: Mapping[str, int], size: Any, counts: Any, coordinates: Any) ->
         _integer(coordinate, "a coordinate", 0)
 
 
-_CHECKS: Final[Mapping[Any, Callable[..., None]]] = {
+_CHECKS: Final[Mapping[object, Callable[..., None]]] = {
     spmd.all_reduce: _all_reduce,
     spmd.all_gather: _all_gather,
     spmd.reduce_scatter: _reduce_scatter,
@@ -176,6 +181,6 @@ _CHECKS: Final[Mapping[Any, Callable[..., None]]] = {
     spmd.mask: _mask,
     spmd.keep_first: _keep_first,
 }
-_ARGUMENTS: Final[Mapping[Any, int]] = {target: check.__code__.co_argcount - 1 for target, check in _CHECKS.items()}
-_INTEGERS: Final[Mapping[Any, Callable[..., None]]] = {spmd.coordinate: _coordinate, spmd.tile_start: _tile, spmd.tile_count: _tile}
-_OF_INTEGERS: Final[Mapping[Any, int]] = {target: check.__code__.co_argcount - 1 for target, check in _INTEGERS.items()}
+_ARGUMENTS: Final[Mapping[object, int]] = {target: check.__code__.co_argcount - 1 for target, check in _CHECKS.items()}
+_INTEGERS: Final[Mapping[object, Callable[..., None]]] = {spmd.coordinate: _coordinate, spmd.tile_start: _tile, spmd.tile_count: _tile}
+_OF_INTEGERS: Final[Mapping[object, int]] = {target: check.__code__.co_argcount - 1 for target, check in _INTEGERS.items()}

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from meshc.check.rules import (
     Operands,
@@ -412,7 +413,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
 """Operator -> what must hold of its operands, asked in this order."""
 
 
-def fault(target: Any, args: Any, kwargs: Any) -> str | None:
+def fault(target: OpOverload, args: Any, kwargs: Any) -> str | None:
     """What is wrong with the operands of a call, meta tensors or real ones, in words."""
     rules = TRUSTING.get(target)
     if rules is None:
@@ -424,7 +425,7 @@ def fault(target: Any, args: Any, kwargs: Any) -> str | None:
         return f"they are not of the kind that it takes: {error}"
 
 
-def _named(target: Any, args: Any, kwargs: Any) -> Operands:
+def _named(target: OpOverload, args: Any, kwargs: Any) -> Operands:
     given = target._schema.arguments
     found = {argument.name: argument.default_value for argument in given}
     return found | dict(zip((argument.name for argument in given), args, strict=False)) | dict(kwargs)

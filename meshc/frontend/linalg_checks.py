@@ -11,7 +11,6 @@ must not be taken for a result either. The tokens by which torch keeps checks in
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.fx import Graph, Node
 
 from meshc.errors import CaptureError
+from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def _is_floating(item: Node) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _made(graph: Graph, like: Node, target: Callable[..., Any], *args: Any) -> Node:
+def _made(graph: Graph, like: Node, target: Function, *args: Any) -> Node:
     """A call with the value that tracing would have noted, and the source of `like`."""
     node = graph.call_function(target, args)
     node.meta.update(like.meta)

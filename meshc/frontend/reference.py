@@ -21,12 +21,13 @@ A microbatch on its own draws its rows of what the whole batch draws, whose shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import MeshcError
@@ -35,6 +36,10 @@ from meshc.program.parts import offsets
 
 aten = torch.ops.aten
 Tile = tuple[Sequence[int], Sequence[int], Sequence[int]]
+
+
+Named: TypeAlias = dict[str, Any]
+"""The arguments of one call by name, each of the type that the operator's schema says."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,13 @@ class ReferenceRandom(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)
         state = self._outside.pop()
         if state is not None:
             torch.set_rng_state(state)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -108,7 +113,7 @@ class ReferenceRandom(TorchDispatchMode):
             )
         return answer(self, func, named)
 
-    def next(self, func: Any, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
+    def next(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
         """(seed_step, call, tile) of the next random call, which draws `shape`."""
         call = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(call + 1)
@@ -118,45 +123,45 @@ class ReferenceRandom(TorchDispatchMode):
         tile = self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
         return random.seed_step(self.seed, self.step, device or "cpu"), call, tile
 
-    def draws(self, func: Any, shape: Sequence[int], device: torch.device | None) -> distributions.Draws:
+    def draws(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> distributions.Draws:
         """The next random call, for a distribution."""
         return distributions.Draws(*self.next(func, shape, device))
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
     """All arguments by name; the dispatcher leaves out those that equal their default."""
     named = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
     named.update(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    return named | kwargs
+    return {**named, **kwargs}
 
 
-def _is_idle(func: Any, named: dict[str, Any]) -> bool:
+def _is_idle(func: OpOverload, named: Named) -> bool:
     """Dropout that is switched off or settled (p = 0 or 1, nothing to drop), or attention without any."""
     if func.overloadpacket is aten.dropout and (named["p"] in (0.0, 1.0) or named["input"].numel() == 0):
         return True
     return named.get("train", None) is False or named.get("training", None) is False or named.get("dropout_p", None) == 0.0
 
 
-def _undefined(func: Any, named: dict[str, Any]) -> MeshcError:
+def _undefined(func: OpOverload, named: Named) -> MeshcError:
     advice = "draw outside the model and pass the result in"
     if "dropout_p" in named:
         advice = "run the reference under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose dropout is a call of its own"
     return MeshcError(f"{func} draws random numbers in a way that meshc does not define.\n  what to do: {advice}")
 
 
-def _fill(mode: ReferenceRandom, func: Any, out: Tensor, values: Callable[..., Tensor], *numbers: Any) -> Tensor:
+def _fill(mode: ReferenceRandom, func: OpOverload, out: Tensor, values: Callable[..., Tensor], *numbers: Any) -> Tensor:
     """`out` overwritten by a distribution's draws at its shape."""
     return out.copy_(values(mode.draws(func, out.shape, out.device), *numbers, out.dtype))
 
 
-def _bernoulli(mode: ReferenceRandom, func: Any, out: Tensor, probability: Tensor | float) -> Tensor:
+def _bernoulli(mode: ReferenceRandom, func: OpOverload, out: Tensor, probability: Tensor | float) -> Tensor:
     seed_step, call, tile = mode.next(func, out.shape, out.device)
     if isinstance(probability, Tensor):
         return out.copy_(random.bernoulli(seed_step, call, probability.expand(out.shape), tile))
     return out.copy_(torch.ops.meshc.keep_mask(seed_step, call, 1.0 - probability, *tile))
 
 
-def _new(named: dict[str, Any]) -> Tensor:
+def _new(named: Named) -> Tensor:
     """The empty tensor that a factory call asks for, `x_like` or by size."""
     options = {key: named[key] for key in ("dtype", "layout", "device", "pin_memory")}
     if "size" in named:
@@ -164,15 +169,18 @@ def _new(named: dict[str, Any]) -> Tensor:
     return aten.empty_like(named["self"], **options, memory_format=named.get("memory_format"))
 
 
-def _answer_uniform(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+Answer: TypeAlias = Callable[[ReferenceRandom, OpOverload, Named], object]
+
+
+def _answer_uniform(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     return _fill(mode, func, _new(named), distributions.uniform, 0.0, 1.0)
 
 
-def _answer_standard(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_standard(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     return _fill(mode, func, _new(named), distributions.normal, 0.0, 1.0)
 
 
-def _answer_normal(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_normal(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     mean, std = named["mean"], named["std"]
     if "size" in named:
         return _fill(mode, func, _new(named), distributions.normal, mean, std)
@@ -181,33 +189,33 @@ def _answer_normal(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> T
     return _fill(mode, func, out, distributions.normal, mean, std)
 
 
-def _answer_integers(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_integers(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     out = _new({**named, "dtype": _counting(named)} if "size" in named else named)
     return _fill(mode, func, out, distributions.integers, named.get("low", 0), named["high"])
 
 
-def _counting(named: dict[str, Any]) -> torch.dtype:
+def _counting(named: Named) -> torch.dtype:
     """The dtype asked for; a schema's own default is a number."""
     return named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
 
 
-def _answer_random(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_random(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     if "to" not in named or named["to"] is None:
         raise _undefined(func, named)
     return _fill(mode, func, named["self"], distributions.integers, named.get("from", 0), named["to"])
 
 
-def _answer_permutation(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_permutation(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     return distributions.permutation(mode.draws(func, (named["n"],), named["device"]), _counting(named))
 
 
-def _answer_multinomial(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_multinomial(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     weights, samples, replacement = named["self"], named["num_samples"], named["replacement"]
     shape = distributions.multinomial_shape(list(weights.shape), samples, replacement)
     return distributions.multinomial(mode.draws(func, shape, weights.device), weights, samples, replacement)
 
 
-def _answer_rrelu(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+def _answer_rrelu(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     """`noise` is what backward multiplies with."""
     x = named["self"]
     slopes = distributions.rrelu_slopes(mode.draws(func, x.shape, x.device), x, named["lower"], named["upper"])
@@ -217,16 +225,20 @@ def _answer_rrelu(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Te
     return x.copy_(out) if func.overloadpacket in (aten.rrelu_, aten.rrelu_with_noise_) else out
 
 
-def _answer_native_dropout(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _answer_native_dropout(mode: ReferenceRandom, func: OpOverload, named: Named) -> tuple[Tensor, Tensor]:
     x = named["input"]
     seed_step, call, tile = mode.next(func, x.shape, x.device)
     return torch.ops.meshc.dropout(x, seed_step, call, named["p"], *tile)
 
 
-ANSWERS: dict[Any, Callable[[ReferenceRandom, Any, dict[str, Any]], Any]] = {
+def _answer_bernoulli(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
+    return _bernoulli(mode, func, torch.empty_like(named["self"]), named["p"] if "p" in named else named["self"])
+
+
+ANSWERS: dict[Any, Answer] = {
     aten.native_dropout: _answer_native_dropout,
     aten.dropout: lambda mode, func, named: _answer_native_dropout(mode, func, named)[0],
-    aten.bernoulli: lambda mode, func, named: _bernoulli(mode, func, torch.empty_like(named["self"]), named.get("p", named["self"])),
+    aten.bernoulli: _answer_bernoulli,
     aten.bernoulli_: lambda mode, func, named: _bernoulli(mode, func, named["self"], named["p"]),
     **{op: _answer_uniform for op in (aten.rand, aten.rand_like)},
     **{op: _answer_standard for op in (aten.randn, aten.randn_like)},
@@ -250,11 +262,8 @@ FILLING: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 """Operators that overwrite a tensor with a distribution (or, without the underscore, an empty one like it): their numbers, in order."""
 
 
-Answer = Callable[[ReferenceRandom, Any, dict[str, Any]], Any]
-
-
 def _filling(values: Callable[..., Tensor], names: tuple[str, ...], fresh: bool) -> Answer:
-    def answer(mode: ReferenceRandom, func: Any, named: dict[str, Any]) -> Tensor:
+    def answer(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
         out = torch.empty_like(named["self"]) if fresh else named["self"]
         return _fill(mode, func, out, values, *(named[name] for name in names))
 

@@ -28,6 +28,7 @@ import torch
 
 from meshc.frontend.frames import innermost
 from meshc.ir import Source
+from meshc.ir.functions import Function, Target
 
 CALLS: Final = (print, warnings.warn, logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log)
 METHODS: Final = {
@@ -92,7 +93,7 @@ def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node],
     return [_listed(f"the model's code asserts what tensors hold, {LEFT_OUT} checks it", places, advice)] if places else []
 
 
-def _name(target: Any) -> str:
+def _name(target: Target) -> str:
     return getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
 
 
@@ -202,13 +203,13 @@ class _Shown:
         return self.text
 
 
-def _note(seen: Seen, tx: Any, name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _note(seen: Seen, tx: Any, name: str, call: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     place = innermost(torch._guards.TracingContext.extract_stack()) or Source()
     given, named = [_value(one) for one in args], {key: _value(one) for key, one in kwargs.items()}
     seen.said.append((tx.output, place, name, lambda: _say(call, given, named, place)))
 
 
-def _say(call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], place: Source) -> None:
+def _say(call: Function, args: list[Any], kwargs: dict[str, Any], place: Source) -> None:
     if call is print:
         print(*args, **kwargs)
     elif call is warnings.warn:
@@ -230,7 +231,7 @@ def _formatted(args: Sequence[Any]) -> str:
         return PLACE.sub("%s", text) % values
 
 
-def _text_of_tensors(function: Any, args: Sequence[Any]) -> Any:
+def _text_of_tensors(function: Function, args: Sequence[Any]) -> Any:
     """`str(x)`, `"%s" % x`, `"..." + str(x)` as Dynamo keeps `"{}".format(x)`: a text with places for tensors. None for anything else."""
     from torch._dynamo.variables import BaseListVariable, TensorVariable
     from torch._dynamo.variables.misc import StringFormatVariable

@@ -7,7 +7,7 @@ loss, metrics      a loss function may return both: `program.metrics` then has t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshc.errors import InputError, PlanError
 from meshc.frontend import admission
+from meshc.ir.functions import Function
 from meshc.optimizer import wrapped
 from meshc.optimizer.sets import Optimizers
 
@@ -47,7 +48,7 @@ class TrainStep:
         model: nn.Module,
         *,
         optimizer: torch.optim.Optimizer | Sequence[Any] | Any,
-        loss: Callable[..., Any] | None = None,
+        loss: Function | None = None,
         clip_grad_norm: float | None = None,
         microbatches: int | None = None,
         batch_mix: str = "refuse",
@@ -86,8 +87,8 @@ class Traced:
     """A function to trace: called as function(module, **kwargs). `signature` says what its inputs are called."""
 
     module: nn.Module
-    function: Callable[..., Any]
-    signature: Callable[..., Any]
+    function: Function
+    signature: Function
 
 
 def traced_step(step: TrainStep) -> Traced:
@@ -179,7 +180,7 @@ class StepSignature:
     shared      names that both take
     """
 
-    def __init__(self, forward: Callable[..., Any], loss: Callable[..., Any]) -> None:
+    def __init__(self, forward: Function, loss: Function) -> None:
         mine, theirs = _parameters(forward), _parameters(loss)[1:]
         self.forward = tuple(p.name for p in mine)
         self.positional = tuple(p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -221,7 +222,7 @@ class StepSignature:
         )
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Function) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
     except (TypeError, ValueError):

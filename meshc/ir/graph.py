@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from meshc.ir.functions import Function
 from meshc.ir.nodes import Record, set_record
 
 
@@ -119,7 +120,7 @@ def entering(graph: Graph, like: Node) -> Node:
     return node
 
 
-def call(graph: Graph, record: Record | tuple[Record, ...], target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+def call(graph: Graph, record: Record | tuple[Record, ...], target: Function, *args: Any, **kwargs: Any) -> Node:
     """A call with its record, where the graph inserts."""
     node = graph.call_function(target, args, kwargs)
     set_record(node, record)

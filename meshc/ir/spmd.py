@@ -24,13 +24,14 @@ halo_sum is given there is dropped. Padding of the tile that goes into a halo is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch.fx import Node
 
+from meshc.ir.functions import Function, Target
 from meshc.ir.mesh import role
 from meshc.ir.sharding import tile_count, tile_start
 from meshc.ir.window import tile_length
@@ -68,7 +69,7 @@ def keep_first(x: torch.Tensor, index: int) -> torch.Tensor:
     return x if index == 0 else torch.zeros_like(x)
 
 
-def _collective(name: str) -> Callable[..., Any]:
+def _collective(name: str) -> Function:
     def call(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name}() is a collective: it has a meaning only on running or simulated ranks")
 
@@ -85,12 +86,12 @@ halo = _collective("halo")
 halo_sum = _collective("halo_sum")
 
 COLLECTIVES = {function.__name__: function for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
-INTEGERS: dict[str, Callable[..., Any]] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
-LOCAL: dict[str, Callable[..., Any]] = {"shard": shard, "mask": mask, "keep_first": keep_first}
-FUNCTIONS: dict[str, Callable[..., Any]] = {**COLLECTIVES, **INTEGERS, **LOCAL}
+INTEGERS: dict[str, Function] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
+LOCAL: dict[str, Function] = {"shard": shard, "mask": mask, "keep_first": keep_first}
+FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL}
 
 
-def moved(target: Any, shape: Sequence[int], args: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
+def moved(target: Target, shape: Sequence[int], args: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
     """The shape of what a collective, or a cut into tiles, makes of a tensor; `args` are those behind it, `sizes` those of the axes."""
     if target is shard:
         dim, tiles, _ = args
@@ -112,8 +113,8 @@ def moved(target: Any, shape: Sequence[int], args: Sequence[Any], sizes: Mapping
     return found
 
 
-def is_collective(target: Any) -> bool:
-    return getattr(target, "__name__", None) in COLLECTIVES and target is COLLECTIVES[target.__name__]
+def is_collective(target: Target) -> bool:
+    return COLLECTIVES.get(getattr(target, "__name__", "")) is target
 
 
 def joins_stages(node: Node) -> bool:

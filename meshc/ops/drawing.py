@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ir.functions import Function
 from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import bernoulli, keep_mask, normal, uniform
@@ -19,23 +20,23 @@ def _shape(size: tuple[Any, ...]) -> list[int]:
     return list(size[0]) if len(size) == 1 and not isinstance(size[0], int) else list(size)
 
 
-def _raised_rand(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _raised_rand(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return uniform(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
 
 
-def _raised_randn(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _raised_randn(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return normal(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
 
 
-def _raised_rand_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _raised_rand_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return uniform(seed_step, call, input.shape, dtype or input.dtype)
 
 
-def _raised_randn_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _raised_randn_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return normal(seed_step, call, input.shape, dtype or input.dtype)
 
 
-def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tensor, call: int, **_: Any) -> Tensor:
+def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tensor, call: int, **_: object) -> Tensor:
     if p is None:
         return bernoulli(seed_step, call, input)
     return keep_mask(seed_step, call, 1.0 - p, input.shape).to(input.dtype)
@@ -43,7 +44,7 @@ def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tenso
 
 def _raised_normal(
     mean: Tensor | float, std: Tensor | float = 1.0, size: Any = None, *, seed_step: Tensor, call: int,
-    dtype: torch.dtype | None = None, **_: Any,
+    dtype: torch.dtype | None = None, **_: object,
 ) -> Tensor:  # fmt: skip
     given = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
     mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
@@ -62,7 +63,7 @@ def _raised_randint(*args: Any, seed_step: Tensor, call: int, dtype: torch.dtype
 
 def _raised_randint_like(
     input: Tensor, *bounds: int, seed_step: Tensor, call: int, low: int = 0, high: int | None = None,
-    dtype: torch.dtype | None = None, **_: Any,
+    dtype: torch.dtype | None = None, **_: object,
 ) -> Tensor:  # fmt: skip
     if bounds:
         low, high = (low, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
@@ -70,18 +71,18 @@ def _raised_randint_like(
     return distributions.integers(Draws.of(seed_step, call, input.shape), low, high, dtype or input.dtype)
 
 
-def _raised_randperm(n: int, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _raised_randperm(n: int, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return distributions.permutation(Draws.of(seed_step, call, [n]), dtype or torch.int64)
 
 
-def _raised_multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, seed_step: Tensor, call: int, **_: Any) -> Tensor:
+def _raised_multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, seed_step: Tensor, call: int, **_: object) -> Tensor:
     draws = Draws.of(seed_step, call, distributions.multinomial_shape(list(input.shape), num_samples, replacement))
     return distributions.multinomial(draws, input, num_samples, replacement)
 
 
 def _raised_rrelu(
-    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: Any = False, *,
-    seed_step: Tensor, call: int, **_: Any,
+    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: object = False, *,
+    seed_step: Tensor, call: int, **_: object,
 ) -> Tensor:  # fmt: skip
     """torch.rrelu has a generator where torch.nn.functional has `inplace`."""
     out = input * distributions.rrelu_slopes(Draws.of(seed_step, call, input.shape), input, lower, upper)
@@ -103,20 +104,20 @@ def _raised_gumbel_softmax(
 def _filled(values: Callable[..., Tensor], **defaults: float) -> Callable[..., Tensor]:
     """A method that overwrites its tensor with draws; `defaults` are its numbers, in order."""
 
-    def raised(input: Tensor, *numbers: Any, seed_step: Tensor, call: int, generator: Any = None, **named: Any) -> Tensor:
+    def raised(input: Tensor, *numbers: Any, seed_step: Tensor, call: int, generator: object = None, **named: Any) -> Tensor:
         given = {**defaults, **dict(zip(defaults, numbers, strict=False)), **named}
         return input.copy_(values(Draws.of(seed_step, call, input.shape), *given.values(), input.dtype))
 
     return raised
 
 
-def _raised_bernoulli_(input: Tensor, p: Tensor | float = 0.5, *, seed_step: Tensor, call: int, **_: Any) -> Tensor:
+def _raised_bernoulli_(input: Tensor, p: Tensor | float = 0.5, *, seed_step: Tensor, call: int, **_: object) -> Tensor:
     if isinstance(p, Tensor):
         return input.copy_(bernoulli(seed_step, call, p.detach().expand(input.shape)))
     return input.copy_(keep_mask(seed_step, call, 1.0 - p, input.shape))
 
 
-RAISED: dict[Any, Callable[..., Any]] = {
+RAISED: dict[object, Function] = {
     torch.rand: _raised_rand,
     torch.randn: _raised_randn,
     torch.rand_like: _raised_rand_like,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ir.functions import Function
 from meshc.ops.random import dropout, keep_mask, keep_scale, settled
 
 functional = torch.nn.functional
@@ -76,7 +77,7 @@ def _in_place(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, p, train, *, seed_step, call: raised(input, p, train, True, seed_step=seed_step, call=call)
 
 
-def _raised_recurrent(layer: Callable[..., Any]) -> Callable[..., Any]:
+def _raised_recurrent(layer: Function) -> Function:
     """A stack of recurrent layers as one after the other, with dropout of what each gives the next: draws in the order of time."""
 
     def raised(*args: Any, seed_step: Tensor, call: int) -> tuple[Tensor, ...]:
@@ -102,7 +103,7 @@ def _raised_recurrent(layer: Callable[..., Any]) -> Callable[..., Any]:
     return raised
 
 
-RAISED: dict[Any, Callable[..., Any]] = {
+RAISED: dict[Any, Function] = {
     functional.dropout: _raised_dropout,
     torch.dropout: _train(_raised_dropout),
     torch.dropout_: _in_place(_raised_dropout),

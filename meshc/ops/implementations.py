@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from meshc.ir.functions import Function, Target
 from meshc.ops import attention, check_index, grouped, norm, routed, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
-_PLAIN: dict[Any, Callable[..., Any]] = {}
+_PLAIN: dict[Any, Function] = {}
 
 
 def _collect() -> None:
@@ -32,11 +32,11 @@ def _collect() -> None:
 _collect()
 
 
-def direct(target: Any, device: torch.device) -> Callable[..., Any]:
+def direct(target: Target, device: torch.device) -> Function:
     """A callable equal to `target` on plain tensors."""
     if target in _PLAIN:
         return _PLAIN[target]
     if isinstance(target, torch._ops.OpOverload):
         return target._op
-    function: Callable[..., Any] = target
-    return function
+    assert callable(target), target
+    return target

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshc.ir.functions import Function, Target
 from meshc.ops import drawing, dropout
 
 _functional = torch.nn.functional
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
-RAISED: dict[Any, Callable[..., Any]] = {**dropout.RAISED, **drawing.RAISED}
+RAISED: dict[Any, Function] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
 
 UNKNOWN_COUNT = "how many uniform numbers one of its results takes is not known beforehand"
@@ -29,21 +30,21 @@ def _quiet_rrelu(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, 
     return _functional.leaky_relu(input, (lower + upper) / 2, inplace is True)
 
 
-QUIET: dict[Any, Callable[..., Any]] = {_functional.rrelu: _quiet_rrelu, torch.rrelu: _quiet_rrelu}
+QUIET: dict[Any, Function] = {_functional.rrelu: _quiet_rrelu, torch.rrelu: _quiet_rrelu}
 """What stands for a function that draws, in a call in which it does not; those that are not listed stay."""
 
 RANDOM_CALLS: frozenset[Any] = frozenset(target for target in RAISED if target not in _RECURRENT) | frozenset(REFUSED)
 """Torch-level targets that draw whenever they are not switched off; methods by name."""
 
 
-def is_random(target: Any) -> bool:
+def is_random(target: Target) -> bool:
     """Whether a target of the torch-level graph (a function, a method's name or a method itself) is made to draw random numbers.
 
     Attention and recurrent layers, which draw only if their dropout is on, are not among them; `draws` counts those too.
     """
     if isinstance(target, str):
         return target in RANDOM_CALLS
-    if getattr(target, "__objclass__", None) is not None and issubclass(target.__objclass__, torch._C.TensorBase):
+    if issubclass(getattr(target, "__objclass__", object), torch._C.TensorBase):
         return target.__name__ in RANDOM_CALLS
     try:
         return target in RANDOM_CALLS
@@ -51,7 +52,7 @@ def is_random(target: Any) -> bool:
         return False
 
 
-def draws(target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> int:
+def draws(target: Target, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> int:
     """How many numbered random calls torch makes for this call of `target`, so that capture and `ReferenceRandom` count alike.
 
     Dropout that is off, has p = 0 or p = 1, or gets an empty tensor makes none; attention makes one if 0 < dropout_p < 1; a recurrent layer

@@ -5,7 +5,7 @@ They lie below the compiler, which reads them (`meshc.passes.rules.registered`),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,13 +13,14 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from meshc.errors import CompileError
+from meshc.ir.functions import Function
 
 
 @dataclass(frozen=True)
 class Registered:
     """`rule` is a rule's text or a function of `(node, tensors)`; `fields` are further fields of the `Rule` that the text becomes."""
 
-    rule: str | Callable[..., Any]
+    rule: str | Function
     fields: Mapping[str, Any]
 
 
@@ -32,7 +33,7 @@ def by_name() -> dict[str, tuple[Any, Mapping[str, Any]]]:
     return {str(op): (found.rule, found.fields) for op, found in sorted(RULES.items(), key=lambda item: str(item[0]))}
 
 
-def overload_of(op: Any) -> OpOverload:
+def overload_of(op: Function) -> OpOverload:
     """The operator that is meant: "mylib::op", "mylib::op.overload", `torch.ops.mylib.op`, one of its overloads, or what
     `torch.library.custom_op` has made of a function. Raises CompileError."""
     found = _of_name(op) if isinstance(op, str) else getattr(op, "_opoverload", op)  # the attribute is custom_op's

@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
 from meshc.errors import CompileError
+from meshc.ir.functions import Function
 from meshc.optimizer.spec import RELATIONS, Guard
 
 _COMPARISONS = {
     "__ne__": "!=", "ne": "!=", "__eq__": "==", "eq": "==", "__gt__": ">", "gt": ">", "__lt__": "<", "lt": "<", "__ge__": ">=", "ge": ">=",
     "__le__": "<=", "le": "<=",
 }  # fmt: skip
-_PYTHON: dict[str, Callable[..., Any]] = {
+_PYTHON: dict[str, Function] = {
     "add": operator.add, "__add__": operator.add, "__radd__": operator.add, "sub": operator.sub, "__sub__": operator.sub,
     "__rsub__": lambda a, b: b - a, "mul": operator.mul, "__mul__": operator.mul, "__rmul__": operator.mul, "div": operator.truediv,
     "__truediv__": operator.truediv, "__rtruediv__": lambda a, b: b / a, "__rdiv__": lambda a, b: b / a, "pow": operator.pow,
@@ -115,7 +116,7 @@ class NumbersAsTensors(TorchFunctionMode):
             raise Branch(value.reshape(()) if value.dtype == torch.bool else value.reshape(()) != 0)
         return self.decisions.pop(0)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
@@ -136,7 +137,7 @@ class NumbersAsTensors(TorchFunctionMode):
             return self._call(getattr(Tensor, _AUGMENTED[name]), _AUGMENTED[name], args, kwargs)
         return self._call(func, name, args, kwargs)
 
-    def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+    def _attribute(self, func: Function, name: str, args: tuple[Any, ...]) -> Any:
         held = self.grads.get(id(args[0]))
         if name == "__get__" and func == _ATTRIBUTES.grad.__get__ and held is not None:
             return held[1]
@@ -161,7 +162,7 @@ class NumbersAsTensors(TorchFunctionMode):
             for i in range(length)
         ]
 
-    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = kwargs.pop("out", None)
         if isinstance(out, Tensor):
             return out.copy_(self._call(func, name, args, kwargs))
@@ -186,7 +187,7 @@ class NumbersAsTensors(TorchFunctionMode):
             plain = [self._specialise(n, f"{name}()") if (n := self._lookup(a)) else a for a in args]
             return func(*plain, **{k: self._specialise(n, f"{name}()") if (n := self._lookup(v)) else v for k, v in kwargs.items()})
 
-    def _plain(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.endswith("_") and name.rstrip("_") in _COMPOSITE:
             return args[0].copy_(getattr(args[0], name.rstrip("_"))(*args[1:], **kwargs))
         return func(*args, **kwargs)
@@ -194,7 +195,7 @@ class NumbersAsTensors(TorchFunctionMode):
     def _cast(self, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         return tuple(a.to(dtype) if self._lookup(a) and a.dtype != torch.bool else a for a in args)
 
-    def _arithmetic(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _arithmetic(self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation among numbers gives a number: Python's, in float64, whatever dtype a step count is stored in."""
         known = [self._lookup(a) for a in args]
         wide = tuple(a.to(torch.float64) if id(a) in self.scalar_state else a for a in args)
@@ -238,7 +239,7 @@ def _scaled(tensor: Any, other: Any, alpha: Any = 1, *, sign: int = 1) -> Any:
     return (tensor.to(dtype) + other.to(dtype) * factor).to(torch.result_type(tensor, other))
 
 
-def _with_value(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _with_value(combine: Callable[[Any, Any], Any]) -> Function:
     def rewrite(tensor: Any, first: Any, second: Any, *, value: Any = 1) -> Any:
         if not isinstance(value, Tensor):
             return None
@@ -271,7 +272,7 @@ def _make_scalar(value: Any, *, dtype: torch.dtype | None = None, device: Any = 
 
 
 # Calls that take a scalar, as arithmetic on tensors; None leaves the call as it is. In-place forms are derived from these.
-_REWRITES: dict[str, Callable[..., Any]] = {
+_REWRITES: dict[str, Function] = {
     "add": _scaled,
     "sub": lambda tensor, other, alpha=1: _scaled(tensor, other, alpha, sign=-1),
     "addcmul": _with_value(operator.mul),

@@ -20,7 +20,7 @@ import inspect
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from torch.fx import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshc.errors import CompileError, InputError, StateError
+from meshc.ir.functions import Function
 from meshc.ir.graph import results_of
 from meshc.ir.keys import key_of, name_of
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
@@ -205,7 +206,7 @@ def update_nodes(
     grad: Any,
     state: Mapping[str, Any],
     numbers: Mapping[str, Any],
-    call: Callable[..., Any],
+    call: Function,
     like: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Write one parameter's update; returns its new value and its new state, one entry a slot.
@@ -232,7 +233,7 @@ def update_nodes(
 
 
 def _inline(
-    group: GroupSpec, param: Any, grad: Any, state: Mapping[str, Any], numbers: Mapping[str, Any], call: Callable[..., Any], like: Any
+    group: GroupSpec, param: Any, grad: Any, state: Mapping[str, Any], numbers: Mapping[str, Any], call: Function, like: Any
 ) -> tuple[Any, dict[str, Any]]:
     update = group.traced.get((tuple(like.shape), like.dtype))
     if update is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from meshc.errors import StateError
+from meshc.ir.functions import Function
 from meshc.optimizer.sets import AnyOptimizer, members_of
 
 HIDDEN = "meshc."
@@ -172,7 +173,7 @@ def unhooked(function: Any) -> Any:
     return function.__wrapped__ if getattr(function, "hooked", False) else function
 
 
-def _undecorated(function: Any) -> Any:
+def _undecorated(function: Function) -> Any:
     """A method as its class wrote it, for comparisons: a first `torch.compile` wraps those of optimizers, each class's anew."""
     while True:
         inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, record, set_record, value_of
+from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
@@ -52,7 +53,7 @@ class Sample:
     `defined` is false for operators whose results hold anything (`empty`): only shapes are compared.
     """
 
-    op: Any
+    op: Function
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     refine: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

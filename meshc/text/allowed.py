@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from meshc.errors import ArtifactError
 from meshc.ir import spmd
+from meshc.ir.functions import Function, Target
 from meshc.text import libraries
 
-FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {**spmd.FUNCTIONS, "getitem": operator.getitem}
+FUNCTIONS: Final[dict[str, Function]] = {**spmd.FUNCTIONS, "getitem": operator.getitem}
 OPERATORS: Final = frozenset((Path(__file__).parent / "operators.txt").read_text(encoding="ascii").split())
 """Names of the ATen operators and of meshc's own that a program may hold."""
 
@@ -36,7 +36,7 @@ LISTED: Final = f"listed are those that meshc compiles models to (meshc/text/ope
 
 
 @cache
-def refusal(target: Any) -> str | None:
+def refusal(target: Target) -> str | None:
     """Why a callable may not stand in a program's text, or None if it may; of a user's library, if its reader has allowed that."""
     if not isinstance(target, OpOverload):
         return None if any(target is function for function in FUNCTIONS.values()) else "it is no operator"
@@ -52,7 +52,7 @@ def refusal(target: Any) -> str | None:
     return "it writes into its operands" if schema.is_mutable else None
 
 
-def spelling(target: Any) -> str:
+def spelling(target: Target) -> str:
     """The name of any callable, listed or not: `aten.mm`, `aten.add.Tensor`, `all_reduce`, `torch.nn.functional.linear`."""
     if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
@@ -68,7 +68,7 @@ def spelling(target: Any) -> str:
 
 
 @cache
-def name_of(target: Any) -> str:
+def name_of(target: Target) -> str:
     """The name that `resolve` turns into `target`. Raises ArtifactError for a callable that is not listed."""
     why = refusal(target)
     if why is not None:
@@ -76,7 +76,7 @@ def name_of(target: Any) -> str:
     return spelling(target)
 
 
-def resolve(name: str) -> Callable[..., Any]:
+def resolve(name: str) -> Function:
     """The operator of this name. Raises ArtifactError, with what is allowed, for a name that is not listed."""
     match = _NAME.fullmatch(name)
     if match is not None and not libraries.is_allowed(match[1]):
@@ -87,7 +87,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 @cache
-def _resolved(name: str) -> Callable[..., Any]:
+def _resolved(name: str) -> Function:
     found = FUNCTIONS.get(name) or _overload(name)
     why = "there is no such operator" if found is None else refusal(found)
     if found is None or why is not None:

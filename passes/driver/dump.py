@@ -26,6 +26,7 @@ from meshc import ir
 from meshc.files.folders import write_text, writing
 from meshc.frontend.capture import source_of
 from meshc.ir import Record, spmd
+from meshc.ir.functions import Target
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.lowered import Lowered
@@ -188,7 +189,7 @@ def _call(node: Node, names: dict[Node, str]) -> str:
     return f"{function}({', '.join(arguments)})"
 
 
-def _function(target: Any) -> str:
+def _function(target: Target) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{str(target).removesuffix('.default')}"
     module = (getattr(target, "__module__", None) or "torch").removeprefix("_").replace("torch._C._nn", "torch.nn.functional")

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import record, set_record, spmd
+from meshc.ir.functions import Function
 from meshc.ir.graph import call, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding, local_size
@@ -92,7 +93,7 @@ class _Rows:
     def is_other(self, user: Node) -> bool:
         return user not in self.made
 
-    def _emit(self, rows: int, target: Callable[..., Any], *args: Any) -> None:
+    def _emit(self, rows: int, target: Function, *args: Any) -> None:
         like = record(self.last)
         with self.graph.inserting_after(self.place):
             made = replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches")

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, Source, is_getitem, operands, set_record, spmd
+from meshc.ir.functions import Function, Target
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
@@ -50,8 +51,9 @@ class Builder:
         found: torch.dtype = self.meta[node][0].dtype
         return found
 
-    def emit(self, target: Any, *args: Any, sharding: Sharding | None = None, reason: str | None = None, **kwargs: Any) -> Node:
+    def emit(self, target: Target, *args: Any, sharding: Sharding | None = None, reason: str | None = None, **kwargs: Any) -> Node:
         """A call; its record has the shape and dtype that the call gives on meta tensors."""
+        assert callable(target), target
         node = self.graph.call_function(target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
@@ -81,7 +83,7 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def _evaluate(self, target: Any, args: Any, kwargs: Any, world: int) -> Any:
+    def _evaluate(self, target: Function, args: Any, kwargs: Any, world: int) -> Any:
         at = self.open.worlds[world]
 
         def value(argument: Any) -> Any:
@@ -124,12 +126,12 @@ class Builder:
     def tile_count(self, part: Part) -> Node | int:
         return self._tile(spmd.tile_count, part) if part.axes else part.size
 
-    def _tile(self, function: Any, part: Part) -> Node:
+    def _tile(self, function: Function, part: Part) -> Node:
         counts = [self.sizes[axis] for axis in part.axes]
         key = (function.__name__, part.size, part.axes)
         return self._integer(key, function, part.size, counts, [self.coordinate(axis) for axis in part.axes])
 
-    def _integer(self, key: Any, function: Any, *args: Any) -> Node:
+    def _integer(self, key: Any, function: Function, *args: Any) -> Node:
         if key not in self._integers:
             context, self.context = self.context, Record(source=Source())
             self._integers[key] = self.emit(function, *args)

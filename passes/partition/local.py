@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import records, spmd
+from meshc.ir.functions import Target
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
@@ -49,7 +50,7 @@ class Lowering(Local):
     def rule(self) -> Rule:
         return self.instance.rule
 
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def emit(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         return self.build.emit(target, *args, **kwargs)
 
     def item(self, value: Node, index: int) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshc.frontend.dynamic import DynamicDims
+from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
@@ -38,8 +39,8 @@ class Request:
     """
 
     module: nn.Module
-    function: Callable[..., Any]
-    signature: Callable[..., Any]
+    function: Function
+    signature: Function
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     mesh: Mesh

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.fx import Node
 
+from meshc.ir.functions import Target
+
 if TYPE_CHECKING:
     from meshc.passes.rules.rule import Rule
 
@@ -28,7 +30,7 @@ class Local(Protocol):
     @property
     def rule(self) -> Rule: ...
 
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def emit(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         """A call of an operator on local values; its result."""
 
     def call(self, *operands: Any) -> Node:

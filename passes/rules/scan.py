@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ir.functions import Target
 from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, integer, shape_of
 
@@ -23,7 +24,7 @@ Fold = Callable[["Local", Node], Node]
 """All of dim 0 in one."""
 
 
-def _scan(neutral: float, fold: Fold, join: object) -> RuleFunction:
+def _scan(neutral: float, fold: Fold, join: Target) -> RuleFunction:
     """`fold` reduces the totals of the tiles before this one (`neutral` in the place of the others), `join` puts it to each entry."""
 
     def rule(node: Node, tensors: list[Node]) -> Rule:

@@ -11,7 +11,7 @@ Parameters without a gradient are left alone, as torch.optim does. Clipping foll
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from meshc.errors import CompileError
 from meshc.ir import Record, Source, record, set_record
 from meshc.ir import update as set_reason
+from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders
 from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
@@ -51,7 +52,7 @@ class Appender:
             return type(argument)(self.value(item) for item in argument)
         return argument
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Function, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args, kwargs)
         given = {key: self.value(item) for key, item in kwargs.items()}

@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import record, records
+from meshc.ir.functions import Function
 from meshc.ir.graph import call, give, output_of, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
@@ -182,7 +183,7 @@ def mark_sums(joint: Joint, count: int) -> None:
     output = output_of(graph)
     made: dict[Node, Node] = {}
 
-    def like(x: Node, target: Any, *rest: Any) -> Node:
+    def like(x: Node, target: Function, *rest: Any) -> Node:
         with graph.inserting_before(output):
             return call(graph, record(x), target, x, *rest)
 

@@ -12,7 +12,6 @@ backend's variant. Random calls get their number here, in the order in which the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.fx import Node
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import SEED_STEP, TorchGraph, source_of
+from meshc.ir.functions import Function, Target
 from meshc.ops import grouped
 from meshc.ops.attention import sdpa
 from meshc.ops.bags import embedding_bag
@@ -33,7 +33,7 @@ from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
 
 functional = torch.nn.functional
-COMPOSITES: dict[Any, Callable[..., Any]] = {
+COMPOSITES: dict[Any, Function] = {
     functional.scaled_dot_product_attention: sdpa,
     functional.cross_entropy: cross_entropy,
     functional.embedding_bag: embedding_bag,
@@ -94,7 +94,7 @@ def _dense(node: Node) -> list[str]:
     return []
 
 
-def _composite(target: Any) -> Any:
+def _composite(target: Target) -> Any:
     """What stands for a target, itself if nothing does."""
     name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
     return COMPOSITES.get(target) or grouped.NAMED.get(name, target)

@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshc.ir.functions import Function
+
 # torch 2.13 renamed these and warns about the names that 2.11 and 2.12 have.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -173,7 +175,7 @@ def receive_all(into: Sequence[Tensor], group: ProcessGroup, source: int) -> lis
     return _post(dist.irecv, into, group, source)
 
 
-def _post(how: Callable[..., Any], tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[Pending]:
+def _post(how: Function, tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[Pending]:
     full = [x for x in tensors if x.numel()]
     if not full or _direct(full[0]):
         place = "group_dst" if how is dist.isend else "group_src"

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
+from meshc.ir.functions import Function
 from meshc.ir.keys import name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
@@ -33,7 +34,7 @@ from meshc.runtime.state.store import Store
 class _EmptyIsNothing(TorchFunctionMode):
     """Caches are rebuilt by appending to an empty plain tensor, which torch refuses for DTensors: the result is the DTensor itself."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.cat:
             kept = [x for x in args[0] if isinstance(x, DTensor) or x.numel()]
             if len(kept) == 1 and isinstance(kept[0], DTensor):

@@ -18,6 +18,7 @@ from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import DeadlockError, MeshcError
 from meshc.ir import Record, record, spmd
+from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
@@ -282,7 +283,7 @@ def rank_program(
 
 def _called(stage: Stage, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator gives; of a stage that was read from a text, after its guard, and an error names the line."""
-    target: Any = node.target
+    target: Function = node.target  # type: ignore[assignment]  # a stage has calls of functions alone
     if stage.origin is None:
         return target(*args, **kwargs)
     try:

@@ -10,12 +10,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.frontend.capture import WIDER
+from meshc.ir.functions import Function
 
 
 class Widened(TorchDispatchMode):
     """float32 asked for inside a float64 model becomes float64 (Llama's norms, causal losses): what the float64 capture does."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
             return _grouped_mm(*args, **kwargs)
@@ -30,7 +31,7 @@ class Widened(TorchDispatchMode):
 class WidenedConstants(TorchFunctionMode):
     """`torch.tensor(x, dtype=torch.float32)` likewise (DeBERTa's scale): such a constant is made before operators are dispatched."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("dtype") in WIDER:
             kwargs["dtype"] = WIDER[kwargs["dtype"]]

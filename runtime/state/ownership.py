@@ -88,7 +88,7 @@ def mark_replaced(parameter: Tensor, name: str) -> None:
     _REPLACED[parameter] = name
 
 
-def _refuse_call(model: nn.Module, *_: Any) -> None:
+def _refuse_call(model: nn.Module, *_: object) -> None:
     if model in _GUARDS:  # a copy of the model has the hook and is free
         raise StateError(
             f"this {type(model).__qualname__} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
@@ -99,19 +99,19 @@ def _refuse_call(model: nn.Module, *_: Any) -> None:
 _refuse_call.of_meshc = True  # type: ignore[attr-defined]  # no part of what the model computes
 
 
-def _sync(owner: Any, *_: Any) -> None:
+def _sync(owner: object, *_: object) -> None:
     store = _STORES.get(owner)
     if store is not None and not store.filling:
         with together(current_board(), "sync"):
             store.sync()
 
 
-def _look_who_asks(model: nn.Module, *_: Any) -> None:
+def _look_who_asks(model: nn.Module, *_: object) -> None:
     if model in _STORES:  # a copy of the model has the hook and plain parameters
         look_who_asks(model)
 
 
-def _after_model_load(model: nn.Module, _: Any) -> None:
+def _after_model_load(model: nn.Module, _: object) -> None:
     store = _STORES.get(model)
     if store is not None and not store.filling:
         store.read_back("parameter", "buffer")
@@ -128,7 +128,7 @@ def _refuse_replaced_parameters() -> Any:
     return register_optimizer_step_pre_hook(_before_a_step)
 
 
-def _before_a_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     _check_parameters(optimizer)
     _note_numbers(optimizer)
 

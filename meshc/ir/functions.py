@@ -1,0 +1,12 @@
+"""Names for functions of which nothing is known but what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Function: TypeAlias = Callable[..., Any]
+"""Takes and gives whatever its caller knows of it: a user's model or loss, an operator, a compiled stage."""
+
+Target: TypeAlias = Function | str
+"""What a graph's node calls: a function, or by its name a method, a parameter, a submodule."""
