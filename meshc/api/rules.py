@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch._ops import OpOverload
 
 from meshc.errors import CompileError
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Target
 from meshc.ops.registered import RULES, Registered, overload_of
 from meshc.passes.rules import FAMILIES
 from meshc.passes.rules.registered import parts_of, tensor_arguments
@@ -22,7 +22,7 @@ FIELDS: Final = (
 PAGE: Final = "docs/add-a-rule.md says how a rule is written"
 
 
-def register_rule(op: Function, rule: str | Function, **fields: Any) -> None:
+def register_rule(op: Target, rule: str | Function, **fields: Any) -> None:
     """Say how the dims of an operator's tensors relate, so that programs may split them.
 
         meshc.register_rule("mylib::my_rmsnorm", "... c!, c! -> ... c!")

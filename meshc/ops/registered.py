@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from meshc.errors import CompileError
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Target
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def by_name() -> dict[str, tuple[Any, Mapping[str, Any]]]:
     return {str(op): (found.rule, found.fields) for op, found in sorted(RULES.items(), key=lambda item: str(item[0]))}
 
 
-def overload_of(op: Function) -> OpOverload:
+def overload_of(op: Target) -> OpOverload:
     """The operator that is meant: "mylib::op", "mylib::op.overload", `torch.ops.mylib.op`, one of its overloads, or what
     `torch.library.custom_op` has made of a function. Raises CompileError."""
     found = _of_name(op) if isinstance(op, str) else getattr(op, "_opoverload", op)  # the attribute is custom_op's

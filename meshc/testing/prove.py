@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshc.errors import CompileError, VerifyError
-from meshc.ir.functions import Function
+from meshc.ir.functions import Target
 from meshc.ops.registered import overload_of
 from meshc.testing.brute_force import Sample, build, prove
 
@@ -38,7 +38,7 @@ class Proof:
         return f"{self.op}: {self.splits} ways to split {self.samples} sample{'s' * (self.samples > 1)} are equal; {what}"
 
 
-def prove_rule(op: Function, samples: Iterable[Sequence[Any]]) -> Proof:
+def prove_rule(op: Target, samples: Iterable[Sequence[Any]]) -> Proof:
     """Raises VerifyError at the first split of a sample that changes what the operator gives.
 
     op       as `meshc.register_rule` takes it; operators of torch, and those that its tag calls pointwise, may be tried too
