@@ -4,8 +4,8 @@
     -(-n // 2) * 16                  176, printed as `-(-n_batch // 2) * 16`
 
 Passes run as they do for a fixed size; what they compute from a size remembers how. `at` puts other sizes in. A decision that a pass takes
-by comparing is taken once for all sizes, so the integer that stands for a size is a prime to which nothing else in the model fits: it
-divides by no axis, and equals no other size.
+by comparing is taken once for all sizes, so the integer that stands for a size is a prime to which nothing else in the model fits: neither
+it nor a tile of it divides by an axis, and it equals no other size.
 """
 
 from __future__ import annotations
@@ -369,20 +369,24 @@ def _value(expr: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> Any:
     return int(found) if found.is_Integer else float(found)
 
 
-def hint_for(wanted: int, low: int, high: int, taken: set[int], extents: set[int], least: int) -> int:
-    """A prime over `least` that is not taken and divides no size that is fixed, from low to high if there is one.
+def hint_for(wanted: int, low: int, high: int, taken: set[int], extents: set[int], pieces: int) -> int:
+    """A prime over `pieces`, and one more than a multiple of it, that is not taken and divides no size that is fixed; from low to high if
+    there is one.
 
-    It is the next one below `wanted`, or else above: models have upper limits (tables of positions) more often than lower ones.
+    One more than a multiple, so that no tile divides by the next axis if several split a dim one after the other: 5 is tiles of 3, then of
+    2, each uneven, where 7 is tiles of 4, and those of 2 evenly, as they are at few other sizes. It is the next one below `wanted`, or else
+    above: models have upper limits (tables of positions) more often than lower ones.
     """
+    step = max(pieces, 1)
 
     def fits(number: int) -> bool:
-        return number > max(least, 2) and number not in taken and not any(extent and extent % number == 0 for extent in extents)
+        free = number > max(pieces, 2) and number % step == 1 % step and number not in taken
+        return free and not any(extent and extent % number == 0 for extent in extents)
 
-    for number in (*range(min(wanted, high), low - 1, -1), *range(wanted, min(high, 4 * wanted + 64) + 1)):
+    for number in (*range(min(wanted, high), low - 1, -1), *range(wanted, min(high, 4 * wanted + 64 * step) + 1)):
         if fits(number) and sympy.isprime(number):
             return number
-    step = max(least, 1)  # one more than a multiple: no tile divides by the next axis either, if several split a dim one after the other
-    number = -(-max(wanted, least) // step) * step + 1
+    number = -(-max(wanted, pieces) // step) * step + 1
     while not (fits(number) and sympy.isprime(number)):
         number += step
     return number

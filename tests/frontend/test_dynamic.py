@@ -53,6 +53,30 @@ def step(model: nn.Module, **changes: Any) -> meshc.TrainStep:
     return meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **changes)
 
 
+class Table(nn.Module):
+    """A table of tokens and their loss: labels of whole batches go from the ranks of one axis to those of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(33, 8), nn.Linear(8, 33)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(input_ids)).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def test_a_batch_that_two_axes_split_is_uneven_at_each() -> None:
+    """The integer for 8 rows was 7: tiles of 4, and those of 2 evenly, so that a gather was taken for even at all sizes."""
+    batch = Dim("batch", max=64)
+    program = meshc.compile(
+        step(Table()), meshc.Mesh("dp_replicate=2,dp_shard=2"), kwargs=tokens(33, 8, 6), plan="hsdp",
+        options=meshc.Options(dynamic={name: {0: batch} for name in ("input_ids", "labels")}),
+    )  # fmt: skip
+    assert '@sizes("batch 2..64 5")' in show.print_program(program.general)
+    for rows in (7, 4):
+        meshc.verify(program, tokens(33, rows, 6))
+
+
 @pytest.mark.parametrize(
     "build, mesh, plan, microbatches",
     [

@@ -78,9 +78,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_what_stands_for_a_size_fits_nothing_else() -> None:
-    assert hint_for(8, 2, 64, set(), {64, 21}, 4) == 5, "7 divides 21"
-    assert hint_for(8, 2, 64, {7}, set(), 4) == 5 and hint_for(8, 2, 64, set(), set(), 7) == 11
-    assert hint_for(64, 2, 64, set(), set(), 4) == 61 and hint_for(8, 8, 64, set(), set(), 4) == 11, "from the range if there is one"
+    assert hint_for(8, 2, 64, set(), set(), 4) == 5 and hint_for(8, 2, 64, set(), set(), 1) == 7, "tiles of 3, then 2; of 7, 4 and 2 evenly"
+    assert hint_for(8, 2, 64, set(), {64, 15}, 4) == 13, "5 divides 15"
+    assert hint_for(8, 2, 64, {5}, set(), 4) == 13 and hint_for(8, 2, 64, set(), set(), 7) == 29
+    assert hint_for(64, 2, 64, set(), set(), 4) == 61 and hint_for(8, 8, 64, set(), set(), 4) == 13, "from the range if there is one"
+    assert hint_for(8, 6, 8, set(), set(), 4) == 13, "or else above it"
     assert hint_for(3, 2, 4, set(), set(), 8) == 17, "over the pieces a plan may cut, and uneven at each cut: 9, 5, 3"
 
 
