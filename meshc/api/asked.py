@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError
 from meshc.frontend import admission, calling, dynamic
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.ir import trees
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
@@ -113,7 +113,7 @@ class Asked:
     def shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
         """Path and shape of each tensor that a call passes."""
         names = input_names(self.traced.signature, args, kwargs)
-        leaves = zip(names, pytree.tree_leaves((args, kwargs)), strict=True)
+        leaves = zip(names, trees.leaves((args, kwargs)), strict=True)
         return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def whole(self, inputs: Any) -> Any:
@@ -127,7 +127,7 @@ class Asked:
                 return leaf
             return torch.empty((leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
-        return pytree.tree_map(whole, inputs)
+        return trees.mapped(whole, inputs)
 
     # ---------------------------------------------------------------------------------------------------------------- a request
 
@@ -163,7 +163,7 @@ class Asked:
         return None if step is None or step.batch_mix == "refuse" else 1  # with a mean of parts another number is another meaning
 
     def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = trees.leaves((args, kwargs))
         return any(p.requires_grad for p in self.module.parameters()) or any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
         )

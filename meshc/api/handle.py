@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from meshc.api import saving
 from meshc.api.asked import Asked
@@ -18,6 +17,7 @@ from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
 from meshc.frontend.train_step import Traced, TrainStep
+from meshc.ir import trees
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.passes.driver.compile import compile_program
@@ -75,7 +75,7 @@ class Program:
         args, kwargs, key = self.compilations.admit(args, kwargs)
         session = self.compilations.prepare(args, kwargs, key).session
         assert session is not None
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         with self.world.refusable():
             session.check(tensors)
         self.world.begin(self.asked.name)

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
-from torch.utils import _pytree as pytree
 
 from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
-from meshc.ir import records
+from meshc.ir import records, trees
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
@@ -85,7 +84,7 @@ def _plain(tree: Any) -> Any:
         whole = leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf.detach()
         return whole.cpu().requires_grad_(leaf.requires_grad)
 
-    return pytree.tree_map(plain, tree)
+    return trees.mapped(plain, tree)
 
 
 def _verify(
@@ -258,4 +257,4 @@ def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pro
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
         return torch.randint(0, 2, tuple(leaf.shape), generator=generator, dtype=torch.int64).to(leaf.dtype)
 
-    return pytree.tree_map(random, (args, kwargs))
+    return trees.mapped(random, (args, kwargs))

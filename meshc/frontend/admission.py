@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError, InputError, StateError
+from meshc.ir import trees
 
 _SPLITS: Final = "{where} is wrapped in torch's {name}, which splits work between devices itself"
 _UNWRAP: Final = "give meshc the module inside ({where}.module); the mesh's axes and the plan say who splits what"
@@ -121,7 +121,7 @@ def refuse_module(module: nn.Module, adopted: bool) -> None:
 
 def refuse_inputs(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Inputs that no program takes, whatever it was compiled for. Raises InputError. `names`: paths of the leaves."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    leaves = trees.leaves((tuple(args), dict(kwargs)))
     faults = [foreign_tensor(f"input {name}", leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     packed = [value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)]
     for name, leaf in [*zip(names, leaves, strict=True), *[("of the model", value) for value in packed]]:

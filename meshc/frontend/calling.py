@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from meshc.errors import InputError, PlanError, StateError
 from meshc.frontend import admission, flex
 from meshc.frontend.train_step import StepSignature, TrainStep
+from meshc.ir import trees
 from meshc.ir.mesh import Mesh
 from meshc.ir.paths import input_names
 from meshc.plan.plan import Plan
@@ -59,7 +59,7 @@ def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 def input_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Structure, shapes, dtypes and plain values of a call's inputs."""
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves, spec = trees.flatten((tuple(args), dict(kwargs)))
     return (spec, tuple(_described(leaf) for leaf in leaves))
 
 
@@ -72,7 +72,7 @@ def _described(leaf: Any) -> tuple[Any, ...]:
 def describe_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Inputs for people, and to compare between ranks: `input_ids int64 [4, 16], labels int64 [4, 16]`."""
     lines = []
-    for path, leaf in pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+    for path, leaf in trees.flatten_with_path((tuple(args), dict(kwargs)))[0]:
         name = "".join(str(entry) for entry in path[1:]).replace("['", ".").replace("']", "").lstrip(".")
         if isinstance(leaf, torch.Tensor):
             lines.append(f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}")

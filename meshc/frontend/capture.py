@@ -19,7 +19,6 @@ from torch import nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput, PlainAOTInput, PlainAOTOutput
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
@@ -28,10 +27,10 @@ from meshc.frontend.frames import OURS, is_torch
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import observed, unchecked
-from meshc.frontend.spared import unguarded
+from meshc.frontend.spared import apart, unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
-from meshc.ir import Source
+from meshc.ir import Source, trees
 from meshc.ir.graph import give, output_of, placeholders, results_of
 from meshc.ir.keys import PortKind, key_of
 from meshc.ir.paths import input_names
@@ -171,16 +170,21 @@ def torch_graph(
         return made.requires_grad_(grad and leaf.requires_grad)
 
     names = input_names(signature, args, kwargs)
-    given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    fake_args, fake_kwargs = pytree.tree_unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
-    leaves = pytree.tree_leaves((fake_args, fake_kwargs))
+    given, spec = trees.flatten((tuple(args), dict(kwargs)))
+    fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
+    leaves = trees.leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    stock.prepare(module)
     root = Root(module, function, autocast)
     root.training = module.training  # its own flag alone: a model in training may hold layers in evaluation (frozen norms)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    with fake_tensors(module, mode, grad, double) as (tensors, aliases), torch.set_grad_enabled(grad), _dynamo_settings():
-        torch._dynamo.reset()
+    with (
+        stock.prepared(module),
+        trees.known(),
+        fake_tensors(module, mode, grad, double) as (tensors, aliases),
+        torch.set_grad_enabled(grad),
+        _dynamo_settings(),
+        apart(),
+    ):
         try:
             with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_flex(), observed() as seen:
                 graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
@@ -215,9 +219,9 @@ def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) ->
                     "  what to do: leave it out of Options(dynamic=...), or take the number out of the model"
                 )
             extents.append((extent, size))
-    leaves, spec = pytree.tree_flatten((traced.args, traced.kwargs))
+    leaves, spec = trees.flatten((traced.args, traced.kwargs))
     rest = iter(symbolic)
-    args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    args, kwargs = trees.unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
     inputs = [(name, tensor) for (name, _), tensor in zip(traced.inputs, symbolic, strict=True)]
     return replace(traced, args=args, kwargs=kwargs, inputs=inputs, symbols=Symbols(extents))
 
@@ -332,6 +336,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
         stack.enter_context(tracing(TracingContext(traced.fake_mode)))
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(_dynamo_settings())
+        stack.enter_context(trees.known())
         joint = aot_export_joint_with_descriptors(
             stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
         )
@@ -392,12 +397,12 @@ def _stranger(target: str, traced: TorchGraph) -> str:
 
 def _is_python_value(node: torch.fx.Node, traced: TorchGraph) -> bool:
     description = node.meta["desc"]
-    leaves = pytree.tree_leaves((traced.args, traced.kwargs))
+    leaves = trees.leaves((traced.args, traced.kwargs))
     return isinstance(description, PlainAOTInput) and not isinstance(leaves[description.idx], torch.Tensor)
 
 
 def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
-    leaves = pytree.tree_leaves((traced.args, traced.kwargs))
+    leaves = trees.leaves((traced.args, traced.kwargs))
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:flat_index])
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from meshc.ir import trees
 
 MODULE = "torch.nn.attention.flex_attention"
 STOCK = "transformers.masking_utils"
@@ -22,12 +23,8 @@ STOCK = "transformers.masking_utils"
 def masks_as_inputs() -> None:
     """From here on a block mask among a model's inputs is the tensors that it holds, as torch lays it out for a trace."""
     loaded: Any = sys.modules.get(MODULE)
-    if loaded is None or loaded.BlockMask in pytree.SUPPORTED_NODES:
-        return
-    kind = loaded.BlockMask
-    pytree.register_pytree_node(
-        kind, kind._flatten, kind._unflatten, flatten_with_keys_fn=kind._flatten_with_keys, serialized_type_name="torch.BlockMask"
-    )
+    if loaded is not None and not trees.is_known(loaded.BlockMask):
+        trees.learn(loaded.BlockMask, loaded.BlockMask._flatten, loaded.BlockMask._unflatten)
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from meshc.ir import trees
 from meshc.ir.paths import cache_paths, spec_paths
 
 
@@ -18,7 +17,7 @@ from meshc.ir.paths import cache_paths, spec_paths
 class OutputTree:
     """A pytree's spec, and by leaf number what is no tensor (None, numbers, strings: constants of the trace, as in `torch.export`)."""
 
-    spec: pytree.TreeSpec
+    spec: trees.Spec
     plain: Mapping[int, Any] = field(default_factory=dict)
 
     def paths(self) -> list[str]:
@@ -36,4 +35,4 @@ class OutputTree:
         if len(tensors) != count:
             raise ValueError(f"{len(tensors)} tensors for an output of {count}")
         leaves = [self.plain[index] if index in self.plain else next(rest) for index in range(count + len(self.plain))]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return trees.unflatten(leaves, self.spec)

@@ -2,6 +2,8 @@
 
     guards        conditions under which Dynamo's trace of a model would hold for another call; export makes and compiles them for
                   limits that a caller sets to sizes, of which meshc sets none, and throws them away
+    a fresh start export begins by forgetting all that Dynamo has compiled in this process, the user's own functions too, which would then
+                  be compiled again; a trace reads none of it, but for what sizes an earlier call of the traced code had
     collections   Python looks for garbage each 700 objects, and now and then among all that the process has imported; a compilation makes
                   some hundred thousand objects, and nearly all of them stay to its end
 
@@ -26,6 +28,20 @@ def unguarded() -> Iterator[None]:
     from torch._dynamo import functional_export
 
     with mock.patch.object(functional_export, "_suggest_or_raise_constraint_violation", _nothing):
+        yield
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Around one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
+    import torch._dynamo
+    from torch._dynamo import pgo
+
+    with (
+        mock.patch.object(torch._dynamo, "reset", _nothing),
+        mock.patch.object(pgo, "_CODE_STATE", None),
+        mock.patch.object(pgo, "_INIT_CODE_STATE", None),
+    ):
         yield
 
 

@@ -1,27 +1,47 @@
-"""What stock `transformers` models need before they can be traced: caches as pytrees, and the hooks that a first call would install.
+"""What stock `transformers` models need before they can be traced: caches as trees, and the hooks that a first call would install.
 
 A model of another origin needs none of this, and `transformers` is not imported for it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
 
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from meshc.ir import trees
 
 STATES = ("conv_states", "recurrent_states")
 """What a layer of a state-space model keeps between tokens, each a table of tensors by number."""
 
+HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+INSTALLED: Final = "_output_capturing_hooks_installed"
+"""What transformers sets in a model whose hooks are there."""
 
-def prepare(module: nn.Module) -> None:
-    """Make a model that holds `transformers` modules traceable; other models are left alone."""
+
+@contextlib.contextmanager
+def prepared(module: nn.Module) -> Iterator[None]:
+    """Inside, a model that holds `transformers` modules can be traced; other models are left alone. Its hooks are as before afterwards."""
     stock = [child for child in module.modules() if type(child).__module__.startswith("transformers.")]
     if not stock:
+        yield
         return
-    _register_caches()
-    for child in stock:
-        _install_hooks(child)
+    learn_caches()
+    before = [(child, {name: set(getattr(child, name)) for name in HOOKS}, INSTALLED in child.__dict__) for child in module.modules()]
+    try:
+        for child in stock:
+            _install_hooks(child)
+        yield
+    finally:
+        for child, known, installed in before:
+            for name, keys in known.items():
+                table = getattr(child, name)
+                for key in [key for key in table if key not in keys]:
+                    del table[key]
+            if not installed:
+                child.__dict__.pop(INSTALLED, None)
 
 
 def _install_hooks(child: nn.Module) -> None:
@@ -33,38 +53,44 @@ def _install_hooks(child: nn.Module) -> None:
         maybe_install_capturing_hooks(child)
 
 
-def _register_caches() -> None:
+def learn_caches() -> None:
+    """Caches are trees from here on, to meshc."""
     from transformers import DynamicCache, EncoderDecoderCache
-    from transformers.integrations.executorch import register_dynamic_cache_export_support
 
-    if DynamicCache not in pytree.SUPPORTED_NODES:
-        register_dynamic_cache_export_support()
-        _also_states(DynamicCache)
-    if EncoderDecoderCache not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(
+    if not trees.is_known(DynamicCache):
+        trees.learn(DynamicCache, *_dynamic_cache(DynamicCache))
+    if not trees.is_known(EncoderDecoderCache):
+        trees.learn(
             EncoderDecoderCache,
             lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
             lambda caches, _: EncoderDecoderCache(*caches),
-            serialized_type_name="transformers.EncoderDecoderCache",
         )
 
 
-def _also_states(cache_class: type) -> None:
-    """transformers registers caches of keys and values only; those of state-space models are laid out here, by state, then layer."""
-    registered = pytree.SUPPORTED_NODES[cache_class]
+def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
+    """transformers has a tree for caches of keys and values only; those of state-space models are laid out here, by state, then layer."""
+    keys_and_values = _of_transformers(cache_class)
 
     def flatten(cache: Any) -> tuple[list[Any], Any]:
         if not any(_is_linear(layer) for layer in cache.layers):
-            return registered.flatten_fn(cache)
+            return keys_and_values[0](cache)
         return [[dict(getattr(layer, name)) for layer in cache.layers] for name in STATES], list(STATES)
 
     def unflatten(values: Any, context: Any) -> Any:
         if context != list(STATES):
-            return registered.unflatten_fn(values, context)
+            return keys_and_values[1](values, context)
         return _cache_of_states(cache_class, *values)
 
-    del pytree.SUPPORTED_NODES[cache_class]
-    pytree.register_pytree_node(cache_class, flatten, unflatten, serialized_type_name="transformers.DynamicCache")
+    return flatten, unflatten
+
+
+def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
+    """What transformers would register for `torch.export`, registered and taken back at once: nothing else hands it out."""
+    from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+    with trees.borrowed(cache_class) as found:
+        register_dynamic_cache_export_support()
+    return found[0]
 
 
 def _is_linear(layer: Any) -> bool:

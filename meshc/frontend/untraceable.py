@@ -14,12 +14,11 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
 from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import OURS, is_torch
-from meshc.ir import Source
+from meshc.ir import Source, trees
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -158,7 +157,7 @@ def _branching(graph: GraphModule) -> Iterator[Node]:
 def _is_unbacked(node: Node) -> bool:
     value = node.meta.get("example_value", node.meta.get("val"))
     kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    return any(isinstance(leaf, kinds) and bool(free_unbacked_symbols(leaf)) for leaf in pytree.tree_leaves(value))
+    return any(isinstance(leaf, kinds) and bool(free_unbacked_symbols(leaf)) for leaf in trees.leaves(value))
 
 
 def _content(node: Node, source: Source) -> str:

@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from torch.utils import _pytree as pytree
+from meshc.ir import trees
 
 CACHE_PARTS: Final = ("key_cache", "value_cache")
 """How transformers lays a cache out: the keys of all layers, then the values of all layers."""
@@ -18,12 +18,12 @@ CACHE_PARTS: Final = ("key_cache", "value_cache")
 Path = tuple[str, ...]
 
 
-def spec_paths(spec: pytree.TreeSpec) -> list[str]:
+def spec_paths(spec: trees.Spec) -> list[str]:
     """The paths of a tree's leaves from its spec alone: some classes (caches) cannot be rebuilt from placeholders."""
     return [".".join(path) or "output" for path, _ in _leaves(spec)]
 
 
-def cache_paths(spec: pytree.TreeSpec) -> list[str]:
+def cache_paths(spec: trees.Spec) -> list[str]:
     """Paths of the leaves that lie in a key-value cache."""
     return [".".join(path) for path, cached in _leaves(spec) if cached]
 
@@ -44,10 +44,10 @@ def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _below(name: str, argument: Any) -> list[str]:
-    return [".".join((name, *path)) for path, _ in _leaves(pytree.tree_structure(argument))]
+    return [".".join((name, *path)) for path, _ in _leaves(trees.structure(argument))]
 
 
-def _leaves(spec: pytree.TreeSpec, path: Path = (), cached: bool = False) -> Iterator[tuple[Path, bool]]:
+def _leaves(spec: trees.Spec, path: Path = (), cached: bool = False) -> Iterator[tuple[Path, bool]]:
     """(path, whether it lies in a cache) of each leaf."""
     if spec.is_leaf():
         yield path, cached
@@ -62,7 +62,7 @@ def _leaves(spec: pytree.TreeSpec, path: Path = (), cached: bool = False) -> Ite
             yield from _leaves(child, (*path, key), cached or is_cache)
 
 
-def _keys(spec: pytree.TreeSpec) -> list[str]:
+def _keys(spec: trees.Spec) -> list[str]:
     """What the children of a tree's node are called: keys, fields, or their numbers."""
     count, context = len(spec.children()), spec.context
     if spec.type in (dict, OrderedDict):

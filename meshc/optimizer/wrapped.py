@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import CompileError, MeshcError, StateError
+from meshc.ir import trees
 from meshc.optimizer.sets import Optimizers, refuse_shared
 from meshc.optimizer.spec import token, unhooked
 from meshc.package import FOLDER
@@ -288,12 +288,12 @@ class _Writes(TorchDispatchMode):
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in pytree.tree_leaves(named.get(argument.name)):
+                for tensor in trees.leaves(named.get(argument.name)):
                     if isinstance(tensor, Tensor):
                         self._note(tensor)
-        given = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {_memory(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result):
+        for leaf in trees.leaves(result):
             if isinstance(leaf, Tensor) and _memory(leaf) not in given:
                 self.mine.add(_memory(leaf))
                 self.kept.append(leaf)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from meshc.ir import trees
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Parts:
             dim = next(dims) if isinstance(leaf, torch.Tensor) else None
             return leaf if dim is None else make(leaf, dim)
 
-        return pytree.tree_map(one, inputs)
+        return trees.mapped(one, inputs)
 
 
 def offsets(whole: Sequence[int], part: Sequence[int], count: int, index: int) -> list[int] | None:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import is_fake, source_of
 from meshc.frontend.dynamic import DynamicDims
+from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import at
 from meshc.passes.phases.factors import Factors
@@ -63,7 +63,7 @@ def opened(placed: Placed) -> Opened | None:
 def _rows(ask: Request) -> list[tuple[str, int, str]]:
     """(input, dim, name) of each dim of 1 that has a name: the first is the batch, unless the user calls it otherwise."""
     found = []
-    leaves = pytree.tree_leaves((ask.args, dict(ask.kwargs)))
+    leaves = trees.leaves((ask.args, dict(ask.kwargs)))
     for name, leaf in zip(input_names(ask.signature, ask.args, ask.kwargs), leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             given = (ask.names or {}).get(name, ())

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy, Region, eligible, operand_dtype
+from meshc.ir import trees
 
 WHOLE: dict[str, Callable[..., Any]] = {
     "aten::dropout": torch.dropout,
@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _cast(self, name: str, policy: Policy, region: Region, args: Any, kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = trees.leaves((args, kwargs))
         dtypes = [leaf.dtype for leaf in tensors(leaves) if eligible(leaf.dtype)]
         try:
             dtype = operand_dtype(policy, region, dtypes, any(isinstance(leaf, torch.dtype) for leaf in leaves))
@@ -104,7 +104,7 @@ class Watch(TorchDispatchMode):
             self.made.append(self.casts.make(leaf, dtype, region))
             return self.made[-1]
 
-        return pytree.tree_map(cast, (args, kwargs))
+        return trees.mapped(cast, (args, kwargs))
 
 
 class Refused(Exception):
@@ -120,7 +120,7 @@ def _policy(device: str, name: str) -> Policy | None:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in trees.leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -> list[Any]:
@@ -137,6 +137,6 @@ def trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -
 
     rows: list[Any] = []
     for number, call in enumerate(watch.calls):
-        rows.append((call.function.name(), [name(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))]))
+        rows.append((call.function.name(), [name(leaf) for leaf in trees.leaves((call.args, call.kwargs))]))
         name_of.update({id(leaf): (number, position) for position, leaf in enumerate(tensors(call.out))})
-    return [*rows, [name(leaf) for leaf in pytree.tree_leaves(result)]]
+    return [*rows, [name(leaf) for leaf in trees.leaves(result)]]

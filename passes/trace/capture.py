@@ -11,11 +11,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from meshc.errors import PlanError
 from meshc.frontend.admission import refuse_empty
 from meshc.frontend.capture import torch_graph
+from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
 from meshc.passes.phases.outset import Outset, carried
@@ -46,7 +46,7 @@ def _open(outset: Outset, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     if outset.parts is not None:
         raise PlanError('Options(dynamic=...) and batch_mix="mean_of_parts" do not go together yet: leave one of them out')
     names = input_names(ask.signature, args, kwargs)
-    leaves = zip(names, pytree.tree_leaves((tuple(args), dict(kwargs))), strict=True)
+    leaves = zip(names, trees.leaves((tuple(args), dict(kwargs))), strict=True)
     inputs = [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     fixed = {size for tensor in (*ask.module.parameters(), *ask.module.buffers()) for size in tensor.shape}
     for path, shape in inputs:

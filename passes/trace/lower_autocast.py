@@ -30,11 +30,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import Region, eligible, entered
 from meshc.frontend.capture import TorchGraph, source_of
+from meshc.ir import trees
 from meshc.ir.graph import placeholders
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
@@ -153,7 +153,7 @@ class Lowering:
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             if region and node.target is FLEX:
                 args, region = self._flex(node, args, region), None
-            if region or any(_has_region(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
+            if region or any(_has_region(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
                 raise Refused("of the operators that take functions, meshc lowers autocast in checkpoint only")
             self.values[node] = _apply(node, args, kwargs)
         elif region is None:
@@ -190,7 +190,7 @@ class Lowering:
             return {source: iter(casts * (uses[source] // len(casts))) for source, casts in made.items()}
 
         turn = turns()
-        cast_args, cast_kwargs = pytree.tree_map(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
+        cast_args, cast_kwargs = trees.mapped(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
         try:
             with Watch(watch.device, None, self.casts) as plain:
                 result = _apply(node, cast_args, cast_kwargs)
@@ -211,7 +211,7 @@ class Lowering:
                 source = wires.get(id(leaf), leaf)
                 return self._cast_node(next(turn[id(leaf)]), source, node) if id(leaf) in turn else source
 
-            return pytree.tree_map(leaf_argument, self.values[used])
+            return trees.mapped(leaf_argument, self.values[used])
 
         node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
         return True
@@ -234,10 +234,10 @@ class Lowering:
             name = call.function.name()
             if torch.Tag.nondeterministic_seeded in call.function.tags and name not in WHOLE:
                 raise Refused(f"it draws random numbers by {name}")
-            args, kwargs = pytree.tree_map(wire, (call.args, call.kwargs))
+            args, kwargs = trees.mapped(wire, (call.args, call.kwargs))
             new = self._emit("call_function", WHOLE.get(name, call.function), args, kwargs, call.out, node)
             wires.update(self._wires([new], node))
-        structure = pytree.tree_map(wire, self.values[node])
+        structure = trees.mapped(wire, self.values[node])
         for user in list(node.users):
             part = structure[user.args[1]] if user.target is operator.getitem else None
             if isinstance(part, Node):
@@ -294,7 +294,7 @@ class Lowering:
         found = [note for body in self.bodies for note in body.notes()]
         for node in self.graph.nodes:
             source = source_of(node)
-            named = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.dtype)}
+            named = {leaf for leaf in trees.leaves((node.args, node.kwargs)) if isinstance(leaf, torch.dtype)}
             for dtype in named & self.retyped if node not in self.emitted else ():
                 word = str(dtype).removeprefix("torch.")
                 if word not in source.code and word.removesuffix("32") + "(" not in source.code:

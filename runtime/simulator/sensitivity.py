@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshc.ir import trees
 
 RUNS: Final = 3
 TIMES: Final = 4
@@ -40,17 +41,17 @@ class Perturbed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        rounds = any(_is_floating(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+        rounds = any(_is_floating(leaf) for leaf in trees.leaves((args, kwargs)))
         if func.namespace != "aten" or func.is_view or name in EXACT or not rounds:
             return made
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for leaf in pytree.tree_leaves(value):
+                    for leaf in trees.leaves(value):
                         if _is_floating(leaf):
                             leaf.copy_(self._moved(leaf))
             return made
-        return pytree.tree_map(lambda leaf: self._moved(leaf) if _is_floating(leaf) else leaf, made)
+        return trees.mapped(lambda leaf: self._moved(leaf) if _is_floating(leaf) else leaf, made)
 
     def _moved(self, value: Tensor) -> Tensor:
         unit = torch.finfo(value.dtype).eps

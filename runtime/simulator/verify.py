@@ -16,14 +16,13 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from meshc.errors import VerifyError
 from meshc.frontend.capture import WIDER
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.train_step import split_result
-from meshc.ir import Record, record
+from meshc.ir import Record, record, trees
 from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
@@ -138,7 +137,7 @@ def _held(reference: Reference) -> dict[str, torch.Tensor]:
 
 
 def _put(reference: Reference, values: Mapping[str, torch.Tensor]) -> None:
-    for leaf in pytree.tree_leaves((reference.args, reference.kwargs)):
+    for leaf in trees.leaves((reference.args, reference.kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
             leaf.grad = None
     with torch.no_grad():
@@ -199,7 +198,7 @@ class Reference:
 
     def inputs(self, program: Program) -> dict[str, torch.Tensor]:
         """The tensors among the inputs, by what a program calls them."""
-        leaves = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in trees.leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
 
     def train(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -287,7 +286,7 @@ def widen_inputs(tree: Any, double: bool) -> Any:
         dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
         return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
 
-    return pytree.tree_map(wide, tree)
+    return trees.mapped(wide, tree)
 
 
 def input_values(program: Program, reference: Reference, step: int) -> dict[str, torch.Tensor]:
@@ -396,7 +395,7 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
     tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
     names = [port.name for port in program.outputs if port.kind == "output"]
     with reference.at(0):
-        leaves = [leaf for leaf in pytree.tree_leaves(reference.run()) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in trees.leaves(reference.run()) if isinstance(leaf, torch.Tensor)]
         outputs = dict(zip(names, leaves, strict=True))
         wanted = {name: leaf.detach().clone() for name, leaf in outputs.items()}
         if tangents:

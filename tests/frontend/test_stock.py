@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.utils import _pytree as pytree
 from transformers import DynamicCache, EncoderDecoderCache
 
 from meshc.frontend import stock
+from meshc.ir import trees
 from tests.captured import Captured
 from tests.zoo.run import case
 
@@ -14,28 +14,28 @@ from tests.zoo.run import case
 def test_a_cache_of_states_comes_back_as_it_left() -> None:
     """A state-space model's cache, layer by layer, and a decoder's beside its encoder's."""
     model = case("mamba").model.eval()
-    stock.prepare(model)
+    stock.learn_caches()
     with torch.no_grad():
         made = model(torch.randint(3, 65, (2, 5))).cache_params
-    leaves, spec = pytree.tree_flatten(made)
-    again = pytree.tree_unflatten(leaves, spec)
+    leaves, spec = trees.flatten(made)
+    again = trees.unflatten(leaves, spec)
     assert isinstance(again, DynamicCache) and len(again.layers) == 2 and len(leaves) == 4
     for before, after in zip(made.layers, again.layers, strict=True):
         assert torch.equal(before.conv_states[0], after.conv_states[0])
         assert torch.equal(before.recurrent_states[0], after.recurrent_states[0])
         assert before.has_previous_state == after.has_previous_state
     pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    assert isinstance(pytree.tree_unflatten(*pytree.tree_flatten(pair)), EncoderDecoderCache)
+    assert isinstance(trees.unflatten(*trees.flatten(pair)), EncoderDecoderCache)
 
 
 def test_a_restored_cache_of_states_goes_on_as_the_model_left_it() -> None:
     model = case("mamba").model.eval()
-    stock.prepare(model)
+    stock.learn_caches()
     with torch.no_grad():
         ids = torch.randint(3, 65, (2, 6))
         whole = model(ids).logits[:, -1]
         made = model(ids[:, :5]).cache_params
-        again = pytree.tree_unflatten(*pytree.tree_flatten(made))
+        again = trees.unflatten(*trees.flatten(made))
         torch.testing.assert_close(model(ids[:, 5:], cache_params=again).logits[:, -1], whole)
 
 

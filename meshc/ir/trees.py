@@ -1,0 +1,110 @@
+"""Trees of inputs and outputs: torch's pytrees, with classes that are trees to meshc and, of themselves, leaves to torch.
+
+    learn(DynamicCache, flatten, unflatten)
+    leaves({"logits": x, "past_key_values": cache})       x, the keys, the values
+    torch.utils._pytree.tree_leaves(...)                  x, the cache: nothing of the process's own registry has changed
+
+A class is in torch's registry while one of these functions runs, or inside `known()`, which is for code of torch's own that walks trees.
+One that somebody else has registered is a tree as they say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from torch.fx import _pytree as _of_fx
+from torch.utils import _pytree as _of_torch
+
+Spec = _of_torch.TreeSpec
+Flatten = Callable[[Any], tuple[list[Any], Any]]
+Unflatten = Callable[[Any, Any], Any]
+
+_learned: Final[dict[type, tuple[Flatten, Unflatten]]] = {}
+_inside: Final[list[list[type]]] = []
+"""For each `known()` that is not over, the classes that it has registered; of all threads, under the lock."""
+_lock = threading.RLock()
+
+
+def learn(kind: type, flatten: Flatten, unflatten: Unflatten) -> None:
+    """From here on objects of a class are trees to meshc: `flatten` gives (children, context), which `unflatten` takes."""
+    _learned[kind] = flatten, unflatten
+
+
+def is_known(kind: type) -> bool:
+    """Whether a class is a tree, by whomever."""
+    return kind in _learned or kind in _of_torch.SUPPORTED_NODES
+
+
+@contextlib.contextmanager
+def known() -> Iterator[None]:
+    """Inside, torch's own functions know what was learned. Threads may be inside at once; the last one leaves the registry as it was."""
+    if not _learned:
+        yield
+        return
+    with _lock:
+        _inside.append([kind for kind in _learned if kind not in _of_torch.SUPPORTED_NODES])
+        for kind in _inside[-1]:
+            _register(kind, *_learned[kind])
+        mine = _inside[-1]
+    try:
+        yield
+    finally:
+        with _lock:
+            if len(_inside) > 1:
+                other = next(one for one in _inside if one is not mine)
+                other += mine
+            else:
+                for kind in mine:
+                    del _of_torch.SUPPORTED_NODES[kind], _of_fx.SUPPORTED_NODES[kind]
+            _inside[:] = [one for one in _inside if one is not mine]
+
+
+def _register(kind: type, flatten: Flatten, unflatten: Unflatten) -> None:
+    _of_torch.SUPPORTED_NODES[kind] = _of_torch.NodeDef(kind, flatten, unflatten, None)
+    _of_fx.SUPPORTED_NODES[kind] = lambda value, spec: flatten(value)[0]
+
+
+@contextlib.contextmanager
+def borrowed(kind: type) -> Iterator[list[tuple[Flatten, Unflatten]]]:
+    """A list that receives what is registered for a class inside; the registry is then as it was."""
+    found: list[tuple[Flatten, Unflatten]] = []
+    with _lock:
+        yield found
+        made = _of_torch.SUPPORTED_NODES[kind]
+        found.append((made.flatten_fn, made.unflatten_fn))
+        _of_torch._deregister_pytree_node(kind)
+        _of_fx._deregister_pytree_flatten_spec(kind)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Spec]:
+    with known():
+        return _of_torch.tree_flatten(tree)
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Spec]:
+    with known():
+        return _of_torch.tree_flatten_with_path(tree)
+
+
+def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
+    with known():
+        return _of_torch.tree_unflatten(leaves, spec)
+
+
+def leaves(tree: Any) -> list[Any]:
+    with known():
+        return _of_torch.tree_leaves(tree)
+
+
+def structure(tree: Any) -> Spec:
+    with known():
+        return _of_torch.tree_structure(tree)
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with `function` of each leaf."""
+    with known():
+        return _of_torch.tree_map(function, tree)
