@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from torch._ops import OpOverload
-
 from meshc.errors import CompileError
 from meshc.ir.functions import Function, Target
 from meshc.ops.registered import RULES, Registered, overload_of
 from meshc.passes.rules import FAMILIES
 from meshc.passes.rules.registered import parts_of, tensor_arguments
 from meshc.passes.rules.rule import ROLES
+from meshc.private import OpOverload
 
 CHOICES: Final = {"kind": ("compute", "layout", "carry"), "linear": ("", "each", "all")}
 FIELDS: Final = (

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 
 from meshc.check.trusting import TRUSTING, fault
 from meshc.ir.functions import Function, Target
+from meshc.private import OpOverload
 
 aten = torch.ops.aten
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from meshc.check.trusting import fault
 from meshc.check.types import MOST_EXTENT, Wrong
+from meshc.private import OpOverload
 
 aten = torch.ops.aten
 

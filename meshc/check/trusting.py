@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from meshc.check.rules import (
     Operands,
@@ -30,6 +29,7 @@ from meshc.check.rules import (
     size,
     within,
 )  # fmt: skip
+from meshc.private import OpOverload
 
 aten = torch.ops.aten
 

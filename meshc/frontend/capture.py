@@ -16,9 +16,6 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput, PlainAOTInput, PlainAOTOutput
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
@@ -35,6 +32,17 @@ from meshc.ir.graph import give, output_of, placeholders, results_of
 from meshc.ir.keys import PortKind, key_of
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
+from meshc.private import (
+    BufferAOTInput,
+    FakeTensor,
+    FakeTensorMode,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TracingContext,
+    tracing,
+)
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
@@ -154,7 +162,7 @@ def torch_graph(
 
     `dynamic` has the dims of inputs, by path, whose size is left open.
     """
-    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+    from meshc.private import graph_capture
 
     mode = FakeTensorMode()
     opened = dynamic or {}
@@ -187,7 +195,7 @@ def torch_graph(
     ):
         try:
             with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_flex(), observed() as seen:
-                graph = _dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
+                graph = graph_capture(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
     untraceable.refuse_values(graph, source_of)
@@ -320,7 +328,7 @@ def _dynamo_settings() -> Iterator[None]:
 
 def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., Any]]) -> JointGraph:
     """AOTAutograd's ATen graph: outputs, and one gradient per trainable parameter and differentiable input when tracing with grad."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from meshc.private import aot_export_joint_with_descriptors
 
     names = traced.module.meta.get("dynamo_flat_name_to_original_fqn", {})
     by_tensor = {id(tensor): name for name, tensor in traced.tensors.items()}

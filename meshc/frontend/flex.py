@@ -85,7 +85,7 @@ def _no_options(*call: Any, **named: Any) -> dict[str, Any]:
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As around torch's operator: autocast casts queries, keys and values and nothing inside, and the greatest scores have no gradient."""
-    from torch._higher_order_ops.flex_attention import math_attention
+    from meshc.private import math_attention
 
     kind = q.device.type
     if torch.is_autocast_enabled(kind):

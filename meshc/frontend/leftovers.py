@@ -23,8 +23,10 @@ from typing import Any
 @contextlib.contextmanager
 def given_up() -> Iterator[None]:
     """Around one compilation."""
-    from torch._dynamo import functional_export, utils
     from torch.fx import graph_module
+
+    from meshc.private import dynamo_utils as utils
+    from meshc.private import functional_export
 
     names, sources = vars(functional_export), graph_module._loader.eval_cache
     known_names, known_sources, known_metrics = set(names), set(sources), set(map(id, utils._compilation_metrics))
@@ -51,7 +53,7 @@ def _finalizers() -> list[weakref.finalize[Any, Any]]:
 
 def _guards_code_of(finalizer: weakref.finalize[Any, Any], names: dict[str, Any]) -> bool:
     """Whether it is there to invalidate the guards of code with these globals."""
-    from torch._dynamo.guards import CheckFunctionManager
+    from meshc.private import CheckFunctionManager
 
     found = finalizer.peek()
     call = found[1] if found is not None else None

@@ -14,18 +14,18 @@ import operator
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.descriptors import (
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-)
-from torch._higher_order_ops.effects import with_effects
 from torch.fx import Graph, Node
 
 from meshc.errors import CaptureError
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
+from meshc.private import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    with_effects,
+)
 
 aten = torch.ops.aten
 TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput)

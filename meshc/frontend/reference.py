@@ -27,11 +27,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import MeshcError
 from meshc.ops import distributions, random
+from meshc.private import OpOverload, TorchDispatchMode
 from meshc.program.parts import offsets
 
 aten = torch.ops.aten

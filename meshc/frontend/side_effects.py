@@ -100,9 +100,7 @@ def _name(target: Target) -> str:
 @contextlib.contextmanager
 def observed() -> Iterator[Seen]:
     """A context for tracing. At its end what the model says has been said."""
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables.builtin import BuiltinVariable
-    from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
+    from meshc.private import BuiltinVariable, DebuggingVariable, LoggingLoggerVariable, SideEffects
 
     seen = Seen()
     write, method, builtin = SideEffects.codegen_update_mutated, LoggingLoggerVariable.call_method, BuiltinVariable.call_function
@@ -143,16 +141,16 @@ def observed() -> Iterator[Seen]:
 
 
 def _nothing() -> Any:
-    from torch._dynamo.variables import ConstantVariable
+    from meshc.private import variables
 
-    return ConstantVariable.create(None)
+    return variables.ConstantVariable.create(None)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- changes
 
 
 def _changes(account: Any) -> list[Source]:
-    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+    from meshc.private import AttributeMutationExisting, ValueMutationExisting
 
     found: dict[Source, None] = {}
     for variable in account._get_modified_vars():
@@ -233,17 +231,16 @@ def _formatted(args: Sequence[Any]) -> str:
 
 def _text_of_tensors(function: Function, args: Sequence[Any]) -> Any:
     """`str(x)`, `"%s" % x`, `"..." + str(x)` as Dynamo keeps `"{}".format(x)`: a text with places for tensors. None for anything else."""
-    from torch._dynamo.variables import BaseListVariable, TensorVariable
-    from torch._dynamo.variables.misc import StringFormatVariable
+    from meshc.private import StringFormatVariable, variables
 
     if function is operator.add:
         texts = any(isinstance(one, StringFormatVariable) for one in args)
         return StringFormatVariable.create("{}{}", list(args), {}) if texts else None
     args = [one.realize() for one in args]
     if function in (str, repr):
-        return StringFormatVariable.create("{}", args, {}) if len(args) == 1 and isinstance(args[0], TensorVariable) else None
+        return StringFormatVariable.create("{}", args, {}) if len(args) == 1 and isinstance(args[0], variables.TensorVariable) else None
     text, given = args
-    values = given.items if isinstance(given, BaseListVariable) else [given]
+    values = given.items if isinstance(given, variables.BaseListVariable) else [given]
     if not text.is_python_constant() or not isinstance(text.as_python_constant(), str) or given.is_python_constant():
         return None
     pattern = text.as_python_constant().replace("{", "{{").replace("}", "}}")
@@ -252,7 +249,7 @@ def _text_of_tensors(function: Function, args: Sequence[Any]) -> Any:
 
 def _value(variable: Any) -> Any:
     """What a value of the trace is outside it; a tensor is its type, in words."""
-    from torch._dynamo import variables
+    from meshc.private import variables
 
     variable = variable.realize()
     if variable.is_python_constant():

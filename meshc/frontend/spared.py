@@ -25,7 +25,7 @@ OBJECTS = 100_000
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
     """Around one trace without open sizes."""
-    from torch._dynamo import functional_export
+    from meshc.private import functional_export
 
     with mock.patch.object(functional_export, "_suggest_or_raise_constraint_violation", _nothing):
         yield
@@ -34,11 +34,10 @@ def unguarded() -> Iterator[None]:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Around one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
-    import torch._dynamo
-    from torch._dynamo import pgo
+    from meshc.private import dynamo, pgo
 
     with (
-        mock.patch.object(torch._dynamo, "reset", _nothing),
+        mock.patch.object(dynamo, "reset", _nothing),
         mock.patch.object(pgo, "_CODE_STATE", None),
         mock.patch.object(pgo, "_INIT_CODE_STATE", None),
     ):

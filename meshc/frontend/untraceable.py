@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -19,6 +18,7 @@ from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import OURS, is_torch
 from meshc.ir import Source, trees
+from meshc.private import HigherOrderOperator
 
 Frame = tuple[str, int, str]
 """File, line, function."""

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
+from meshc.private import OpOverload
 
 REGION: Final = "meshc region"
 

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from torch.fx import _pytree as _of_fx
-from torch.utils import _pytree as _of_torch
+from meshc.private import TreeSpec as Spec
+from meshc.private import trees_of_fx as _of_fx
+from meshc.private import trees_of_torch as _of_torch
 
-Spec = _of_torch.TreeSpec
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Any, Any], Any]
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
 from meshc.ir.nodes import KEY, Record
 from meshc.ir.sharding import Sharding, local_shape
+from meshc.private import OpOverload
 
 MOVING: Final = frozenset((*spmd.COLLECTIVES.values(), spmd.shard))
 """Calls whose result has a shape that the mesh's axes say."""

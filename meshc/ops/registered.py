@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from meshc.errors import CompileError
 from meshc.ir.functions import Function, Target
+from meshc.private import OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True)

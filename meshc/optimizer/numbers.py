@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
 from meshc.errors import CompileError
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import RELATIONS, Guard
+from meshc.private import DataDependentOutputException
 
 _COMPARISONS = {
     "__ne__": "!=", "ne": "!=", "__eq__": "==", "eq": "==", "__gt__": ">", "gt": ">", "__lt__": "<", "lt": "<", "__ge__": ">=", "ge": ">=",

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshc.errors import CompileError, MeshcError
 from meshc.optimizer.spec import FIRST, IMPLEMENTATION, Slot, is_torchs_own, kind_of, numbers, unhooked
+from meshc.private import FakeTensorMode
 
 
 def private_copy(optimizer: torch.optim.Optimizer, index: int, param: Tensor, entries: Mapping[str, Any], state: dict[Any, Any]) -> Any:

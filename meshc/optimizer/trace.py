@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,6 +21,7 @@ from meshc.ir.keys import key_of
 from meshc.optimizer.numbers import Branch, NumbersAsTensors
 from meshc.optimizer.slots import create_state, private_copy
 from meshc.optimizer.spec import FIRST, Guard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, unhooked
+from meshc.private import FakeTensorMode
 
 _MAX_BRANCHES = 5  # each doubles the paths
 

@@ -22,13 +22,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import CompileError, MeshcError, StateError
 from meshc.ir import trees
 from meshc.optimizer.sets import Optimizers, refuse_shared
 from meshc.optimizer.spec import token, unhooked
 from meshc.package import FOLDER
+from meshc.private import TorchDispatchMode
 
 _OWN: Final = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer in which no other optimizer is looked for; `step` is there once a scheduler has wrapped it."""

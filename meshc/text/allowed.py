@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from meshc.errors import ArtifactError
 from meshc.ir import spmd
 from meshc.ir.functions import Function, Target
+from meshc.private import OpOverload, OpOverloadPacket
 from meshc.text import libraries
 
 FUNCTIONS: Final[dict[str, Function]] = {**spmd.FUNCTIONS, "getitem": operator.getitem}

@@ -10,10 +10,10 @@ import importlib
 from typing import Final
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph
 
 from meshc.errors import ArtifactError
+from meshc.private import OpOverload
 
 OWN: Final = ("aten", "meshc")
 """Libraries whose operators are listed one by one."""

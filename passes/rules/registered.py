@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir import op_name, operands, records
 from meshc.ops.registered import RULES
 from meshc.passes.rules.rule import ALONE, ROLES, Rule, einsum, shape_of, together
+from meshc.private import OpOverload
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy, Region, eligible, operand_dtype
 from meshc.ir import trees
+from meshc.private import TorchDispatchMode
 
 WHOLE: dict[str, Callable[..., Any]] = {
     "aten::dropout": torch.dropout,

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
+
+from meshc.private import get_decompositions
 
 aten = torch.ops.aten
 

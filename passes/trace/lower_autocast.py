@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -39,6 +38,7 @@ from meshc.ir.graph import placeholders
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
 from meshc.passes.trace.raise_flex import FLEX
+from meshc.private import FakeTensor, FakeTensorMode
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from meshc.errors import CompileError
@@ -31,6 +30,7 @@ from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
+from meshc.private import OpOverload
 
 functional = torch.nn.functional
 COMPOSITES: dict[Any, Function] = {

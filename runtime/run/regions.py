@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -32,6 +30,7 @@ from meshc.check.guards import is_guarded
 from meshc.ir import is_getitem, spmd
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
+from meshc.private import FakeTensorMode, TracingContext, tracing
 from meshc.program.accumulate import is_added
 from meshc.program.packing import in_place
 from meshc.program.program import Stage

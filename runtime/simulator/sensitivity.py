@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.ir import trees
+from meshc.private import TorchDispatchMode
 
 RUNS: Final = 3
 TIMES: Final = 4

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.frontend.capture import WIDER
 from meshc.ir.functions import Function
+from meshc.private import TorchDispatchMode
 
 
 class Widened(TorchDispatchMode):

@@ -1,0 +1,156 @@
+"""What meshc uses of torch and transformers that these do not promise to keep, in one table.
+
+    from meshc.private import FakeTensorMode        torch._subclasses.fake_tensor.FakeTensorMode, loaded when it is asked for
+
+Nothing else in meshc imports a private module of torch. What is reached by attribute (`torch._C._set_mkldnn_enabled`) or replaced while a
+model is traced stands in the table too. A name that a release has moved raises UnsupportedTorch with the releases that have it;
+`tests/test_private.py` looks for every one, and says what moved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from meshc.errors import CompileError
+
+if TYPE_CHECKING:
+    import torch._dynamo as dynamo
+    import torch._dynamo.functional_export as functional_export
+    import torch._dynamo.pgo as pgo
+    import torch._dynamo.utils as dynamo_utils
+    import torch._dynamo.variables as variables
+    import torch.fx._pytree as trees_of_fx
+    import torch.utils._pytree as trees_of_torch
+    from torch._decomp import get_decompositions
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as graph_capture
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
+    from torch._functorch._aot_autograd.descriptors import (
+        BackwardTokenAOTInput,
+        BackwardTokenAOTOutput,
+        BufferAOTInput,
+        ForwardTokenAOTInput,
+        ForwardTokenAOTOutput,
+        GradAOTOutput,
+        ParamAOTInput,
+        PlainAOTInput,
+        PlainAOTOutput,
+    )
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._guards import TracingContext, tracing
+    from torch._higher_order_ops.effects import with_effects
+    from torch._higher_order_ops.flex_attention import math_attention
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import TreeSpec
+
+SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.13", "transformers": "5.0 on"}
+
+NAMES: Final[Mapping[str, str]] = {
+    "dynamo": "torch._dynamo",
+    "functional_export": "torch._dynamo.functional_export",
+    "pgo": "torch._dynamo.pgo",
+    "dynamo_utils": "torch._dynamo.utils",
+    "variables": "torch._dynamo.variables",
+    "trees_of_fx": "torch.fx._pytree",
+    "trees_of_torch": "torch.utils._pytree",
+    "get_decompositions": "torch._decomp:get_decompositions",
+    "graph_capture": "torch._dynamo.functional_export:_dynamo_graph_capture_for_export",
+    "CheckFunctionManager": "torch._dynamo.guards:CheckFunctionManager",
+    "SideEffects": "torch._dynamo.side_effects:SideEffects",
+    "AttributeMutationExisting": "torch._dynamo.variables.base:AttributeMutationExisting",
+    "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
+    "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
+    "DebuggingVariable": "torch._dynamo.variables.misc:DebuggingVariable",
+    "LoggingLoggerVariable": "torch._dynamo.variables.misc:LoggingLoggerVariable",
+    "StringFormatVariable": "torch._dynamo.variables.misc:StringFormatVariable",
+    **{
+        name: f"torch._functorch._aot_autograd.descriptors:{name}"
+        for name in (
+            "BackwardTokenAOTInput", "BackwardTokenAOTOutput", "BufferAOTInput", "ForwardTokenAOTInput", "ForwardTokenAOTOutput",
+            "GradAOTOutput", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput",
+        )
+    },
+    "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+    "TracingContext": "torch._guards:TracingContext",
+    "tracing": "torch._guards:tracing",
+    "with_effects": "torch._higher_order_ops.effects:with_effects",
+    "math_attention": "torch._higher_order_ops.flex_attention:math_attention",
+    "HigherOrderOperator": "torch._ops:HigherOrderOperator",
+    "OpOverload": "torch._ops:OpOverload",
+    "OpOverloadPacket": "torch._ops:OpOverloadPacket",
+    "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "TreeSpec": "torch.utils._pytree:TreeSpec",
+}  # fmt: skip
+"""What other files import from here, and where it is."""
+
+REACHED: Final = (
+    "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",
+    "torch:_C._dispatch_has_kernel_for_dispatch_key", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
+    "torch:_C._set_mkldnn_enabled", "torch:_C.DispatchKey", "torch:_C.TensorBase", "torch:_assert_async", "torch:_foreach_add_",
+    "torch:_foreach_zero_", "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",
+    "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
+)  # fmt: skip
+"""What is used where it is, by attribute."""
+
+REPLACED: Final = (
+    "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
+    "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
+    "torch._dynamo.pgo:_CODE_STATE", "torch._dynamo.pgo:_INIT_CODE_STATE",
+    "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation",
+    "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
+    "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
+    "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.utils:_compilation_metrics",
+    "torch.fx.graph_module:_loader.eval_cache", "torch.nn.attention.flex_attention:_validate_device",
+    "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",
+    "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+    "torch.nn.attention.flex_attention:BlockMask._flatten", "torch.nn.attention.flex_attention:BlockMask._unflatten",
+    "torch.utils._pytree:SUPPORTED_NODES", "torch.utils._pytree:NodeDef", "torch.utils._pytree:_deregister_pytree_node",
+    "torch.fx._pytree:SUPPORTED_NODES", "torch.fx._pytree:_deregister_pytree_flatten_spec",
+)  # fmt: skip
+"""What is changed while a model is traced, and what is looked into."""
+
+OF_TRANSFORMERS: Final = (
+    "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "transformers.utils.output_capturing:maybe_install_capturing_hooks",
+    "transformers.integrations.executorch:register_dynamic_cache_export_support", "transformers.cache_utils:LinearAttentionLayer",
+    "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS", "transformers.masking_utils:create_block_mask",
+)  # fmt: skip
+"""What stock models need, and nothing promises."""
+
+
+class UnsupportedTorch(CompileError):
+    """A release of torch, or of transformers, without a name that meshc uses."""
+
+
+def found(place: str) -> Any:
+    """What a place of the table has, `MODULE` or `MODULE:NAME.NAME`. Raises UnsupportedTorch."""
+    module, _, path = place.partition(":")
+    package = module.partition(".")[0]
+    try:
+        value: Any = importlib.import_module(module)
+        for name in path.split(".") if path else ():
+            value = getattr(value, name)
+    except (ImportError, AttributeError) as error:
+        version = getattr(sys.modules.get(package), "__version__", "of this environment")
+        raise UnsupportedTorch(
+            f"{package} {version} has no {place.replace(':', '.')}, which meshc uses: {error}\n"
+            f"  what to do: install a release that meshc supports, {package} {SUPPORTED[package]}"
+        ) from error
+    return value
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"meshc.private has no {name}")
+    globals()[name] = value = found(NAMES[name])
+    return value
