@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -15,23 +13,19 @@ from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.finish import finish
-from meshc.passes.driver.structure import Structure
+from meshc.passes.driver.run import run, run_all
+from meshc.passes.driver.search import has_choice, said, search
 from meshc.passes.lower.specialise import specialise
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset, begin
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook, Pass
+from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Traced
 from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
-from meshc.passes.stages.choose import choose_microbatches
-from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.trace import parts
 from meshc.program import instance
 from meshc.program.program import Program
-
-Given = TypeVar("Given", bound=Outset)
-Left = TypeVar("Left", bound=Outset)
 
 
 def compile_program(request: Request, hook: Hook | None = None, traced: Traced | None = None) -> tuple[Program, Lowered]:
@@ -66,8 +60,15 @@ def factored(traced: Traced, hook: Hook | None = None) -> Placed:
 
 
 def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
-    """By the request's plan. If a pipeline does not fit with its parameters gathered once, they are gathered more often."""
-    return run_all(pipeline.LOWER, _fitting(placed, pipeline.CUT, hook), hook)
+    """By the request's plan; of a pipeline, in the way that is found to be best."""
+    request = said(placed.request)
+    placed = placed.asked(request) if request is not placed.request else placed
+    if has_choice(request):
+        cut = search(placed, hook)
+    else:
+        partitioned = run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
+        cut = run_all((pipeline.MICROBATCH, pipeline.STAGES), partitioned, hook)
+    return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
 
 
 def _traced(outset: Outset, hook: Hook | None) -> Traced:
@@ -96,31 +97,12 @@ def _open_rows(placed: Placed, hook: Hook | None) -> Placed | None:
 
 def _planned(placed: Placed, hook: Hook | None) -> tuple[Program, Lowered]:
     """The passes that read the plan."""
-    request = placed.request
-    if request.microbatches is None:
-        start = time.process_time()
-        with part("choosing the number of microbatches"):
-            count = choose_microbatches(placed, lambda own: _fitting(own, pipeline.CUT[:2]))
-        placed = placed.asked(replace(request, microbatches=count))
-        placed = replace(placed, seconds={**placed.seconds, "choose": time.process_time() - start})
     left = lowered(placed, hook)
     with part("putting the program together"):
         program = finish(left)
         if left.opened is None:
             return program, left
         return instance.put(program, left.opened.values), settle(left)
-
-
-def _fitting(placed: Placed, cut: Iterable[Pass[Lowered, Lowered]], hook: Hook | None = None) -> Lowered:
-    """The passes after `factorize`. If a pipeline does not fit with its parameters gathered once, they are gathered more often."""
-
-    def of(own: Placed) -> Lowered:
-        return run_all(cut, run(pipeline.PARTITION, run_all(pipeline.PLACE, own, hook), hook), hook)
-
-    try:
-        return of(placed)
-    except DoesNotFit:
-        return of(placed.again(replace(placed.request, gather_once=False)))
 
 
 def specialised(program: Program, left: Lowered, received: Collection[str]) -> Program:
@@ -138,23 +120,3 @@ def specialised(program: Program, left: Lowered, received: Collection[str]) -> P
         inputs=tuple(port for port in program.inputs if port.kind != "tangent" or port.name in received),
         outputs=tuple(port for port in program.outputs if port.kind != "gradient" or port.key in backward.outputs),
     )
-
-
-def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:
-    """One pass, timed, its graphs verified, and shown to whoever listens."""
-    structure = Structure(phase)
-    start = time.process_time()
-    with part(f"the pass {each.name}"):
-        left = each.run(phase)
-        seconds = time.process_time() - start
-        structure.verify(left)
-    left = replace(left, seconds={**left.seconds, each.name: seconds})
-    if hook is not None:
-        hook(each.name, left)
-    return left
-
-
-def run_all(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | None = None) -> Left:
-    for each in passes:
-        phase = run(each, phase, hook)
-    return phase

@@ -59,11 +59,14 @@ PLACE: Final[tuple[Pass[Placed, Placed], ...]] = (
 
 PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 
-CUT: Final[tuple[Pass[Lowered, Lowered], ...]] = (
-    Pass("microbatch", split_microbatches, "after partition: a microbatch is one more axis there"),
-    Pass("stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"),
-    Pass("cut", cut_backward, "likewise: what lies where decides what is saved"),
+MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
+    "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
 )
+STAGES: Final[Pass[Lowered, Lowered]] = Pass(
+    "stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"
+)
+"""`passes/driver/search.py` runs those from the plan on to here for each candidate, where a pipeline leaves a choice."""
+CUT: Final[Pass[Lowered, Lowered]] = Pass("cut", cut_backward, "likewise: what lies where decides what is saved")
 
 LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
     Pass("collectives", schedule_collectives, "once it is settled which stage a collective is in"),
@@ -75,6 +78,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (*CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (MICROBATCH, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

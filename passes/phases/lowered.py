@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.tried import Tried
 from meshc.pipelining.cut import Pipeline
 from meshc.program.program import Instruction, Port, Program, Stage
 
@@ -16,6 +17,7 @@ class Lowered(Outset):
     """
     placed    what was lowered: the global view, and who splits what in it
     inputs, outputs  the program's; a microbatch's rows may enter and leave otherwise than `placed` has it
+    tried     what was searched for the stages of a pipeline, and why the others were dropped; nothing, if there was no choice
     backward  as `cut` left it, for `specialise`; None where no output could do without its gradient
     """
 
@@ -26,6 +28,7 @@ class Lowered(Outset):
     schedule: tuple[Instruction, ...] = ()
     backward: Stage | None = None
     pipeline: Pipeline | None = None
+    tried: tuple[Tried, ...] = ()
 
     def as_program(self) -> Program:
         """As far as it is known, for what reads programs: dumps, checks, costs."""

@@ -11,18 +11,16 @@ a call, before the first microbatch, and hands the sum of its gradients back aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.fx import Node
 
 from meshc.cost.predict import costs_of
-from meshc.errors import CompileError, CompilerFault, PlanError, ScheduleError
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
-from meshc.passes.stages.fit import DoesNotFit, Need, least, may_hold, need_of
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
@@ -32,7 +30,7 @@ from meshc.passes.stages.once import before_ranks, without_update
 from meshc.passes.stages.owners import Owners
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.sent import sent
-from meshc.passes.stages.shape import Shape, shapes_of
+from meshc.passes.stages.shape import Shape, Shapes, shapes_of
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.pipelining.check import check
@@ -45,77 +43,65 @@ Names = tuple[tuple[str, str], ...]
 
 
 def cut_stages(lowered: Lowered) -> Lowered:
-    """Stages, messages and owners where the mesh has a pipeline axis; other programs are left alone."""
-    axis = lowered.mesh.pipeline_axis
-    if axis is None:
+    """Stages, messages and owners where the mesh has a pipeline axis, in the shape that is predicted to be fastest. Other programs are left
+    alone. Where memory or the number of microbatches leaves a choice, `passes/driver/search.py` makes it."""
+    if lowered.mesh.pipeline_axis is None:
         return lowered
-    if "each" not in lowered.stages:
-        lowered = replace(lowered, stages=without_update(lowered.stages["main"]))
-    if gathers_once(lowered, lowered.inputs):
-        lowered = replace(lowered, stages=gather_once(lowered.stages))
-    whole = lowered.stages["each"]
-    halves = weights_apart(whole)
-    found, known = _read(lowered, halves)
-    work = Work.of(lowered, found, known)
-    shapes = shapes_of(lowered, found, known, work)
-    plain = (whole, *_read(lowered, whole)) if halves is not whole else (halves, found, known)
-
-    def cutter(shape: Shape) -> Cutter:
-        each, has, ordered = (halves, found, known) if shape.halved else plain
-        return Cutter(lowered, axis.name, each, has, replace(shape, placed=homes(has, shape.cuts, ordered)))
-
-    @cache
-    def has_held() -> Held:
-        return Held.of(lowered, found, halves.keys())
-
-    def leaner(shape: Shape, need: Need, budget: int) -> list[Shape]:
-        return [replace(shape, cuts=cuts) for cuts in lean_cuts(shape, work, has_held(), need.most.total, budget)]
-
-    return fastest_that_fits(lowered, shapes, cutter, leaner)
+    uncut = Uncut(lowered)
+    return uncut.cut(uncut.shapes.can[0])
 
 
-def _read(lowered: Lowered, each: Stage) -> tuple[Kinds, Mapping[Node, int]]:
-    """What a microbatch's values depend on, and the numbers of the global-view values that they are forms of."""
-    keys = each.keys()
-    return kinds(each.graph, keys), numbers(each.graph, lowered.placed.graph)
+class Uncut:
+    """What is to be cut into stages, as far as that is the same for all shapes.
 
-
-def fastest_that_fits(
-    lowered: Lowered,
-    shapes: Sequence[Shape],
-    cutter: Callable[[Shape], Cutter],
-    leaner: Callable[[Shape, Need, int], Sequence[Shape]],
-) -> Lowered:
-    """The stages cut in the first way under which no rank holds more than it may. `shapes`: the fastest first.
-
-    Where none fits, stages that hold less and take longer are tried (`leaner`), unless the user has said where to cut. A schedule that the
-    user names is held against nothing but the user's own budget. DoesNotFit: none fits.
+    before, each and after, with parameters gathered once where that is expected to fit
+    halves  the microbatch with backwards that can be halved taken apart, and what its values depend on; `plain`: as it came
     """
-    budget = may_hold(lowered.request)
-    if budget is None or (lowered.request.schedule is not None and lowered.request.memory_budget is None):
-        return cutter(shapes[0]).run()
-    needs: list[tuple[Shape, Need]] = []
 
-    def fitting(shape: Shape) -> Lowered | None:
-        try:
-            made = cutter(shape).run()
-        except CompilerFault:
-            raise
-        except (CompileError, PlanError, ScheduleError):
-            if not needs:
-                raise
-            return None  # one that cannot be is no alternative
-        needs.append((shape, need_of(made)))
-        return made if needs[-1][1].most.total <= budget else None
+    def __init__(self, lowered: Lowered) -> None:
+        if "each" not in lowered.stages:
+            lowered = replace(lowered, stages=without_update(lowered.stages["main"]))
+        self.gathered = gathers_once(lowered, lowered.inputs)
+        if self.gathered:
+            lowered = replace(lowered, stages=gather_once(lowered.stages))
+        self.lowered = lowered
+        whole = lowered.stages["each"]
+        halves = weights_apart(whole)
+        self.halves = Microbatch.of(halves, lowered)
+        self.plain = Microbatch.of(whole, lowered) if halves is not whole else self.halves
+        self.work = Work.of(lowered, self.halves.found, self.halves.numbers)
 
-    for shape in shapes:
-        if (made := fitting(shape)) is not None:
-            return made
-    for shape, need in () if lowered.request.pp_splits else tuple(needs):
-        for lean in leaner(shape, need, budget):
-            if (made := fitting(lean)) is not None:
-                return made
-    raise DoesNotFit(least([need for _, need in needs]), lowered.request)
+    @cached_property
+    def shapes(self) -> Shapes:
+        return shapes_of(self.lowered, self.halves.found, self.halves.numbers, self.work)
+
+    def cut(self, shape: Shape) -> Lowered:
+        axis = self.lowered.mesh.pipeline_axis
+        assert axis is not None
+        own = self.halves if shape.halved else self.plain
+        shape = replace(shape, placed=homes(own.found, shape.cuts, own.numbers))
+        return Cutter(self.lowered, axis.name, own.stage, own.found, shape).run()
+
+    def leaner(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
+        """Shapes whose stages may hold no more than the budget, where this one's take `needed`; the faster first."""
+        return [replace(shape, cuts=cuts) for cuts in lean_cuts(shape, self.work, self._held, needed, budget)]
+
+    @cached_property
+    def _held(self) -> Held:
+        return Held.of(self.lowered, self.halves.found, self.halves.stage.keys())
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """`each`, what its values depend on, and the numbers of the global-view values that they are forms of."""
+
+    stage: Stage
+    found: Kinds
+    numbers: Mapping[Node, int]
+
+    @classmethod
+    def of(cls, each: Stage, lowered: Lowered) -> Microbatch:
+        return cls(each, kinds(each.graph, each.keys()), numbers(each.graph, lowered.placed.graph))
 
 
 class Cutter:

@@ -48,6 +48,13 @@ class DoesNotFit(PlanError):
         self.need = need
 
 
+def budget_of(request: Request) -> int | None:
+    """What candidates are held against. A schedule that the user names, for a number of microbatches that is said, is held against nothing
+    but the user's own budget."""
+    said = request.microbatches is not None and request.schedule is not None
+    return None if said and request.memory_budget is None else may_hold(request)
+
+
 def may_hold(request: Request) -> int | None:
     """Bytes that a rank may hold: what the user says, or the memory of a GPU; None: whatever it takes.
 

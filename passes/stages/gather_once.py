@@ -10,13 +10,14 @@ gradients add up whole and are reduced after the last microbatch. It costs the b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import for_mesh
 from meshc.ir import spmd
-from meshc.ir.graph import entering, equal_calls
+from meshc.ir.graph import copied, entering, equal_calls
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
@@ -45,7 +46,7 @@ def gathers_once(phase: Outset, inputs: Sequence[Port]) -> bool:
 
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
     """`before` with the gathers of what `each` reads of parameters alone; `each` without them."""
-    each = stages["each"]
+    each = replace(stages["each"], graph=copied(stages["each"].graph))
     keys = each.keys()
     learned = kinds(each.graph, keys).learned
     gathers = dict.fromkeys(node for node in each.graph.nodes if node in learned and node.target is spmd.all_gather)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch.fx import Node
 
-from meshc.errors import CompileError, PlanError, ScheduleError
+from meshc.errors import CompileError, PlanError
 from meshc.ir import records
 from meshc.passes import schedules
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.passes.schedules.kind import Kind, Lists
+from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.balance import best_cuts
 from meshc.passes.stages.homes import Home, Kinds, homes
 from meshc.passes.stages.places import Work
@@ -39,6 +39,10 @@ class Shape:
     trains: bool
     placed: Mapping[Node, Home]
 
+    @property
+    def name(self) -> str:
+        return "the user's lists" if isinstance(self.kind, str) else self.kind.name
+
     @cached_property
     def halved(self) -> frozenset[int]:
         """Stages of which some backward is in two halves."""
@@ -57,8 +61,16 @@ class Shape:
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
 
-def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work: Work) -> list[Shape]:
-    """What the user asked for; else all schedules that can be, over stages of equal time, the one predicted to be fastest first."""
+@dataclass(frozen=True)
+class Shapes:
+    """`can`: there is one at least, the one predicted to be fastest first; `cannot`: schedules, each with the reason."""
+
+    can: tuple[Shape, ...]
+    cannot: Mapping[str, Refused] = field(default_factory=dict)
+
+
+def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work: Work) -> Shapes:
+    """What the user asked for; else all schedules, over stages of equal time."""
     trains = bool(found.backward)
     named = _named_cuts(lowered.request, found) if lowered.request.pp_splits else None
     stages = _asked_stages(lowered, named)
@@ -69,16 +81,20 @@ def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work:
         return Shape(cuts, ranks, kind, lowered.request.count, trains, homes(found, cuts, numbers))
 
     if lowered.request.schedule is not None:
-        return [shaped(_asked(lowered.request.schedule, trains, stages, lowered))]
-    shapes = []
+        return Shapes((shaped(_asked(lowered.request.schedule, trains, stages, lowered)),))
+    can: list[Shape] = []
+    cannot: dict[str, Refused] = {}
     for name in schedules.names():
         kind = schedules.get(name)
         if kind.trains == trains:
-            with suppress(ScheduleError, CompileError):  # too few places, stages or microbatches for this one
-                shapes.append(shaped(kind))
-    if not shapes:
-        return [shaped(schedules.get("1f1b" if trains else "inference"))]
-    return sorted(shapes, key=lambda shape: predicted_s(shape, work, found))
+            made = attempt(partial(shaped, kind))
+            if isinstance(made, Refused):  # too few places, stages or microbatches for this one
+                cannot[name] = made
+            else:
+                can.append(made)
+    if not can:
+        raise cannot["1f1b" if trains else "inference"].error
+    return Shapes(tuple(sorted(can, key=lambda shape: predicted_s(shape, work, found))), cannot)
 
 
 def predicted_s(shape: Shape, work: Work, found: Kinds) -> float:

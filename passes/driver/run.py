@@ -1,0 +1,35 @@
+"""One pass after the other, each timed, its graphs verified, and shown to whoever listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from meshc.frontend.faults import phase as part
+from meshc.passes.driver.structure import Structure
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.single import Hook, Pass
+
+Given = TypeVar("Given", bound=Outset)
+Left = TypeVar("Left", bound=Outset)
+
+
+def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:
+    structure = Structure(phase)
+    start = time.process_time()
+    with part(f"the pass {each.name}"):
+        left = each.run(phase)
+        seconds = time.process_time() - start
+        structure.verify(left)
+    left = replace(left, seconds={**left.seconds, each.name: seconds})
+    if hook is not None:
+        hook(each.name, left)
+    return left
+
+
+def run_all(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | None = None) -> Left:
+    for each in passes:
+        phase = run(each, phase, hook)
+    return phase

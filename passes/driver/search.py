@@ -1,0 +1,210 @@
+"""Search: of the ways to run a pipeline, the one that is taken.
+
+    microbatches  gathered once  schedule  cuts       predicted     holds
+    4             yes            zb_v      3, 7, 11                  9.1 MB    more than a rank may hold, 8 MB
+    4             yes            zb_h1     7           1.3 ms        7.9 MB    taken
+    8             yes            zb_v      3, 7, 11    1.4 ms        7.6 MB    slower than what is taken
+
+A candidate is a number of microbatches, whether stored parameters are gathered once a call, a schedule, and where to cut. Its cost is the
+seconds that a call's microbatches are predicted to take; the budget is what a rank may hold. For each number of microbatches the candidates
+come in the order in which they are expected to be better (schedules over stages of equal time, the one that a chain predicts to be fastest
+first; stages that hold less and take longer; all of that with parameters gathered more often), and the first that fits stands for
+the number. Of these the fastest is taken. A candidate that cannot be, or does not fit, is an entry of the table with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, TypeVar
+
+from meshc.cost.predict import costs_of
+from meshc.frontend.faults import phase as part
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.run import run, run_all
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.single import Hook
+from meshc.passes.phases.tried import Tried
+from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.stages.cut_stages import Uncut
+from meshc.passes.stages.fit import DoesNotFit, Need, budget_of, least, need_of
+from meshc.passes.stages.shape import Shape
+from meshc.pipelining.schedule import parse
+from meshc.pipelining.timing import simulate
+
+Answer = TypeVar("Answer")
+
+TIMES_RANKS: Final = (1, 2, 4, 8)
+"""Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. More of them
+fill the pipeline better and cost more launches and messages."""
+
+
+def said(request: Request) -> Request:
+    """With the number of microbatches that follows from the rest of the request, where one does."""
+    if request.microbatches is not None:
+        return request
+    if request.mesh.pipeline_axis is None:
+        return replace(request, microbatches=1)
+    if isinstance(request.schedule, str) and ":" in request.schedule:
+        return replace(request, microbatches=parse(request.schedule, ()).microbatches)
+    return request
+
+
+def has_choice(request: Request) -> bool:
+    """Whether there is anything to search: the number of microbatches, or what fits."""
+    return request.mesh.pipeline_axis is not None and (request.microbatches is None or budget_of(request) is not None)
+
+
+def search(placed: Placed, hook: Hook | None) -> Lowered:
+    """What `stages` leaves, of what `factorize` left. `hook` is told of the passes that led there, in their order.
+
+    Raises DoesNotFit, or what is in the way of the first candidate, if nothing can be.
+    """
+    start = time.process_time()
+    request, found = placed.request, Search(placed, budget_of(placed.request))
+    with part("searching for the stages"):
+        answers = [found.of_count(count) for count in _counts(placed)]
+    fitting = [answer for answer in answers if isinstance(answer, Fitting)]
+    if not fitting:
+        found.last.tell(hook)
+        if found.needs:
+            raise DoesNotFit(least(found.needs), request)
+        raise next(answer.error for answer in answers if isinstance(answer, Refused))
+    taken = min(fitting, key=lambda each: (each.seconds, each.lowered.request.count))
+    taken.heard.tell(hook)
+    left = replace(taken.lowered, tried=tuple(_dropped(found.tried, taken)))
+    if len(left.tried) == 1:
+        return left
+    spent = sum(left.seconds.values()) - sum(placed.seconds.values())
+    return replace(left, seconds={**left.seconds, "search": max(0.0, time.process_time() - start - spent)})
+
+
+def _counts(placed: Placed) -> list[int]:
+    """Numbers of microbatches to try: what is said, or those that divide the batch."""
+    axis, request = placed.mesh.pipeline_axis, placed.request
+    assert axis is not None
+    if request.microbatches is not None:
+        return [request.microbatches]
+    sizes = {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
+    return [1, *(n for times in TIMES_RANKS if (n := times * axis.size) > 1 and not any(size % n for size in sizes))]
+
+
+def _dropped(tried: list[Tried], taken: Fitting) -> Iterator[Tried]:
+    for each in tried:
+        yield replace(each, dropped="slower than what is taken") if not each.dropped and each is not taken.tried else each
+
+
+class Heard:
+    """Passes that have run, each with the phase that it left."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, Outset]] = []
+
+    def hook(self, name: str, phase: Outset) -> None:
+        self.steps.append((name, phase))
+
+    def tell(self, hook: Hook | None) -> None:
+        if hook is not None:
+            for name, phase in self.steps:
+                hook(name, phase)
+
+    def copied(self) -> Heard:
+        other = Heard()
+        other.steps = list(self.steps)
+        return other
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A candidate that fits, and the passes that led to it."""
+
+    lowered: Lowered
+    tried: Tried
+    seconds: float
+    heard: Heard
+
+
+@dataclass
+class Search:
+    """
+    budget  bytes that a rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
+    tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
+    """
+
+    placed: Placed
+    budget: int | None
+    tried: list[Tried] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    last: Heard = field(default_factory=Heard)
+
+    def of_count(self, count: int) -> Fitting | Refused | None:
+        """The first candidate with so many microbatches that fits; None if none does."""
+        request = replace(self.placed.request, microbatches=count)
+        for once in dict.fromkeys((request.gather_once, False)):
+            self.last = Heard()
+            uncut = attempt(partial(self._uncut, replace(request, gather_once=once)))
+            if isinstance(uncut, Refused):
+                return self._note(Tried(count, once, dropped=str(uncut)), uncut)
+            answer = self._of(uncut)
+            if answer is not None or not uncut.gathered:
+                return answer
+        return None
+
+    def _uncut(self, request: Request) -> Uncut:
+        placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
+        lowered = run(pipeline.MICROBATCH, run(pipeline.PARTITION, placed, self.last.hook), self.last.hook)
+        with part(f"the pass {pipeline.STAGES.name}"):
+            uncut = Uncut(lowered)
+            for schedule, refused in uncut.shapes.cannot.items():
+                self.tried.append(Tried(request.count, uncut.gathered, schedule, dropped=str(refused)))
+        return uncut
+
+    def _of(self, uncut: Uncut) -> Fitting | Refused | None:
+        """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less."""
+        large: list[tuple[Shape, Need]] = []
+
+        def candidates() -> Iterator[Shape]:
+            yield from uncut.shapes.can
+            if self.budget is not None and not uncut.lowered.request.pp_splits:
+                for shape, need in tuple(large):
+                    yield from uncut.leaner(shape, need.most.total, self.budget)
+
+        for shape in candidates():
+            answer = self._cut(uncut, shape)
+            if isinstance(answer, Fitting) or (isinstance(answer, Refused) and not large):
+                return answer  # what comes first and cannot be is no matter of memory
+            if isinstance(answer, Need):
+                large.append((shape, answer))
+        return None
+
+    def _cut(self, uncut: Uncut, shape: Shape) -> Fitting | Refused | Need:
+        """One candidate: cut, predicted, held against the budget."""
+        heard, request = self.last.copied(), uncut.lowered.request
+        tried = Tried(request.count, uncut.gathered, shape.name, shape.cuts)
+        stages = replace(pipeline.STAGES, run=lambda lowered: uncut.cut(shape))
+        lowered = attempt(partial(run, stages, uncut.lowered, heard.hook))
+        if isinstance(lowered, Refused):
+            return self._note(replace(tried, dropped=str(lowered)), lowered)
+        need = None if self.budget is None else need_of(lowered)
+        if need is not None and self.budget is not None and need.most.total > self.budget:
+            self.needs.append(need)
+            return self._note(replace(tried, holds=need.most.total, dropped=f"more than a rank may hold, {self.budget:,} bytes"), need)
+        seconds = predicted_s(lowered)
+        tried = replace(tried, seconds=seconds, holds=None if need is None else need.most.total)
+        return self._note(tried, Fitting(lowered, tried, seconds, heard))
+
+    def _note(self, tried: Tried, answer: Answer) -> Answer:
+        self.tried.append(tried)
+        return answer
+
+
+def predicted_s(lowered: Lowered) -> float:
+    """Seconds of a call's microbatches."""
+    pipelined = lowered.pipeline
+    assert pipelined is not None
+    return simulate(pipelined.schedule, costs_of(pipelined, lowered.stages, lowered.mesh)).makespan_s

@@ -1,0 +1,24 @@
+"""Tried: what a search has tried, and why what was not taken was dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate: so many microbatches, under this schedule, cut there, with stored parameters gathered once a call or not.
+
+    schedule  "" where it was not come to that
+    seconds   of a call's microbatches, as predicted; None: not cut, or it does not fit
+    holds     bytes that the rank that needs most holds; None: nothing is asked of memory, or it was not cut
+    dropped   why it is not taken; "" of the one that is
+    """
+
+    microbatches: int
+    gather_once: bool
+    schedule: str = ""
+    cuts: tuple[int, ...] = ()
+    seconds: float | None = None
+    holds: int | None = None
+    dropped: str = ""
