@@ -142,6 +142,7 @@ owners = [
 ]
 shared = []
 returned = []
+starts = []
 """)
 
 
