@@ -75,7 +75,7 @@ class Asked:
         except (ValueError, AssertionError, LookupError, StopIteration, TypeError, ArithmeticError, MeshcError):
             return None
 
-    def _used(self, node: Node) -> set[Any]:
+    def _used(self, node: Node) -> set[object]:
         if not isinstance(node.meta[ir.KEY], tuple):
             return {0}
         return {user.args[1] for user in node.users if ir.is_getitem(user)}

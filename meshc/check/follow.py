@@ -47,7 +47,7 @@ class _Walk:
     def __init__(self, stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> None:
         self.sizes = sizes
         self.spreads: dict[Node, tuple[Spread, ...]] = {}
-        self.places: dict[Any, tuple[str, ...] | None] = {0: ()}
+        self.places: dict[object, tuple[str, ...] | None] = {0: ()}
         self.asked = Asked(rules, sizes) if rules is not None else None
 
     def visit(self, node: Node) -> None:
@@ -96,7 +96,7 @@ class _Walk:
         return self.spreads[node][0]
 
     def _made(self, node: Node, declared: Sequence[Spread]) -> Sequence[Spread]:
-        target: Any = node.target
+        target: object = node.target
         if ir.is_getitem(node):
             return [self.spreads[node.args[0]][node.args[1]]]  # type: ignore[index]
         if target in spmd.FUNCTIONS.values():

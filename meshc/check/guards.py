@@ -11,7 +11,7 @@ The types have been checked before (`stage.py`), rules of shapes with them; they
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -45,7 +45,7 @@ def guarded(target: Target, function: Function) -> Function:
     if not isinstance(target, OpOverload) or target not in TRUSTING:
         return function
 
-    def after_guard(*args: Any, **kwargs: Any) -> Any:
+    def after_guard(*args: object, **kwargs: object) -> object:
         wrong = fault(target, args, kwargs)
         if wrong is not None:
             raise ValueError(f"its operands do not fit: {wrong}")
@@ -55,7 +55,7 @@ def guarded(target: Target, function: Function) -> Function:
 
 
 def _zeroed(function: Function) -> Function:
-    def zeros(*args: Any, **kwargs: Any) -> Any:
+    def zeros(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs).zero_()
 
     return zeros

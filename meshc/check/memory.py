@@ -11,7 +11,6 @@ Under the name of what was written stands the new value from there on, for the u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch.fx import Node
 
@@ -28,7 +27,7 @@ Memory = frozenset[str]
 """Whose memory a value may lie in: keys of parameters of the stage, and names of values that have their own."""
 
 
-def faults(stage: Stage, may_view: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
+def faults(stage: Stage, may_view: Callable[[object], bool]) -> Iterator[tuple[str, str]]:
     """(value, what is wrong with it). `may_view`: whether an operator's result may lie in the memory of its operands."""
     memory = memories(stage, may_view)
     written: dict[str, Node] = {}
@@ -57,7 +56,7 @@ def _is_early(node: Node) -> bool:
     return told.phase == "backward" or told.phase == "forward" and (told.source != Source() or bool(told.reason))
 
 
-def memories(stage: Stage, may_view: Callable[[Any], bool]) -> Mapping[Node, Memory]:
+def memories(stage: Stage, may_view: Callable[[object], bool]) -> Mapping[Node, Memory]:
     found: dict[Node, Memory] = {}
     keys = iter(stage.inputs)
     for node in stage.graph.nodes:

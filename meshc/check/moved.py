@@ -22,7 +22,7 @@ from meshc.check.types import Wrong
 from meshc.ir import spmd
 from meshc.ir.sharding import Part
 
-Places = Mapping[Any, tuple[str, ...] | None]
+Places = Mapping[object, tuple[str, ...] | None]
 """The axes on which an integer says where a rank is; None: not known."""
 
 
@@ -96,7 +96,7 @@ def _halo(node: Node, given: Spread, declared: Spread | None, *_: Any) -> Spread
     return _with_dim(given, dim, None, declared, axes=None)
 
 
-_MOVES: Final[Mapping[Any, Callable[..., Spread]]] = {
+_MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.all_reduce: _all_reduce,
     spmd.all_gather: _all_gather,
     spmd.reduce_scatter: _reduce_scatter,

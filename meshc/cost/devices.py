@@ -147,7 +147,7 @@ def read(path: Path) -> dict[str, Device]:
     if len(text) > MOST_CHARACTERS:
         raise ArtifactError(f"{path} has {len(text)} characters, a file of devices at most {MOST_CHARACTERS}; {ANEW}")
     try:
-        sections: dict[str, Any] = tomllib.loads(text)
+        sections: dict[str, object] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: {error}; {ANEW}") from error
     return {name: _device(name, section, path) for name, section in sections.items()}
@@ -205,7 +205,7 @@ def _device(name: str, section: Any, path: Path) -> Device:
     return one
 
 
-def _numbers(given: Any, where: str) -> dict[str, float]:
+def _numbers(given: object, where: str) -> dict[str, float]:
     """Figures that predictions multiply and divide by: finite, and above zero but for what something costs beside its size."""
     if not isinstance(given, Mapping):
         raise ArtifactError(f"{where} is {shown(given)}, no section of numbers; {ANEW}")

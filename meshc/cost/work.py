@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from meshc.program.program import Program
 
@@ -35,7 +35,7 @@ class Work:
     def __str__(self) -> str:
         return f"{self.operator} {self.phase} in {self.module or 'the model'}"
 
-    def plain(self) -> list[Any]:
+    def plain(self) -> list[object]:
         """As JSON holds it."""
         return [self.module, self.operator, self.phase, self.flops, self.by_axis]
 

@@ -78,7 +78,7 @@ def _said(low: int, high: int) -> str:
     return f"from {low} to {high}" if high < UNBOUNDED else f"from {low} on"
 
 
-def read(given: Any) -> DynamicDims:
+def read(given: object) -> DynamicDims:
     """What `Options(dynamic=...)` says. Raises PlanError."""
     if given is None:
         return DynamicDims()
@@ -103,7 +103,7 @@ def read(given: Any) -> DynamicDims:
     return DynamicDims(dims, ranges)
 
 
-def _dim(dim: Any, where: str) -> tuple[str, int, int]:
+def _dim(dim: object, where: str) -> tuple[str, int, int]:
     name = getattr(dim, "__name__", None)
     low, high = getattr(dim, "min", None), getattr(dim, "max", None)
     if not isinstance(name, str) or not name.isidentifier() or low is None or high is None or type(dim).__name__ != "Dim":

@@ -47,7 +47,7 @@ class TrainStep:
         self,
         model: nn.Module,
         *,
-        optimizer: torch.optim.Optimizer | Sequence[Any] | Any,
+        optimizer: torch.optim.Optimizer | Sequence[object] | Any,
         loss: Function | None = None,
         clip_grad_norm: float | None = None,
         microbatches: int | None = None,
@@ -99,7 +99,7 @@ def traced_step(step: TrainStep) -> Traced:
     signature = StepSignature(step.model.forward, loss)
     forward, positional, star = signature.forward, signature.positional, signature.star
 
-    def function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def function(module: nn.Module, *args: Any, **kwargs: Any) -> object:
         mine = {key: value for key, value in kwargs.items() if key not in forward}
         places = len(args) if star else len([name for name in positional if name not in kwargs])
         output = module(*args[:places], **{key: value for key, value in kwargs.items() if key in forward})
@@ -109,7 +109,7 @@ def traced_step(step: TrainStep) -> Traced:
     return Traced(step.model, function, signature)
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """The loss in a model's output: a scalar, or `output.loss`."""
     if isinstance(output, Tensor):
         if output.numel() != 1:
@@ -124,12 +124,12 @@ def loss_of(output: Any) -> Tensor:
 # What a loss function returns.
 
 
-def loss_and_metrics(result: Any) -> Any:
+def loss_and_metrics(result: object) -> object:
     """A loss function's result as a step's function returns it."""
     if isinstance(result, Tensor):
         return _scalar(result)
     if isinstance(result, Mapping) and isinstance(result.get(LOSS), Tensor):
-        metrics: Mapping[Any, Any] = {key: value for key, value in result.items() if key != LOSS}
+        metrics: Mapping[object, object] = {key: value for key, value in result.items() if key != LOSS}
         loss = result[LOSS]
     elif isinstance(result, list | tuple) and result and isinstance(result[0], Tensor):
         loss, *rest = result

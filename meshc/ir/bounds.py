@@ -84,7 +84,7 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number that JSON has")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -93,7 +93,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def integer(value: Any, what: str, low: int = 0, high: int = MOST_SIZE) -> int:
+def integer(value: object, what: str, low: int = 0, high: int = MOST_SIZE) -> int:
     """An integer within bounds. Raises ArtifactError, saying `what` it is meant to be."""
     if type(value) is not int or not low <= value <= high:
         raise ArtifactError(f"{what} is {shown(value)}, and must be an integer from {low} to {high}")

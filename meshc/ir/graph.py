@@ -97,7 +97,7 @@ def dying(last: Mapping[Node, Node]) -> dict[Node, list[Node]]:
 def equal_calls(nodes: Iterable[Node], apart: Callable[[Node], str] = lambda node: "") -> Iterator[tuple[Node, Node]]:
     """Each call that is equal to an earlier one, with that one; `apart` says what else must be alike. The caller may replace and erase
     what it is given: what reads it is compared afterwards. (torch's own pass for this knows neither records nor phases.)"""
-    seen: dict[tuple[Any, ...], Node] = {}
+    seen: dict[tuple[object, ...], Node] = {}
     for node in list(nodes):
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             # repr keeps 1, 1.0 and True apart, which compare equal

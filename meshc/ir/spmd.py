@@ -70,7 +70,7 @@ def keep_first(x: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _collective(name: str) -> Function:
-    def call(*_: Any, **__: Any) -> Any:
+    def call(*_: object, **__: object) -> object:
         raise RuntimeError(f"{name}() is a collective: it has a meaning only on running or simulated ranks")
 
     call.__name__ = call.__qualname__ = name

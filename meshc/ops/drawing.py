@@ -43,7 +43,7 @@ def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tenso
 
 
 def _raised_normal(
-    mean: Tensor | float, std: Tensor | float = 1.0, size: Any = None, *, seed_step: Tensor, call: int,
+    mean: Tensor | float, std: Tensor | float = 1.0, size: object = None, *, seed_step: Tensor, call: int,
     dtype: torch.dtype | None = None, **_: object,
 ) -> Tensor:  # fmt: skip
     given = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
@@ -104,7 +104,7 @@ def _raised_gumbel_softmax(
 def _filled(values: Callable[..., Tensor], **defaults: float) -> Callable[..., Tensor]:
     """A method that overwrites its tensor with draws; `defaults` are its numbers, in order."""
 
-    def raised(input: Tensor, *numbers: Any, seed_step: Tensor, call: int, generator: object = None, **named: Any) -> Tensor:
+    def raised(input: Tensor, *numbers: object, seed_step: Tensor, call: int, generator: object = None, **named: object) -> Tensor:
         given = {**defaults, **dict(zip(defaults, numbers, strict=False)), **named}
         return input.copy_(values(Draws.of(seed_step, call, input.shape), *given.values(), input.dtype))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from meshc.ir.functions import Function, Target
@@ -11,7 +9,7 @@ from meshc.ops import attention, check_index, grouped, norm, routed, take, upsam
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
-_PLAIN: dict[Any, Function] = {}
+_PLAIN: dict[object, Function] = {}
 
 
 def _collect() -> None:

@@ -7,7 +7,6 @@ CUDA graph may hold it; seed and step are loaded on the device. Imported only wh
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 import triton
@@ -182,8 +181,8 @@ def draw(
 ) -> None:  # fmt: skip
     """`philox.draw` on CUDA; the tile has at most `DIMS` dims."""
     dims, n = len(tile.sizes), tile.elements
-    sizes: list[Any] = [*tile.sizes, *[1] * (DIMS - dims)]
-    strides: list[Any] = [*tile.strides, *[0] * (DIMS - dims)]
+    sizes: list[int] = [*tile.sizes, *[1] * (DIMS - dims)]
+    strides: list[int] = [*tile.strides, *[0] * (DIMS - dims)]
     one_word = kind in (UNIFORM32.value, MASK.value, DROPOUT32.value, DROPOUT64.value)
     aligned = tile.strides[-1] == 1 and all(value % 4 == 0 for value in (tile.base, tile.sizes[-1], *tile.strides[:-1]))
     at = out if out is not None else mask

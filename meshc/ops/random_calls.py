@@ -18,7 +18,7 @@ RAISED: dict[Any, Function] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
 
 UNKNOWN_COUNT = "how many uniform numbers one of its results takes is not known beforehand"
-REFUSED: dict[Any, str] = {
+REFUSED: dict[object, str] = {
     torch.poisson: UNKNOWN_COUNT,
     torch.binomial: UNKNOWN_COUNT,
     "random_": "without bounds it draws from more integers than a float64 tells apart",
@@ -30,10 +30,10 @@ def _quiet_rrelu(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, 
     return _functional.leaky_relu(input, (lower + upper) / 2, inplace is True)
 
 
-QUIET: dict[Any, Function] = {_functional.rrelu: _quiet_rrelu, torch.rrelu: _quiet_rrelu}
+QUIET: dict[object, Function] = {_functional.rrelu: _quiet_rrelu, torch.rrelu: _quiet_rrelu}
 """What stands for a function that draws, in a call in which it does not; those that are not listed stay."""
 
-RANDOM_CALLS: frozenset[Any] = frozenset(target for target in RAISED if target not in _RECURRENT) | frozenset(REFUSED)
+RANDOM_CALLS: frozenset[object] = frozenset(target for target in RAISED if target not in _RECURRENT) | frozenset(REFUSED)
 """Torch-level targets that draw whenever they are not switched off; methods by name."""
 
 

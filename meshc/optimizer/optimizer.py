@@ -202,9 +202,9 @@ def _with_values(slots: Sequence[Slot], state: Mapping[str, Any] | None) -> tupl
 
 def update_nodes(
     group: GroupSpec,
-    param: Any,
-    grad: Any,
-    state: Mapping[str, Any],
+    param: object,
+    grad: object,
+    state: Mapping[str, object],
     numbers: Mapping[str, Any],
     call: Function,
     like: Any = None,
@@ -233,7 +233,7 @@ def update_nodes(
 
 
 def _inline(
-    group: GroupSpec, param: Any, grad: Any, state: Mapping[str, Any], numbers: Mapping[str, Any], call: Function, like: Any
+    group: GroupSpec, param: Any, grad: Any, state: Mapping[str, object], numbers: Mapping[str, Any], call: Function, like: Any
 ) -> tuple[Any, dict[str, Any]]:
     update = group.traced.get((tuple(like.shape), like.dtype))
     if update is None:

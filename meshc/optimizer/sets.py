@@ -24,7 +24,7 @@ class Optimizers:
     """
 
     members: tuple[torch.optim.Optimizer, ...]
-    wrappers: tuple[Any, ...] = ()
+    wrappers: tuple[object, ...] = ()
     idle: tuple[tuple[Tensor, str], ...] = ()
 
     @property

@@ -41,7 +41,7 @@ def write(timeline: Timeline, about: Mapping[str, Any] | None = None) -> str:
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": other})
 
 
-def _pipeline(events: Sequence[Event], ranks: Sequence[int], number: int) -> Iterator[dict[str, Any]]:
+def _pipeline(events: Sequence[Event], ranks: Sequence[int], number: int) -> Iterator[dict[str, object]]:
     """The events of the ranks of one pipeline, in its order. `number`: of the first one."""
     computing = {item: event for event in events if isinstance(item := event.instruction, Action)}
     owners = {action.stage: event.rank for action, event in computing.items()}
@@ -75,7 +75,7 @@ def _leaves(item: Item) -> TypeGuard[Send | Handed]:
     return isinstance(item, Send) or (isinstance(item, Handed) and item.op == "SEND")
 
 
-def _slice(event: Event, thread: int) -> dict[str, Any]:
+def _slice(event: Event, thread: int) -> dict[str, object]:
     item = event.instruction
     return {
         "ph": "X",
@@ -95,7 +95,7 @@ def _asynchronous(event: Event, kind: str, thread: int, number: int) -> Iterator
     yield {"ph": "e", **shared, "ts": _us(event.end_s)}
 
 
-def _arrow(item: Recv, number: int, computing: Mapping[Action, Event]) -> Iterator[dict[str, Any]]:
+def _arrow(item: Recv, number: int, computing: Mapping[Action, Event]) -> Iterator[dict[str, object]]:
     """From the action that made a message to the one that waits for it."""
     made = computing.get(item.message.of)
     user = next((computing[user] for user in item.message.users if user in computing), None)
@@ -131,7 +131,7 @@ def read(text: str, where: str = "this") -> Timeline:
     return Timeline(tuple(events), ranks, str(other.get("name", "")), _pipelines(other.get("pipelines", ()), ranks, where))
 
 
-def _pipelines(told: Any, ranks: int, where: str) -> tuple[tuple[int, ...], ...]:
+def _pipelines(told: object, ranks: int, where: str) -> tuple[tuple[int, ...], ...]:
     """Each rank stands in one of them, or there are none."""
     if not isinstance(told, list | tuple) or not all(isinstance(one, list) for one in told):
         raise ArtifactError(f"{where}: the pipelines of a trace are lists of ranks")
@@ -141,7 +141,7 @@ def _pipelines(told: Any, ranks: int, where: str) -> tuple[tuple[int, ...], ...]
     return found
 
 
-def _event(entry: dict[str, Any], ends: dict[tuple[Any, Any, Any], float], where: str) -> Event | None:
+def _event(entry: dict[str, Any], ends: dict[tuple[object, object, object], float], where: str) -> Event | None:
     if entry.get("ph") not in ("X", "b"):
         return None
     try:
@@ -158,6 +158,6 @@ def _event(entry: dict[str, Any], ends: dict[tuple[Any, Any, Any], float], where
     return Event(rank, item, start, end)
 
 
-def _seconds(microseconds: Any, what: str, low: float = -MOST_SECONDS) -> float:
+def _seconds(microseconds: object, what: str, low: float = -MOST_SECONDS) -> float:
     """To the picosecond, so that no two times differ by less than a picture can say."""
     return round(number(microseconds, what, low * _US, MOST_SECONDS * _US) / _US, 12)

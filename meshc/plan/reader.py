@@ -50,7 +50,7 @@ def toml_lines(text: str) -> list[tuple[int, str]]:
     except ImportError as error:
         raise PlanError("TOML needs Python 3.11; or put the same lines into a .plan file, which needs nothing") from error
     try:
-        entries: dict[str, Any] = tomllib.loads(text)
+        entries: dict[str, object] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         fix = 'entries are quoted in TOML, as in tp = "heads, ffn" and pin = ["lm_head.weight: vocab/tp, _"]'
         raise PlanError(f"{error}; {fix}") from error

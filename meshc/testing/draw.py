@@ -246,11 +246,11 @@ class _RowMajor(torch.autograd.Function):
     """The value and its gradient, in row-major order."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
+    def forward(ctx: object, value: Tensor) -> Tensor:
         return value.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
 
 

@@ -66,7 +66,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     **{f"c{bits}": getattr(torch, f"complex{bits}") for bits in (32, 64, 128)},
     **{f"f8{kind}": getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
 }
-CONSTANTS: Final[dict[str, Any]] = {
+CONSTANTS: Final[dict[str, object]] = {
     **DTYPES,
     "inf": math.inf,
     "nan": math.nan,
@@ -207,10 +207,10 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
     return text
 
 
-def side_table(stage: Stage) -> dict[str, Any]:
+def side_table(stage: Stage) -> dict[str, object]:
     """What the comments say, by value name: for each value (for each result) its source, reason and phase, defaults left out."""
     names = value_names(stage.graph)
-    table: dict[str, Any] = {}
+    table: dict[str, object] = {}
     for node in stage.graph.nodes:
         if ir.has_record(node):
             rows = [_side_row(record) for record in ir.records(node)]
@@ -315,7 +315,7 @@ def _returned(stage: Stage, names: Mapping[Node, str]) -> Iterator[str]:
     yield "    }"
 
 
-def returned_values(graph: Graph) -> tuple[Any, ...]:
+def returned_values(graph: Graph) -> tuple[object, ...]:
     """What a graph returns, as a tuple."""
     for node in reversed(graph.nodes):
         if node.op == "output":
@@ -336,7 +336,7 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-def _side_row(record: Record) -> dict[str, Any]:
+def _side_row(record: Record) -> dict[str, object]:
     source = {name: value for name, value in vars(record.source).items() if value != getattr(Source(), name)}
     row = {"source": source, "reason": record.reason, "phase": "" if record.phase == Record.phase else record.phase}
     return {name: value for name, value in row.items() if value}

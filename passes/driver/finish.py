@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from meshc.ir import calls
 from meshc.passes.phases.lowered import Lowered
@@ -31,7 +30,7 @@ def finish(lowered: Lowered) -> Program:
     )  # fmt: skip
 
 
-def _pipeline_asked(lowered: Lowered) -> dict[str, Any]:
+def _pipeline_asked(lowered: Lowered) -> dict[str, object]:
     """What compiling a pipeline again takes; of a function the schedule that it has made."""
     request, pipeline = lowered.request, lowered.pipeline
     if pipeline is None:

@@ -34,7 +34,7 @@ class Builder:
         self.meta: dict[Node, tuple[Any, ...]] = {}
         self.context = Record()
         self.entries: Mapping[str, str] = {}
-        self._integers: dict[Any, Node] = {}
+        self._integers: dict[object, Node] = {}
 
     def placeholder(self, name: str, record: Record) -> Node:
         node = self.graph.placeholder(name)
@@ -83,7 +83,7 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def _evaluate(self, target: Function, args: Any, kwargs: Any, world: int) -> Any:
+    def _evaluate(self, target: Function, args: Any, kwargs: Any, world: int) -> object:
         at = self.open.worlds[world]
 
         def value(argument: Any) -> Any:

@@ -11,7 +11,6 @@ taken for 0. What is certain to fit (a position, a place that `topk` found) is n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -25,7 +24,7 @@ from meshc.passes.phases.factors import Instance, Value
 from meshc.passes.rules.bounds import BOUNDS, MASKING, Bound, fits, origin
 from meshc.program.program import Port
 
-Key = tuple[Any, Bound]
+Key = tuple[object, Bound]
 
 
 class Guards:

@@ -188,11 +188,11 @@ class Lowering(Local):
         return x
 
 
-def _substitute(node: Node, operands: list[Node]) -> tuple[list[Any], dict[str, Any]]:
+def _substitute(node: Node, operands: list[Node]) -> tuple[list[object], dict[str, object]]:
     """The arguments of a global node with its tensors, in order, replaced by local ones."""
     rest = list(operands)
 
-    def visit(argument: object) -> Any:
+    def visit(argument: object) -> object:
         if isinstance(argument, Node):
             return rest.pop(0)
         if isinstance(argument, list | tuple):

@@ -67,8 +67,8 @@ class OpenShapes:
         )
 
 
-def _world(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
-    def put(value: Any) -> Any:
+def _world(sizes: Mapping[str, int]) -> Callable[[object], object]:
+    def put(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(at(item, sizes) for item in value)
         return at(value, sizes)
@@ -76,7 +76,7 @@ def _world(sizes: Mapping[str, int]) -> Callable[[Any], Any]:
     return put
 
 
-def _numbers(arguments: Any) -> Iterator[int]:
+def _numbers(arguments: object) -> Iterator[int]:
     if isinstance(arguments, Size):
         yield arguments
     elif isinstance(arguments, list | tuple):
@@ -87,7 +87,7 @@ def _numbers(arguments: Any) -> Iterator[int]:
             yield from _numbers(item)
 
 
-def _strides(arguments: Any) -> Iterator[int]:
+def _strides(arguments: object) -> Iterator[int]:
     """Small integers among arguments."""
     if isinstance(arguments, list | tuple):
         for item in arguments:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 meshc = torch.ops.meshc
 
 
-READS: dict[str, Any] = {"self_masked": True, "clean": (1,), "major": frozenset("v")}
+READS: dict[str, object] = {"self_masked": True, "clean": (1,), "major": frozenset("v")}
 """What readers of rows `v` by an index, their second operand, have in common: the index's padding must not point anywhere."""
 
 

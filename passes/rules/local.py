@@ -30,10 +30,10 @@ class Local(Protocol):
     @property
     def rule(self) -> Rule: ...
 
-    def emit(self, target: Target, *args: Any, **kwargs: Any) -> Node:
+    def emit(self, target: Target, *args: object, **kwargs: object) -> Node:
         """A call of an operator on local values; its result."""
 
-    def call(self, *operands: Any) -> Node:
+    def call(self, *operands: object) -> Node:
         """The operator itself on these operands, its other arguments as they are."""
 
     def item(self, value: Node, index: int) -> Node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 ours = torch.ops.meshc
-Lower = Callable[["Local"], Any]
+Lower = Callable[["Local"], object]
 
 
 def _lead(shape: tuple[int, ...], count: int) -> list[str]:

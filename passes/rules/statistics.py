@@ -111,7 +111,7 @@ def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     return local.emit(aten.pow.Tensor_Scalar, total, 1.0 / p)
 
 
-def _result_dtype(local: Local) -> dict[str, Any]:
+def _result_dtype(local: Local) -> dict[str, object]:
     """The dtype to compute in, where the call asks for another than x's."""
     asked = local.node.kwargs.get("dtype")
     return {} if asked is None else {"dtype": asked}

@@ -204,7 +204,7 @@ def _refuse_unwritten(faults: Mapping[str, str]) -> None:
         )
 
 
-def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> list[str]:
+def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> list[str]:
     """Notes on parameters that no optimizer holds, and on those of the optimizer that are not the model's."""
     notes = []
     held = {id(p) for group in spec.groups for p in group.params}

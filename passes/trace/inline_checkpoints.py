@@ -38,7 +38,7 @@ def _inline(module: GraphModule, call: Node) -> None:
     body = _body(module, call)
     operands = iter(call.args[1:])
     env: dict[Node, Any] = {}
-    result: Any = None
+    result: object = None
     for node in body.graph.nodes:
         if node.op == "placeholder":
             env[node] = next(operands)

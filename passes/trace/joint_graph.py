@@ -10,8 +10,6 @@ thereby synchronised). What tracing leaves behind (aliases, detaches, equal node
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Graph, Node
 
@@ -126,7 +124,7 @@ def _identifier(name: str) -> str:
     return text if text[0].isalpha() else f"_{text}"
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in _flat(item)]
     return [value]

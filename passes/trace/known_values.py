@@ -89,7 +89,7 @@ class KnownValues:
         return None if full is None else full.reshape(shape)
 
 
-def _holds_open_size(arguments: Any) -> bool:
+def _holds_open_size(arguments: object) -> bool:
     """Whether a number among the arguments is one that calls choose: what is made of it is not known while compiling."""
     if isinstance(arguments, list | tuple):
         return any(_holds_open_size(item) for item in arguments)

@@ -37,7 +37,7 @@ from meshc.program.program import Port
 aten = torch.ops.aten
 meshc = torch.ops.meshc
 
-DRAWS: dict[Any, int] = {meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2}
+DRAWS: dict[object, int] = {meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2}
 """Random operators, and where their call's number stands."""
 
 

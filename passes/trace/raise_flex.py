@@ -97,7 +97,7 @@ def _refuse_draws(body: Graph, what: str) -> None:
             )
 
 
-def element(x: Any, index: Any) -> Any:
+def element(x: Any, index: Any) -> object:
     """x[index] where tensors among the indices are positions, not numbers that a trace may read."""
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Tensor) or not any(isinstance(entry, Tensor) for entry in entries):

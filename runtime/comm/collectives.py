@@ -252,7 +252,7 @@ def _direct(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[Any]:
+def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[object]:
     """In a group of two: sends `mine`, receives `theirs`."""
     amounts = [0, 0]
     theirs, mine = _flat(theirs), _flat(mine)

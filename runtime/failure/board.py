@@ -70,7 +70,7 @@ class FailureBoard(Watch):
         self.turn = Turn(self.fail)  # which of its threads comes first is another on each rank: all must stop
         if not self._closed:
             atexit.register(self._at_exit)
-            self._hook: Any = self._uncaught  # one object, so that `close` knows it again
+            self._hook: object = self._uncaught  # one object, so that `close` knows it again
             self._hook_before, sys.excepthook = sys.excepthook, self._hook
 
     def guard(self, step: int | None, instruction: str) -> _Guard:

@@ -96,7 +96,7 @@ class Stream:
         with self._lock:
             return next((digest for since, digest in reversed(self._changes) if since <= count), None)
 
-    def told(self) -> list[Any]:
+    def told(self) -> list[object]:
         """Count, values and names of the last changes, as JSON holds them: names only where they are others than before."""
         rows: list[Any] = []
         last = None
@@ -133,7 +133,7 @@ class Numbers:
         """What a beat carries of this rank: the count of each stream, and the digest there."""
         return {stream.name: stream.now() for stream in self._alive() if stream.count}
 
-    def to_write(self) -> Iterable[tuple[str, list[Any]]]:
+    def to_write(self) -> Iterable[tuple[str, list[object]]]:
         """Streams whose numbers have changed since they were last written, and what to write."""
         for stream in self._alive():
             if stream._digest != self._written.get(stream.name, 0):
@@ -164,7 +164,7 @@ class Numbers:
         return all(self._compared.get((peer, name), 0) >= count for peer in peers for name, (count, _) in counts.items())
 
 
-def _first(stream: Stream, count: int, other: int, mine: list[Any], theirs: list[Any]) -> Difference:
+def _first(stream: Stream, count: int, other: int, mine: list[object], theirs: list[object]) -> Difference:
     """The first number in which two histories differ, as far as both go back; `count` is where they are known to have."""
     here, there = _by_name(mine), _by_name(theirs)
     for since in sorted({*here, *there}):

@@ -102,7 +102,7 @@ class Watch:
         if self._rank_0_serves:
             watched += [0] if rank else range(1, world_size)
         self._peers = {peer: Peer(changed_at=time.monotonic()) for peer in watched if peer != rank}
-        self._strangers: dict[int, dict[str, Any]] = {}  # beats of ranks that this one does not follow, but waits for
+        self._strangers: dict[int, dict[str, object]] = {}  # beats of ranks that this one does not follow, but waits for
         self._beats = 0
         self._asked = 0
         self._served = 0

@@ -50,7 +50,7 @@ class ProgramFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[object, ...]:
         call: Call = ctx.call
         session = call.session
         env = dict(call.saved)
@@ -72,7 +72,7 @@ class ProgramFunction(torch.autograd.Function):
         with torch.no_grad():
             made = session.backwards.run(frozenset(received), env, call.step)
             own = {key: _own(env[key], taken) for key in made}
-        found: list[Any] = []
+        found: list[object] = []
         for port in call.parameters:
             gradient = call.gradients.get(port.name)
             here = gradient is not None and gradient.key in own

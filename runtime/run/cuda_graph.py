@@ -32,7 +32,7 @@ class Step(Protocol):
     device: torch.device
 
     def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]: ...
-    def work(self, values: dict[str, Any]) -> dict[str, Any]: ...
+    def work(self, values: dict[str, object]) -> dict[str, object]: ...
 
 
 def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False) -> str:
@@ -59,7 +59,7 @@ class GraphedStep:
         self.calls = 0
         self.status = f"warming up: {WARM_UP} calls"
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: dict[str, Any] = {}
+        self.static: dict[str, object] = {}
         self.results: dict[str, Any] = {}
         self.baked: tuple[tuple[str, float], ...] = ()
 

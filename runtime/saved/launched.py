@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +134,7 @@ class _Writer:
 
     def __init__(self, program: Program, folder: Path, calls: int) -> None:
         self.program, self.folder, self.several = program, folder, calls > 1
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, object]] = []
         self.calls = 0
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

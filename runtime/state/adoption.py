@@ -112,7 +112,7 @@ def mark_empty(x: Tensor) -> None:
         x.fill_(torch.iinfo(x.dtype).max)
 
 
-def is_filled(x: Any) -> bool:
+def is_filled(x: object) -> bool:
     if not isinstance(x, Tensor) or x.is_meta:
         return False
     x = x._local_tensor if isinstance(x, DTensor) else x

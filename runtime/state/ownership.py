@@ -27,7 +27,7 @@ from meshc.runtime.state.state_dict_callers import look_who_asks
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
-_STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
+_STORES: weakref.WeakKeyDictionary[object, Store] = weakref.WeakKeyDictionary()
 """The store of each compiled model, of each submodule that holds copies, and of each optimizer that a program updates."""
 
 _GUARDS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -124,7 +124,7 @@ def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
 
 
 @cache
-def _refuse_replaced_parameters() -> Any:
+def _refuse_replaced_parameters() -> object:
     return register_optimizer_step_pre_hook(_before_a_step)
 
 

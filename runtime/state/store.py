@@ -79,7 +79,7 @@ class Held:
         """From now on the DTensor that is seen is the one whose memory is looked for."""
         self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
 
-    def current(self) -> Any:
+    def current(self) -> object:
         """What stands in the model where the live tensor was put; of optimizer state the live tensor."""
         return next((members.get(name) for members, name in self.places if members.get(name) is not self.live), self.live)
 
