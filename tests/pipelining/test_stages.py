@@ -191,7 +191,7 @@ def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
         assert mine <= simulate(other.pipeline.schedule, costs).makespan_s * 1.1, name
 
 
-@pytest.mark.parametrize("budget, where", [(None, {"before", "after"}), (400_000, {"forward", "backward", "after"})])
+@pytest.mark.parametrize("budget, where", [(None, {"before", "start", "after"}), (400_000, {"forward", "backward", "after"})])
 def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int | None, where: set[str]) -> None:
     report = verify("llama", "1f1b", "pp=2,dp_shard=2", memory_budget=budget)
     program = captured("llama").latest
