@@ -250,7 +250,11 @@ _DIVISIONS = {
 
 
 MOST_DEGREE: Final = 1 << 12
-"""Of a polynomial, each of whose elements takes a step a degree."""
+"""Of a polynomial, each of whose elements takes a step a degree; of what is a sum of so many terms an element."""
+
+
+def _terms(o: Operands) -> str | None:
+    return None if o["p"] <= MOST_DEGREE else f"p is at most {MOST_DEGREE}"
 
 
 def _degree(o: Operands) -> str | None:
@@ -323,6 +327,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     aten.avg_pool3d_backward.default: (gives(aten.avg_pool3d.default, "grad_output", *_AVERAGED), same_dtype("grad_output", "self")),
     **_PADS,
     **_SMOOTHED,
+    aten.mvlgamma.default: (_terms,),
     **{
         getattr(aten, f"grid_sampler_{space}d_backward").default: (
             gives(

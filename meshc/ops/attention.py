@@ -69,6 +69,9 @@ def _check(bias: Tensor | None, causal: bool, window: int, offset: int) -> None:
 
 
 def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    if _sees_nothing(q, k):
+        out, lse = _empty(q, v)
+        return out.zero_(), lse.fill_(-math.inf)
     q, k, v = _rows(q, k, v)
     if q.is_cuda:
         if bias is not None:
@@ -77,6 +80,11 @@ def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, 
         return out, lse[:, :, : q.shape[2]].contiguous()
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, lse
+
+
+def _sees_nothing(q: Tensor, k: Tensor) -> bool:
+    """Without a query, or without a key, there is nothing to compute; the CPU kernel divides by their number, and the process ends."""
+    return q.numel() == 0 or k.numel() == 0
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +128,8 @@ def attention_backward(
 def _backward_kernel(
     scale: float, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _sees_nothing(q, k):
+        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     grad, q, k, v, out = _rows(grad, q, k, v, out)
     if q.is_cuda:
         if bias is not None:

@@ -53,6 +53,7 @@ def test_operands_that_fit_pass() -> None:
             (GRAD, X, torch.full((1, 2, 2, 2), torch.nan), 0, 1, False, [True, True]),
             "grid holds what is no place",
         ),
+        (aten.mvlgamma.default, (X + 4, 1 << 20), "p is at most 4096"),
         (aten.floor_divide.default, (torch.tensor([-(1 << 63)]), torch.tensor([-1])), "which -1 in other does not divide"),
         (aten.special_legendre_polynomial_p.n_scalar, (torch.ones(4), 1 << 31), "a degree of at most 4096"),
     ],

@@ -114,3 +114,11 @@ def test_operands_may_have_any_strides(causal: bool) -> None:
 
     found = with_gradients(sdpa, turned(), is_causal=causal)
     torch.testing.assert_close(found, with_gradients(F.scaled_dot_product_attention, operands(9, 2, 12, 4), is_causal=causal))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_no_query_or_no_key_is_what_torch_makes_of_it(queries: int, keys: int) -> None:
+    q, k, v = (torch.randn(1, 2, count, 8, requires_grad=True) for count in (queries, keys, keys))
+    out = attention(q, k, v, None, False, 0.3)[0]
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, scale=0.3))
+    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in torch.autograd.grad(out.sum(), (q, k, v)))
