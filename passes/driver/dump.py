@@ -27,6 +27,7 @@ from meshc.files.folders import write_text, writing
 from meshc.frontend.capture import source_of
 from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
+from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.lowered import Lowered
@@ -115,7 +116,7 @@ def global_view(joint: Joint, lies: Lies, reasons: Mapping[Node, str]) -> Stage:
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(joint.graph, copies))
-    ports = dict(zip(joint.graph.find_nodes(op="placeholder"), joint.inputs, strict=True))
+    ports = dict(zip(placeholders(joint.graph), joint.inputs, strict=True))
     for node, made in copies.items():
         if not ir.has_record(node):
             continue
@@ -149,7 +150,7 @@ def _sharding(placed: Placed, value: Value, found: Record) -> Sharding | None:
 def torch_text(graph: Graph) -> str:
     """A torch-level graph: a call a line with its value's type and source. To be read only; it has no grammar."""
     names = value_names(graph)
-    arguments = [f"    {names[node]}{_type(node)}," for node in graph.find_nodes(op="placeholder")]
+    arguments = [f"    {names[node]}{_type(node)}," for node in placeholders(graph)]
     lines = ["def model(", *arguments, "):"] if arguments else ["def model():"]
     above = ("", 0)
     for node in graph.nodes:

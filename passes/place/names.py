@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from meshc.cost.flops import COUNTS
 from meshc.errors import PlanError
 from meshc.ir import op_name, records
+from meshc.ir.graph import placeholders as entering
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import Names
 from meshc.passes.place.written_out import written_out
@@ -27,7 +28,7 @@ def name_factors(
 ) -> Names:
     """Names for every class. Raises PlanError for a user's name that fits no input or has the wrong number of dims."""
     found = Names()
-    placeholders = dict(zip((port.key for port in inputs), graph.find_nodes(op="placeholder"), strict=True))
+    placeholders = dict(zip((port.key for port in inputs), entering(graph), strict=True))
     _user_names(found, factors, inputs, placeholders, names or {})
     _attention(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     _inputs(found, factors, inputs, placeholders)
