@@ -21,16 +21,16 @@ from meshc.cost.predict import costs_of
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
+from meshc.passes.stages.forwarded import forwarded
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
-from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds, homes, kinds, numbers
 from meshc.passes.stages.lean import Held, lean_cuts
-from meshc.passes.stages.once import before_ranks, without_update
 from meshc.passes.stages.owners import Owners
 from meshc.passes.stages.places import Work
-from meshc.passes.stages.sent import sent
 from meshc.passes.stages.shape import Shape, Shapes, shapes_of
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Home, Kinds, assigned, kinds, numbers
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.pipelining.check import check
@@ -79,7 +79,7 @@ class Uncut:
         axis = self.lowered.mesh.pipeline_axis
         assert axis is not None
         own = self.halves if shape.halved else self.plain
-        shape = replace(shape, placed=homes(own.found, shape.cuts, own.numbers))
+        shape = replace(shape, placed=assigned(own.found, shape.cuts, own.numbers))
         return Cutter(self.lowered, axis.name, own.stage, own.found, shape).run()
 
     def leaner(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
@@ -113,7 +113,7 @@ class Cutter:
 
     def run(self) -> Lowered:
         lowered, shape = self.lowered, self.shape
-        self.placed = {**shape.placed, **sent(self.found, shape.placed, self.ranks, lowered.mesh)}
+        self.placed = {**shape.placed, **forwarded(self.found, shape.placed, self.ranks, lowered.mesh)}
         before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
         parts = parts_of(each, after, self.placed, Home(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)

@@ -4,9 +4,9 @@
     stage 1, F:  y = mlp(h)                    flow:y stays
     stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
 
-A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips. Values
-that need only the call's inputs are made again where they are read, unless `sent.py` has found a home for them, since a message is cheaper;
-and unless they are worth their memory: then the stage that made them forward keeps them for backward.
+A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips.
+Values that need only the call's inputs are made again where they are read, unless `forwarded.py` has found a home for them, since a
+message is cheaper; and unless they are worth their memory: then the stage that made them forward keeps them for backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx import Node
 from meshc.ir import is_getitem, is_tensor, spmd
 from meshc.ir.graph import made_of
 from meshc.ir.keys import key_of
-from meshc.passes.stages.homes import BACKWARD, FORWARD, Home, Kinds
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Home, Kinds
 from meshc.pipelining.schedule import Action, Link
 
 

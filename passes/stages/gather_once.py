@@ -23,7 +23,7 @@ from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.outset import Outset
-from meshc.passes.stages.homes import kinds
+from meshc.passes.stages.stage_assignment import kinds
 from meshc.program.program import Port, Stage
 
 SHARE = 0.5

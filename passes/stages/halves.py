@@ -28,7 +28,7 @@ from torch.fx.node import Argument
 
 from meshc.ir import is_getitem, records
 from meshc.ir.graph import call, copied
-from meshc.passes.stages.homes import BACKWARD, Home, Kinds
+from meshc.passes.stages.stage_assignment import BACKWARD, Home, Kinds
 from meshc.program.program import Stage
 
 aten = torch.ops.aten

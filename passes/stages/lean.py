@@ -20,9 +20,9 @@ from meshc.ir import is_tensor, local_bytes, record, records
 from meshc.ir.keys import is_a
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.balance import Place, best_cuts, least_cuts
-from meshc.passes.stages.homes import Kinds
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.shape import Shape
+from meshc.passes.stages.stage_assignment import Kinds
 from meshc.pipelining.activations import held
 from meshc.program.packing import is_view
 

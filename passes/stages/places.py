@@ -21,7 +21,7 @@ from meshc.ir.spmd import is_collective
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.balance import Place
 from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.homes import Home, Kinds
+from meshc.passes.stages.stage_assignment import Home, Kinds
 from meshc.pipelining.schedule import chain
 from meshc.pipelining.timing import Costs
 
@@ -54,7 +54,7 @@ class Work:
         }
         order = found.forward
         before = [0.0, *accumulate(_both_halves(found, numbers, takes))]
-        send_s = _sent(order, link_of(lowered.mesh, [axis.name], device))
+        send_s = _sizes_sent(order, link_of(lowered.mesh, [axis.name], device))
         factor = 2 if found.backward else 1
         places = [Place(i, before[i], factor * send_s[i]) for i in range(1, len(order)) if not is_getitem(order[i])]
         if len(places) > MOST_PLACES:
@@ -112,7 +112,7 @@ def _first_read(found: Kinds, position: Mapping[Node, int]) -> dict[Node, int]:
     return first
 
 
-def _sent(order: Sequence[Node], wire: Wire) -> list[float]:
+def _sizes_sent(order: Sequence[Node], wire: Wire) -> list[float]:
     """Seconds of what a cut before each position sends forward: values made before it that something behind it reads, a message each."""
     position = {node: i for i, node in enumerate(order)}
     size, count = [0] * (len(order) + 2), [0] * (len(order) + 2)

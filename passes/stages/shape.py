@@ -17,8 +17,8 @@ from meshc.passes.phases.request import Request
 from meshc.passes.schedules.kind import Kind, Lists
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.balance import best_cuts
-from meshc.passes.stages.homes import Home, Kinds, homes
 from meshc.passes.stages.places import Work
+from meshc.passes.stages.stage_assignment import Home, Kinds, assigned
 from meshc.pipelining.cut import STAGE_NAMES
 from meshc.pipelining.schedule import Link, Schedule, chain, connect, parse
 from meshc.pipelining.timing import Costs, simulate
@@ -78,7 +78,7 @@ def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work:
     def shaped(kind: Kind | str) -> Shape:
         ranks = _ranks(lowered, kind, stages)
         cuts = _balanced_cuts(work, len(ranks)) if named is None else named
-        return Shape(cuts, ranks, kind, lowered.request.count, trains, homes(found, cuts, numbers))
+        return Shape(cuts, ranks, kind, lowered.request.count, trains, assigned(found, cuts, numbers))
 
     if lowered.request.schedule is not None:
         return Shapes((shaped(_asked(lowered.request.schedule, trains, stages, lowered)),))

@@ -15,7 +15,7 @@ from torch.fx import Node
 from meshc.ir import record, set_record
 from meshc.ir.graph import call, copied, placeholders
 from meshc.ir.keys import is_a, key_of, name_of
-from meshc.passes.stages.homes import Home
+from meshc.passes.stages.stage_assignment import Home
 from meshc.program.program import Stage
 
 aten = torch.ops.aten

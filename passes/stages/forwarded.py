@@ -1,4 +1,4 @@
-"""Sent: values of a call's inputs alone (masks, tables of positions) that one stage makes for all others, where that is cheaper.
+"""Forwarded: values of a call's inputs alone (masks, tables of positions) that one stage makes for all others, where that is cheaper.
 
     forward_0: m = mask(x); y = f(x, m)     forward_1: m = mask(x); z = f(flow:y, m)         mask takes less than a message
     forward_0: m = mask(x); y = f(x, m)     forward_1: z = f(flow:y, flow:m)                 mask takes more
@@ -22,13 +22,13 @@ from meshc.ir.graph import made_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.spmd import is_collective
 from meshc.passes.stages.flows import worth_keeping
-from meshc.passes.stages.homes import FORWARD, Home, Kinds
+from meshc.passes.stages.stage_assignment import FORWARD, Home, Kinds
 
 MOST_TRIED: Final = 64
 """Of the values that could be sent, those are tried that would save most."""
 
 
-def sent(found: Kinds, placed: Mapping[Node, Home], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Home]:
+def forwarded(found: Kinds, placed: Mapping[Node, Home], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Home]:
     """Homes of the values that are sent: the first stage that needs them. `ranks`: of each stage."""
     costs = Given(found, placed, ranks, mesh)
     chosen: dict[Node, Home] = {}

@@ -1,4 +1,4 @@
-"""Homes: which pipeline stage makes each value of one microbatch, and in which half of it.
+"""Stage assignment: which pipeline stage makes each value of one microbatch, and in which half of it.
 
     forward order   embed  block.0  block.1 | block.2  block.3  head        cuts: [3]
     home            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)
@@ -7,7 +7,7 @@
 An operator of the forward half is at home where its place in the trace falls between the cuts; an operator of the backward half where the
 forward operator is at home that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later stage than the gradient that
 it reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has no home: each stage
-that reads it makes it. What is made of inputs alone has none either, unless a message is cheaper (`sent.py`).
+that reads it makes it. What is made of inputs alone has none either, unless a message is cheaper (`forwarded.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _integer(node: Node) -> bool:
     return node.op == "call_function" and not is_getitem(node) and records(node)[0].dtype is None and len(records(node)) == 1
 
 
-def homes(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dict[Node, Home]:
+def assigned(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dict[Node, Home]:
     """The home of each node that has one.
 
     cuts     positions in `found.forward` at which stages 1, 2, ... begin

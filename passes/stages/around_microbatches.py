@@ -1,4 +1,4 @@
-"""Once: what runs once a call, before the first microbatch and after the last, on each rank."""
+"""Around microbatches: what runs once a call, before the first microbatch and after the last, on each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshc.ir import records
 from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import key_of
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.stages.homes import kinds
+from meshc.passes.stages.stage_assignment import kinds
 from meshc.program.program import Stage
 
 
