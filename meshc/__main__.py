@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ from meshc.report import summary
 from meshc.runtime.run.link_times import link_times, process_group
 from meshc.runtime.saved.launched import Run, run_command, run_saved
 from meshc.runtime.simulator import verify as comparison
+from meshc.runtime.simulator.widened import widened
 from meshc.text import show
 
 Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     two = commands.add_parser("verify", help="compare a saved program with its model, all ranks simulated in this process")
     two.add_argument("path")
     two.add_argument("--model", required=True, metavar="FILE.py:FUNCTION")
-    two.add_argument("--dtype", choices=("float32", "float64"), help="float64 compiles again in that precision, and checks parameters too")
+    two.add_argument("--dtype", choices=("float32", "float64"), help="float64 compares in that precision, after each of three steps")
     two.set_defaults(run=_verify)
 
     three = commands.add_parser("run", help="run a saved program; under torchrun, one process a rank")
@@ -265,12 +267,8 @@ def _verify(options: argparse.Namespace) -> None:
         if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")
-        elif options.dtype == "float64":
-            raise VerifyError(
-                f"{options.path} is not what {options.model} compiles to now, so only its own precision can be verified: leave out --dtype"
-            )
         else:
-            report = verify_as_it_stands(saved, program, args, kwargs)
+            report = verify_as_it_stands(saved, program, args, kwargs, options.dtype == "float64")
             print("the saved program is not what the model compiles to now (edited, or model or version differ): compared as it stands")
     print(report)
 
@@ -290,26 +288,47 @@ def same_program(one: Program, other: Program) -> bool:
     return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
 
 
-def verify_as_it_stands(saved: Program, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> comparison.Report:
-    """The saved program itself against the model on one device. Raises VerifyError if they differ."""
+def verify_as_it_stands(
+    saved: Program, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+) -> comparison.Report:
+    """The saved program itself, in double precision if that is asked for, against the model on one device. Raises VerifyError."""
     ask = program.lowered.request
     mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.general))
     if mine != known:
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
-    saved = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
-    twin = comparison.plain_copy(ask.module, None, False)
-    reference = comparison.Reference(twin, ask.function, ask.args, dict(ask.kwargs), parts=program.lowered.parts)
+    fitting = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
+    wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
+    twin = comparison.plain_copy(ask.module, None, double)
+    args, kwargs = comparison.widen_inputs((ask.args, dict(ask.kwargs)), double)
+    reference = comparison.Reference(twin, ask.function, args, kwargs, double=double, parts=program.lowered.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
-    double = all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
-    report = comparison.Report(comparison.TOLERANCE[low[0] if low else torch.float64 if double else torch.float32])
+    report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])
+    compared = widened(fitting) if double else fitting
     if program.step is None:
-        comparison.compare_module(saved, reference, report)
+        comparison.compare_module(compared, reference, report)
     else:
-        verification.verify_update(program, lambda spec: saved, {}, twin, reference, report, False)
+        verification.verify_update(program, lambda spec: compared, {}, twin, reference, report, double)
     if not report.ok:
-        raise VerifyError(f"the program does not mean what the model means:\n{report}")
+        raise VerifyError(f"the program does not mean what the model means:\n{report}\n{_edited(saved, program.general)}")
     return report
+
+
+def _edited(saved: Program, compiled: Program) -> str:
+    """Where a saved program is not what its model compiles to now: the first such line, by its number, and how many there are."""
+    found = []
+    for name, stage in saved.stages.items():
+        other = compiled.stages.get(name)
+        known = set() if other is None else set(show.print_stage(other, compiled, comments=False).splitlines())
+        for line in show.print_stage(stage, saved, comments=False).splitlines():
+            if line not in known:
+                value = line.strip().partition(":")[0]
+                found.append((stage, f"return {json.loads(value)}" if line.lstrip().startswith('"') else value))
+    if not found:
+        return "  every line is one that the model compiles to now: lines are missing, or stand in another order"
+    stage, value = found[0]
+    told = f"the first of {len(found)} lines that the model does not compile to now"
+    return f"  {stage.origin.fault(value, told) if stage.origin is not None else value}"
 
 
 # ------------------------------------------------------------------------------------------------------------------------------ run

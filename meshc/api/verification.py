@@ -40,7 +40,10 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
     """Simulate all ranks in this process and compare with the model itself on one device.
 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
-    dtype    torch.float64 captures a float64 copy under the same plan and checks updated parameters too
+    dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind
+
+    A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
+    state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
 
     Under a process group every rank calls it: weights are gathered, rank 0 computes while the others wait, and all return the same report
     or raise the same error. Raises VerifyError that names the first value that is wrong.

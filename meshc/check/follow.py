@@ -19,9 +19,9 @@ from meshc import ir
 from meshc.check.asked import Asked
 from meshc.check.moved import moved
 from meshc.check.ruled import Rules, ruled
-from meshc.check.spread import Parts, Spread, alike, run_of, shown, shown_pending
+from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending
 from meshc.check.types import Wrong
-from meshc.check.viewed import check_view, cut, flat, joined, taken, viewed
+from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.ir import spmd
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
@@ -69,7 +69,7 @@ class _Walk:
         self.spreads[node] = tuple((_filled if several else _settled)(one, told) for one, told in zip(found, declared, strict=True))
         for one, told, record in zip(found, declared, records, strict=True):
             if record.sharding is not None:
-                _compare(one, told)
+                _compare(one, told, record.shape)
 
     def _declared(self, node: Node) -> tuple[Spread, ...]:
         """What the line says, of several results what those say that take them apart."""
@@ -210,15 +210,16 @@ def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
     return dim, low, -(-max(high - low, 0) // step), step
 
 
-def _compare(found: Spread, declared: Spread) -> None:
+def _compare(found: Spread, declared: Spread, shape: Sequence[int]) -> None:
     if found.pending is not None and dict(found.pending) != dict(declared.pending or {}):
         raise Wrong(f"its operator makes it {shown_pending(found.pending)}, declared is {shown_pending(declared.pending or {})}")
-    moved = found.known and declared.known and run_of(flat(found)) == run_of(flat(declared)) and _cuts(found) != _cuts(declared)
+    told_all = all(parts is not None or extent == 1 for parts, extent in zip(found.dims, shape, strict=True))
+    moved = told_all and declared.known and run_of(flat(found)) == run_of(flat(declared)) and _cuts(found) != _cuts(declared)
     for dim, (one, told) in enumerate(zip(found.dims, declared.dims, strict=True)):
         if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may stand in either of two dims
             raise Wrong(f"its operator makes dim {dim} [{shown(one)}], declared is [{shown(told)}]")
     split, told_split = found.split(), declared.split()
-    if split is not None and told_split is not None and split != told_split:
+    if split is not None and told_split is not None and split != told_split and not moved:
         made, told_ = (", ".join(sorted(axes)) or "nothing" for axes in (split, told_split))
         raise Wrong(f"its operator makes it split over {made}, declared is a value split over {told_}")
 

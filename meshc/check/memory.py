@@ -91,5 +91,5 @@ def _returned(stage: Stage, memory: Mapping[Node, Memory]) -> Iterator[tuple[str
         for place in sorted(memory[value]):
             if kind in OWN and kind_of(place) in OWN and place != key:
                 yield f"return {key}", f"{key} leaves as {value}, in the memory of {place}: both would be one"
-            elif kind in OWN and held.setdefault(place, key) != key:
+            elif kind in OWN and (kind_of(place) in OWN or place == value.name) and held.setdefault(place, key) != key:
                 yield f"return {key}", f"{key} leaves as {value}, in whose memory {held[place]} leaves too: both would be one"

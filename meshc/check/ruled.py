@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.fx import Node
 
-from meshc.check.spread import Parts, Spread, alike, run_of, shown, shown_pending, tile
+from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending, tile
 from meshc.check.types import Wrong
 from meshc.ir import op_name
 from meshc.ir.spmd import MICROBATCH
@@ -107,27 +107,32 @@ def _letters(
     node: Node, names: Sequence[str], rule: Rule, given: Sequence[Spread], piece: bool, sizes: Mapping[str, int]
 ) -> dict[str, Parts]:
     """What each letter of the operands stands for, but for those that a piece does not keep to."""
-    found: dict[str, tuple[Parts, str]] = {}
+    found: dict[str, tuple[Parts, str, Spread]] = {}
     broken: set[str] = set()
     for name, dims, spread in zip(names, rule.operands, given, strict=True):
         for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
             if parts is None or letter == ONE:
                 continue
             here = f"dim {place} of {name}"
-            known, who = found.setdefault(letter, (parts, here))
+            known, who, other = found.setdefault(letter, (parts, here, spread))
             why = ""
             if not known and tile(parts, sizes) == 1:  # one position against a tile of one
-                found[letter] = parts, here
+                found[letter] = parts, here, spread
             elif not parts and tile(known, sizes) == 1:
                 continue
             elif not alike(known, parts):
                 why = f"{who} is [{shown(known)}] and {here} is [{shown(parts)}]: {op_name(node)} takes them alike"
             elif letter in rule.whole and any(part.axes for part in parts):
                 why = f"{here} is [{shown(parts)}]: {op_name(node)} takes it whole"
-            if why and not piece:
+            if why and not piece and not _is_view(spread, other):
                 raise Wrong(why)
             broken |= {letter} if why else set()
-    return {letter: parts for letter, (parts, _) in found.items() if letter not in broken}
+    return {letter: parts for letter, (parts, _, _) in found.items() if letter not in broken}
+
+
+def _is_view(one: Spread, other: Spread) -> bool:
+    """Whether two values of one shape on a rank lie alike but for the dim in which a tile of one position stands: no line says which."""
+    return one is not other and one.known and other.known and run_of(flat(one)) == run_of(flat(other))
 
 
 def _lost(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:

@@ -83,6 +83,11 @@ def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:
     return found
 
 
+def flat(spread: Spread) -> list[Part]:
+    """All parts that are known, major to minor."""
+    return [part for dim in spread.dims if dim is not None for part in dim]
+
+
 def alike(one: Parts, other: Parts) -> bool:
     """Whether two dims lie alike: split alike, in the same places, and under one name where each says one and they are cut alike."""
     if [part.size for part in one] == [part.size for part in other]:

@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshc.check.spread import UNNAMED, Parts, Spread, run_of, shown, tile
+from meshc.check.spread import UNNAMED, Parts, Spread, flat, run_of, shown, tile
 from meshc.check.types import Wrong
 from meshc.ir.sharding import Part, local_size
-
-
-def flat(spread: Spread) -> list[Part]:
-    return [part for dim in spread.dims if dim is not None for part in dim]
 
 
 def viewed(given: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> Spread:

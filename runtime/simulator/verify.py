@@ -28,15 +28,20 @@ from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
 from meshc.program.parts import Parts
 from meshc.program.program import Port, Program
+from meshc.runtime.simulator import updated
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, Perturbed
 from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
 from meshc.runtime.simulator.widened import Widened, WidenedConstants
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOOR = 1e-3
+NORM = key_of("metric", "grad_norm")
 AMPLIFIED = 100
 """Parameters that are not updated by SGD may be this much further off: Adam divides a gradient by its own size plus eps, so the rounding of
 one that is zero in exact arithmetic (a key's bias) comes out times lr / eps."""
+
+SQUARED = 10
+"""Optimizer state may be this much further off: a second moment is a gradient's square."""
 
 
 @dataclass
@@ -62,7 +67,7 @@ class Report:
 
     def allowed(self, kind: str, name: str = "") -> float:
         """The bound for a tensor: the usual one of its kind, or what the model's own roundings explain, up to where a fault could hide."""
-        usual = self.tolerance * (self.amplified if kind.startswith("parameter") else 1)
+        usual = self.tolerance * (self.amplified if kind.startswith("parameter") else SQUARED if kind.startswith("state") else 1)
         explained = TIMES * self.moved.get((kind, name), 0.0)
         return max(usual, explained if kind.startswith("loss of step") else min(explained, MOST * self.tolerance))
 
@@ -84,7 +89,12 @@ class Report:
             for kind, name, value in shown
         ]
         first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
-        return first + self._explained() + tabulate(cells, headers=heads)
+        return first + self._first() + self._explained() + tabulate(cells, headers=heads)
+
+    def _first(self) -> str:
+        """What is wrong before anything else is: what comes after follows from it, and may be further off."""
+        wrong = [(kind, name, value) for kind, name, value in self.rows if not value <= self.allowed(kind, name)]
+        return f"the first that is too far off, by {wrong[0][2]:.2e}: {wrong[0][0]}, {wrong[0][1]}\n" if wrong else ""
 
     def _explained(self) -> str:
         """What stands behind errors over the usual bound."""
@@ -357,9 +367,11 @@ def compare_steps(
     steps: int = 3,
     parameters: bool = False,
 ) -> None:
-    """Losses of some steps, and with `parameters` (float64) the parameters and buffers after each one."""
+    """Some steps: losses, and what the first one leaves behind, in buffers, the optimizer's state, its gradient norm, and where that says
+    something in single precision (SGD) in what it adds to parameters. With `parameters` (float64) all of it after each step."""
     members = members_of(optimizer)
-    if all(isinstance(member, torch.optim.SGD) for member in members):
+    plain = all(isinstance(member, torch.optim.SGD) for member in members)
+    if plain:
         report.amplified = 1
     values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
     for step in range(steps):
@@ -368,19 +380,30 @@ def compare_steps(
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
         found = simulate(program, values)
         reference.module.zero_grad(set_to_none=True)
+        before = _parameters(reference)
         loss, metrics = reference.train(step)
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
+        norm = None if clip is None else torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
         for member in members:
             member.step()
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")
         values.update({key: value for key, value in found.items() if kind_of(key) in ("parameter", "state", "buffer")})
+        if step and not parameters:
+            continue
+        for slot, (given, wanted) in updated.states(program, found, reference.module, members):
+            report.add(f"state {slot} after step {step}", given, wanted)
+        given, mine = _kind(found, "parameter"), _parameters(reference)
+        if plain:
+            report.add(f"update of step {step}", *updated.updates(before, given, mine))
+        if norm is not None and NORM in found:
+            report.add(f"gradient norm of step {step}", {"grad_norm": found[NORM]}, {"grad_norm": norm.detach()})
         if parameters:
-            given = _kind(found, "parameter")
-            mine = {name: p.detach() for name, p in reference.module.named_parameters()}
             report.add(f"parameter after step {step}", given, {name: mine[name] for name in given})
-            _compare_buffers(found, reference, report, f"buffer after step {step}")
+        _compare_buffers(found, reference, report, f"buffer after step {step}")
+
+
+def _parameters(reference: Reference) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in reference.module.named_parameters(remove_duplicate=False)}
 
 
 def compare_module(program: Program, reference: Reference, report: Report, seed: int = 0) -> None:

@@ -1,16 +1,49 @@
-"""What a model runs under when it is compared in float64: float32 that it asks for by name, and what torch has in lower precision only."""
+"""float64 for a comparison: what a model runs under (float32 that it asks for by name, and what torch has in lower precision only), and a
+program whose numbers have it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from meshc.frontend.capture import WIDER
+from meshc.ir import has_record, records, set_record
 from meshc.ir.functions import Function
+from meshc.ir.nodes import KEY
 from meshc.private import TorchDispatchMode
+from meshc.program.program import Program
+
+
+def widened(program: Program) -> Program:
+    """The program in double precision: types, constants and the dtypes that its operators are asked for; the same operators otherwise."""
+    ports = [tuple(replace(port, dtype=WIDER.get(port.dtype, port.dtype)) for port in side) for side in (program.inputs, program.outputs)]
+    constants = {name: value.to(WIDER.get(value.dtype, value.dtype)) for name, value in program.constants.items()}
+    stages = {name: replace(stage, graph=_wide(stage.graph)) for name, stage in program.stages.items()}
+    return replace(program, stages=stages, inputs=ports[0], outputs=ports[1], constants=constants)
+
+
+def _wide(graph: Graph) -> Graph:
+    made = Graph()
+    env: dict[Node, Node] = {}
+
+    def wide(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return env[argument]
+        return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+
+    for node in graph.nodes:
+        env[node] = made.create_node(node.op, node.target, map_aggregate(node.args, wide), map_aggregate(node.kwargs, wide), node.name)
+        env[node].meta.update(node.meta)
+        if has_record(node):
+            found = tuple(replace(one, dtype=one.dtype and WIDER.get(one.dtype, one.dtype)) for one in records(node))
+            set_record(env[node], found if isinstance(node.meta[KEY], tuple) else found[0])
+    return made
 
 
 class Widened(TorchDispatchMode):

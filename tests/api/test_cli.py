@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,34 @@ def test_an_edited_program_is_refused_unless_it_is_meant_and_then_verified_as_it
     assert "does not mean what the model means" in told
     stage.write_text(stage.read_text().replace("aten.tanh(", "os.system("))
     assert "os.system is not on the allow-list" in failing(capsys, "show", "m", "--allow-edited")
+
+
+def scaled(stage: Path, by: float) -> str:
+    """Multiplies the first gradient of a matrix that is still to be summed, in a text; the line that is written in."""
+    lines = stage.read_text().split("\n")
+    found = (re.match(r' *(mm\w*): "(.* pending\(sum: dp\))"', line) for line in lines)
+    at, name, kind = next((at, m[1], m[2]) for at, m in enumerate(found) if m)
+    lines[at + 1 :] = [re.sub(rf"\b{name}\b", "scaled", line) for line in lines[at + 1 :]]
+    lines.insert(at + 1, f'    scaled: "{kind}" = aten.mul.Tensor({name}, {by})')
+    stage.write_text("\n".join(lines))
+    return lines[at + 1].strip()
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_gradient_that_is_scaled_is_found_in_either_precision(folder: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
+    """Adam's update does not change with it, and the losses hardly: its first moment does."""
+    main(["compile", "model.py:train", "--mesh", "dp=2", "--out", "t"])
+    stage, verify = folder / "t/stages/main.py", ("verify", "t", "--model", "model.py:train", "--allow-edited", "--dtype", precision)
+    saved = stage.read_text()
+    scaled(stage, 1.0)
+    assert main([*verify]) == 0
+    assert "compared as it stands" in capsys.readouterr().out
+    stage.write_text(saved)
+    line = scaled(stage, 0.5)
+    told = failing(capsys, *verify)
+    assert re.search(r"the first that is too far off, by \S+: state exp_avg after step 0, \S+\n", told), told
+    number = stage.read_text().split("\n").index(f"    {line}") + 1
+    assert f"main.py, line {number}: the first of" in told and f"\n    {line}" in told
 
 
 def test_a_path_out_of_the_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

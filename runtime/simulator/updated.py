@@ -1,0 +1,48 @@
+"""What a step leaves behind, in the program and on one device: optimizer state by slot, and what was added to parameters.
+
+A gradient that is off shows here and not in a few losses. Adam's update is the same for half a gradient; its first moment is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshc.program.program import Program
+
+ROUNDINGS = 4
+"""An update may be off by so many roundings of the parameter that it is added to, however small it is."""
+
+Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def states(
+    program: Program, found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]
+) -> Iterator[tuple[str, Pair]]:
+    """For each slot, by parameter, what the program gives and what the optimizer holds. A slot that torch does not know, and state of a
+    parameter that has had no gradient, is the program's alone."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    held = {id(p): state for member in members for p, state in member.state.items()}
+    rows: dict[str, Pair] = {}
+    for port in program.outputs:
+        if port.kind == "state":
+            slot = port.name.removeprefix(f"{port.of}/")
+            value = held.get(id(parameters[port.of]), {}).get(slot)
+            if isinstance(value, Tensor | int | float):
+                given, wanted = rows.setdefault(slot, ({}, {}))
+                given[port.of] = found[port.key]
+                wanted[port.of] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    yield from rows.items()
+
+
+def updates(before: Mapping[str, Tensor], found: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Pair:
+    """What a step has added to each parameter of `found`: in the program, up to roundings of the parameter, and on one device."""
+    given, wanted = {}, {}
+    for name, value in found.items():
+        mine, old, new = (one.double() if not one.is_complex() else one for one in (value, before[name], after[name]))
+        rounding = ROUNDINGS * torch.finfo(after[name].dtype).eps * torch.maximum(old.abs(), new.abs())
+        wanted[name] = new - old
+        given[name] = torch.where((mine - new).abs() <= rounding, new, mine) - old
+    return given, wanted
