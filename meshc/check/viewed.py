@@ -19,7 +19,7 @@ def viewed(given: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> Spr
     """A view of what is known, in another local shape."""
     joined = given.pieces is not None and max(shape, default=0) == sum(size for size, _ in given.pieces)
     unknown = replace(given, dims=(None,) * len(shape), axes=given.split(), pieces=given.pieces if joined else None)
-    if not given.known:
+    if not given.known or any(part.size == 0 for part in flat(given)):
         return unknown
     parts = [part for part in flat(given) if part.size != 1 or part.axes]
     dims: list[Parts] = []
@@ -47,7 +47,7 @@ def viewed(given: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> Spr
 
 def check_view(given: Spread, declared: Spread) -> None:
     """Raises Wrong unless the elements of a tile are the same, in the same order, as both types have it."""
-    if not given.known or not declared.known:
+    if not given.known or not declared.known or any(part.size == 0 for part in (*flat(given), *flat(declared))):
         return
     one, other = run_of(flat(given)), run_of(flat(declared))
     if one != other:
@@ -97,6 +97,8 @@ def cut(dim: Parts, start: int, length: int, step: int, sizes: Mapping[str, int]
     if split is None:
         return (Part(UNNAMED, length),) if length != 1 else ()
     rest = tile(dim[split:], sizes)
+    if rest == 0:
+        return None
     if step != 1 or start % rest or length % rest:
         if piece:
             return None

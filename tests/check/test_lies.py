@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from meshc.check import check_program
+from meshc.check import check_program, follow
 from meshc.errors import ArtifactError
 from meshc.passes import rules
 from meshc.program.program import Program
@@ -141,3 +141,19 @@ def test_a_line_that_is_written_in_takes_the_phase_of_what_it_reads(decoder: Pro
     lines[at + 2 :] = [line.replace("(mm_default_4", "(half") for line in lines[at + 2 :]]
     check_program(replace(decoder, stages={"main": parse_stage("\n".join(lines), side_table(stage))}), "program.json", rules)
 
+
+def test_values_without_elements_are_followed() -> None:
+    """Nothing is divided by their extents."""
+    empty = """@ranks("dp=2")
+def main(
+    x: "f32[batch 0/dp, width 6]" = "input:x",
+):
+    y: "f32[batch 0/dp, 2, 3]" = aten.reshape(x, [0, 2, 3])
+    z: "f32[0, 6]" = aten.reshape(x, [0, 6])
+    s: "f32[0, 3]" = aten.slice.Tensor(x, 1, 0, 3)
+    return {
+        "output:x": x,
+    }
+"""
+    stage = parse_stage(empty.replace('"f32[batch 0/dp, 2, 3]"', '"f32[batch 0/dp, a 2, b 3]"'))
+    assert list(follow.faults(stage, {"dp": 2}, rules)) == []
