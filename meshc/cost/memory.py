@@ -24,6 +24,7 @@ from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
 from meshc.program import packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
+from meshc.program.bundle import is_copy
 from meshc.program.program import RUNS, Port, Program, Stage
 from meshc.program.steps import last_reads, steps_of
 
@@ -235,7 +236,9 @@ def _lies_in(node: Node) -> Node:
         return node.args[0]  # type: ignore[return-value]
     if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
         return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
-    return node.all_input_nodes[0] if packing.is_view(node) or packing.in_place(node) else node
+    if packing.in_place(node) or (packing.is_view(node) and not is_copy(node)):
+        return node.all_input_nodes[0]
+    return node
 
 
 def _place(stage: Stage, node: Node) -> str:

@@ -8,17 +8,17 @@ A message costs tens of microseconds before its first byte moves, with gloo and 
 
 - all-reduces below SMALL bytes, if none is read before the last can start;
 - all-reduces of gradients, in buckets as DistributedDataParallel's (pytorch.org/docs/stable/notes/ddp.html), up to ALONE bytes each;
-- gathers of stored vectors (norms, biases) of one phase, and the reduce-scatters of their gradients.
-
-Matrices that are stored split travel alone: gathered together they would be whole at once. Where it has been decided which of them start
-together (`level`), those go together too.
+- gathers of what is stored and the reduce-scatters of its gradients, as far as the caller says which may (`together`): it decides what is
+  whole at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from meshc.ir import Record, local_bytes, record, records, spmd
 from meshc.ir.graph import call
 from meshc.program.packing import is_view
-from meshc.program.preparation import chain, from_placeholder
+from meshc.program.preparation import from_placeholder, ready
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -45,30 +45,64 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 
-def bundle(
-    stage: Stage, sizes: Mapping[str, int], level: Mapping[Node, int] | None = None, window: int = BUCKET, apart: Collection[Node] = ()
-) -> dict[Node, Node]:
-    """Joins collectives of a stage, in place; gives each new one, with one of those that it stands for. `sizes`: of the mesh's axes.
+@dataclass(frozen=True)
+class Bundle:
+    """One collective that stands for several, its `members`. `cut`: the nodes that take its result apart, in order."""
 
-    With `level`, matrices that are stored split travel together too, up to `window` bytes of those of one level; not those `apart`.
+    sent: Node
+    members: tuple[Node, ...]
+    cut: tuple[Node, ...]
+
+
+def bundle(
+    stage: Stage,
+    sizes: Mapping[str, int],
+    together: Mapping[Node, int] = MappingProxyType({}),
+    limit: int = BUCKET,
+    alone: int = ALONE,
+    targets: Collection[Any] = (spmd.all_reduce, spmd.reduce_scatter, spmd.all_gather),
+    apart: Collection[Node] = (),
+) -> list[Bundle]:
+    """Joins collectives of a stage, in place. `sizes`: of the mesh's axes.
+
+    together  numbers of gathers and reduce-scatters: those of one number may travel together, others do not
+    limit     bytes of them that travel together
+    alone     bytes from which one travels alone
+    targets   the kinds of collectives to join; not those `apart`
     """
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
     groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for node in stage.graph.nodes:
-        kind = _kind(node, level is not None)
-        if kind and node not in apart:
+        kind = _kind(node, node in together, alone) if node.target in targets and node not in apart else ""
+        if kind:
             alike = record(node).phase if node.target is spmd.all_gather else node.args[-1]  # the reduction
-            start = level[node] if level is not None else 0
-            groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, start)].append(node)
+            groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, together.get(node, 0))].append(node)
     planned: list[tuple[list[Node], int]] = []
-    for (target, kind, axes, *_), members in groups.items():
-        limit = _limit(members) if kind == "gradient" else window
-        batches = _batches(members, order, limit, reads=target is not spmd.all_gather)
+    for (_, kind, axes, *_), members in groups.items():
+        size = _limit(members) if kind == "gradient" else limit
+        batches = _batches(members, order, size, reads=kind != "stored")
         planned += [(batch, prod(sizes[axis] for axis in axes)) for batch in batches if len(batch) > 1]
-    return {_Bundle(stage.graph, batch, count).send(): batch[0] for batch, count in planned}
+    return [_Bundle(stage.graph, batch, count).send() for batch, count in planned]
 
 
-def _kind(node: Node, matrices: bool) -> str:
+def whole_bytes(collective: Node) -> int:
+    """Bytes of what a collective makes whole or takes apart: of a gather's result, of a reduction's operand."""
+    return local_bytes(record(collective if collective.target is spmd.all_gather else collective.all_input_nodes[0]))
+
+
+def is_copy(node: Node) -> bool:
+    """Whether a reshape has memory of its own: that of what a gathered bundle has for one of its members, a row from each rank."""
+    if node.target is not aten.reshape.default:
+        return False
+    piece = node.args[0]
+    if not isinstance(piece, Node) or piece.target is not aten.slice.Tensor or piece.args[1] != 1:
+        return False
+    (apart,) = piece.all_input_nodes
+    of_bundle = apart.target is aten.reshape.default and apart.all_input_nodes[0].target is spmd.all_gather
+    return of_bundle and record(piece).shape[0] > 1 and record(piece).shape != record(apart).shape
+
+
+def _kind(node: Node, named: bool, alone: int) -> str:
     """Why a collective may travel with others of its kind; "" if it may not."""
     if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node) or not node.users:
         return ""
@@ -76,23 +110,23 @@ def _kind(node: Node, matrices: bool) -> str:
         if local_bytes(record(node)) < ALONE and _read_late(node):
             return "gradient"
         return "small" if local_bytes(record(node)) <= SMALL else ""
-    if not matrices and local_bytes(record(node)) > SMALL:
+    if not named or whole_bytes(node) >= alone:
         return ""
-    if node.target is spmd.all_gather and from_placeholder(node) and chain(node):
-        return "stored" if matrices or len(record(chain(node)[0].all_input_nodes[0]).shape) == 1 else ""
-    if node.target is spmd.reduce_scatter and _read_late(node):
-        return "stored" if matrices or _is_vector(node) else ""
-    return ""
-
-
-def _is_vector(node: Node) -> bool:
-    """Whether a value has one dim, or is read as such: a vector whose dim is a product of factors travels as several dims."""
-    return len(record(node).shape) == 1 or any(is_view(user) and _is_vector(user) for user in node.users)
+    if node.target is spmd.all_gather and from_placeholder(node):
+        return "stored"
+    return "late" if node.target is spmd.reduce_scatter and _read_late(node) else ""
 
 
 def _read_late(node: Node) -> bool:
-    """Whether nothing but an update, or the stage's end, reads a reduction: so it is with gradients."""
-    return all(user.op == "output" or records(user)[0].phase == "update" or (is_view(user) and _read_late(user)) for user in node.users)
+    """Whether nothing but an update, or the stage's end, reads a reduction: so it is with gradients, reduced once or twice."""
+    return all(
+        user.op == "output" or records(user)[0].phase == "update" or ((is_view(user) or _reduces(user)) and _read_late(user))
+        for user in node.users
+    )
+
+
+def _reduces(node: Node) -> bool:
+    return node.target in (spmd.all_reduce, spmd.reduce_scatter)
 
 
 def _limit(gradients: list[Node]) -> int:
@@ -109,13 +143,13 @@ def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: 
     first_read = 0
     for node in members:
         read = min(order[user] for user in node.users)
-        if batches and (order[node] < first_read or not reads) and bytes_so_far + local_bytes(record(node)) <= limit:
+        if batches and (order[node] < first_read or not reads) and bytes_so_far + whole_bytes(node) <= limit:
             batches[-1].append(node)
-            bytes_so_far += local_bytes(record(node))
+            bytes_so_far += whole_bytes(node)
             first_read = min(first_read, read)
         else:
             batches.append([node])
-            bytes_so_far, first_read = local_bytes(record(node)), read
+            bytes_so_far, first_read = whole_bytes(node), read
     return batches
 
 
@@ -124,18 +158,17 @@ class _Bundle:
 
     def __init__(self, graph: Graph, members: list[Node], count: int) -> None:
         self.graph, self.members, self.count = graph, members, count
+        self.cut: list[Node] = []  # what takes the result apart, once it has been sent
         self.gather = members[0].target is spmd.all_gather
         self.scatter = members[0].target is spmd.reduce_scatter
         if self.gather:
+            for node in members[1:]:
+                ready(node, members[0])
             self.place = members[0].prev
-            for node in members:
-                for item in chain(node)[:-1]:
-                    self.place.append(item)
-                    self.place = item
         else:
             self.place = members[-1]
 
-    def send(self) -> Node:
+    def send(self) -> Bundle:
         flat = [self._flat(node) for node in self.members]
         sizes = [record(node).shape[-1] for node in flat]
         total, head = sum(sizes), self.members[-1]
@@ -147,6 +180,7 @@ class _Bundle:
             joined = self._add(aten.cat.default, flat, like=like, shape=(total,))
             rest, rows = ([0], self.count) if self.gather else (head.args[2:], 1)
             sent = self._add(head.target, joined, head.args[1], *rest, like=self._about(like), shape=(rows * total,))
+        self.cut.clear()
         rows = self.count if self.gather else 1
         apart = self._add(aten.reshape.default, sent, [rows, total], like=like, shape=(rows, total))
         start = 0
@@ -155,7 +189,7 @@ class _Bundle:
             node.replace_all_uses_with(self._unpacked(node, piece))
             self.graph.erase_node(node)
             start += size
-        return sent
+        return Bundle(sent, tuple(self.members), tuple(self.cut))
 
     def _about(self, like: Record) -> Record:
         what = "gathers" if self.gather else "reductions"
@@ -168,6 +202,7 @@ class _Bundle:
         made = Record(shape, like.dtype, like.sharding if final else None, like.source, like.reason, like.phase)
         with self.graph.inserting_after(self.place):
             self.place = call(self.graph, made, target, *args)
+        self.cut.append(self.place)
         return self.place
 
     def _flat(self, node: Node) -> Node:

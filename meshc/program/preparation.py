@@ -1,4 +1,4 @@
-"""What stands between a stored parameter and its gather: operators that lay out, pad and cut, and communicate nothing."""
+"""What stands between a stored parameter and its gather: operators that lay out, pad, cut and join, and communicate nothing."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ def is_preparation(node: Node) -> bool:
 
 
 def from_placeholder(gather: Node) -> bool:
-    """Whether a gather brings together what is stored, as it is stored but for its layout."""
-    operand = gather.args[0]
-    while isinstance(operand, Node) and operand.op != "placeholder":
-        if not is_preparation(operand) or operand.target is spmd.shard:
-            return False
-        operand = operand.args[0]
-    return True
+    """Whether a gather brings together what is stored, as it is stored but for its layout; several values as one, if they are joined."""
+    return all(map(_as_stored, gather.all_input_nodes))
 
 
-def chain(gather: Node) -> list[Node]:
-    """A gather and what prepares it, in order, if nothing else reads that; otherwise nothing, and all stay where they are."""
-    found = [gather]
-    operand = gather.args[0]
-    while isinstance(operand, Node) and operand.op != "placeholder" and len(operand.users) == 1:
-        found.append(operand)
-        operand = operand.args[0]
-    if isinstance(operand, Node) and operand.op != "placeholder":
-        return []
-    return list(reversed(found))
+def _as_stored(value: Node) -> bool:
+    if value.op == "placeholder" or is_integer(value):
+        return True
+    lays_out = value.target is aten.cat.default or (is_preparation(value) and value.target is not spmd.shard)
+    return lays_out and all(map(_as_stored, value.all_input_nodes))
+
+
+def ready(node: Node, before: Node) -> None:
+    """Puts what a node is made of before another one, as far as it does not stand there yet."""
+    for operand in node.all_input_nodes:
+        if operand.op != "placeholder" and not operand < before:
+            ready(operand, before)
+            before.prepend(operand)

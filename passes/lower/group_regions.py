@@ -1,4 +1,4 @@
-"""Regions: for a backend that compiles, what runs between two waits becomes one function, and what starts there travels together.
+"""Regions: for a backend that compiles, what runs between two waits becomes one function, and sums that it makes travel together.
 
     a = relu(x)                             with region(0):
     r = all_reduce(a, ["tp"], "sum")            a = relu(x)
@@ -8,7 +8,8 @@
                                                 c = add(b, r)
 
 `meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, then the collectives that they feed;
-`meshc/program/bundle.py` joins those of a level. Every rank runs the same order, and nothing is decided after this pass.
+`meshc/program/bundle.py` joins all-reduces of a level, as `schedule_collectives.py` has joined what starts near each other. Every rank
+runs the same order.
 
 A collective that starts as soon as its own sums over microbatches are whole (`start_early.py`) is left as it is.
 """
@@ -24,7 +25,7 @@ from torch.fx import Graph, Node
 from meshc.ir import spmd
 from meshc.ir.graph import copied, placeholders
 from meshc.ir.regions import changing, is_number, set_region
-from meshc.passes.lower.levels import WINDOW, levels, runs_alone
+from meshc.passes.lower.levels import levels, runs_alone
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered import Lowered
 from meshc.program.bundle import bundle
@@ -40,28 +41,18 @@ def group_regions(lowered: Lowered) -> Lowered:
 
 
 def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, sums: Collection[str] = ()) -> Stage:
-    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes of parameters that are gathered together; `sums`: keys
-    of what is whole before the stage runs."""
+    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: as of `levels`; `sums`: keys of what is whole before the stage
+    runs."""
     graph = copied(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
-    for sent, member in bundle(stage, sizes, level, WINDOW, apart=reductions(stage, sums)).items():
-        level[sent] = level[member]
-        if sent.target is spmd.all_gather:
-            _level_before(sent, level)
+    for one in bundle(stage, sizes, level, targets=[spmd.all_reduce], apart=reductions(stage, sums)):
+        level[one.sent] = level[one.members[0]]
     for node in graph.nodes:
         if node.op == "call_function" and node not in level:
             level[node] = max(level[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
     _place(graph, level)
     return stage
-
-
-def _level_before(gather: Node, level: dict[Node, int]) -> None:
-    """What prepares a bundle, made with it, is of its level."""
-    for operand in gather.all_input_nodes:
-        if operand not in level:
-            level[operand] = level[gather]
-            _level_before(operand, level)
 
 
 def _place(graph: Graph, level: Mapping[Node, int]) -> None:

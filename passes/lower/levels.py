@@ -4,9 +4,9 @@ A node's level counts the collectives behind it. All nodes of a level run, then 
 waits for those that it reads. What runs by itself (updates in place, what depends on the microbatch's number, products whose memory is
 kept) is behind the nodes of its level too.
 
-Gathers of stored parameters would all be of level 0, and the whole model in memory at once. So they come in windows of some bytes: what
-stands after a window's first gather is of a later level than what stands before it, and its gathers start before the level that reads the
-window before.
+Gathers of stored parameters would all be of level 0, and the whole model in memory at once. They stand in windows (`windows.py`), one
+ahead of what is read: the level that first reads a window is later than all that stands before, and the window's gathers start before the
+level that reads the window before.
 
     level 0:  gathers of windows 0 and 1      level 1:  what reads window 0, gathers of window 2      level 2:  window 1's ...
 """
@@ -17,22 +17,17 @@ from typing import Any
 
 from torch.fx import Node
 
-from meshc.ir import is_getitem, local_bytes, record, spmd
+from meshc.ir import is_getitem, spmd
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
+from meshc.passes.lower.windows import windows
 from meshc.program.packing import stays
 from meshc.program.program import Stage
 
-WINDOW = 128 * 1024 * 1024
-"""Bytes of parameters gathered together at most: about what FSDP gathers for a block of a large model."""
-
-WINDOWS = 8
-"""There are at least about so many in a stage, or a small model would be whole for as long as it runs."""
-
 
 def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
-    """The level of each node. Windows are of `window` bytes, or of so many that a stage has some."""
+    """The level of each node. `window`: bytes of a window, if not as many as `windows.py` says."""
     return _Levels(stage, window).found
 
 
@@ -54,6 +49,9 @@ def _stored(stage: Stage) -> set[Node]:
 
 class _Levels:
     """found    node -> level
+    windows    gather -> number of its window
+    starts     number of a window -> the level of its first gather
+    read       the number of the window that is being read
     floor      what is no gather is of this level at least: that of the window that is being read
     after      where a value that has been overwritten may be read again
     joined     the level of the last collective between pipeline stages, which keep their order: the stages' graphs differ
@@ -62,11 +60,10 @@ class _Levels:
     def __init__(self, stage: Stage, window: int | None) -> None:
         self.stored = _stored(stage)
         self.changing = changing(stage.graph)
-        if window is None:
-            gathered = sum(local_bytes(record(node)) for node in self.stored if node.target is spmd.all_gather)
-            window = min(WINDOW, gathered // WINDOWS)
-        self.window, self.window_bytes = window, 0
-        self.floor = self.floor_before = self.joined = 0
+        self.windows = {gather: number for number, gathers in enumerate(windows(stage.graph, window)) for gather in gathers}
+        self.starts: dict[int, int] = {}
+        self.read = -1
+        self.floor = self.joined = 0
         self.found: dict[Node, int] = {}
         self.after: dict[Node, int] = {}
         for node in stage.graph.nodes:
@@ -80,8 +77,8 @@ class _Levels:
             return self.found[node.all_input_nodes[0]]
         behind = max((self._behind(operand) for operand in node.all_input_nodes), default=0)
         if node in self.stored:
-            self.found[node] = max(self.floor_before - 1, behind, 0)
-            return max(self._window(node), self.found[node]) if node.target is spmd.all_gather else self.found[node]
+            return self._gather(node, behind) if node in self.windows else max(self.floor - 1, behind)
+        self._reads(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
         level = max(self.floor, behind)
         if writes(node):
             level = max(level, *self.found.values())
@@ -90,16 +87,18 @@ class _Levels:
             level = self.joined = max(level, self.joined)
         return level
 
+    def _gather(self, node: Node, behind: int) -> int:
+        window = self.windows[node]
+        self._reads(window - 1)  # where a window starts the one before is read
+        return max(self.starts.setdefault(window, max(self.floor - 1, 0)), behind)
+
+    def _reads(self, window: int) -> None:
+        """What follows is of a later level than all before, if it reads a window that nothing has read."""
+        if window > self.read:
+            self.read, self.floor = window, max(self.found.values()) + 1
+
     def _behind(self, operand: Node) -> int:
         return max(self.found[operand] + runs_alone(operand, self.changing), self.after.get(operand, 0))
-
-    def _window(self, gather: Node) -> int:
-        """The least level of a gather, which begins a window where the one before is full."""
-        size = local_bytes(record(gather))
-        if self.window_bytes + size > self.window:
-            self.floor_before, self.floor, self.window_bytes = self.floor, max(self.found.values()) + 1, 0
-        self.window_bytes += size
-        return self.floor_before - 1
 
 
 def _memory(node: Node) -> dict[Node, None]:

@@ -1,35 +1,58 @@
-"""Collectives: start them where their operands are ready, and together where they can travel so.
+"""Collectives: they start where their operands are ready, and travel together where they can.
 
     g1 = mm(..)   g2 = mm(..)   r1 = all_reduce(g1)   u1 = f(r1)   r2 = all_reduce(g2)   u2 = f(r2)
   becomes
     g1 = mm(..)   r1 = all_reduce(g1)   g2 = mm(..)   r2 = all_reduce(g2)   u1 = f(r1)   u2 = f(r2)
 
 Partition writes a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its
-operand runs beside the rest of backward. Gathers of stored parameters start one gather early (a parameter's worth of memory, no more).
-`meshc/program/bundle.py` says which travel together. Every rank runs the same order.
+operand runs beside the rest of backward. Gathers of stored parameters come in windows (`windows.py`), and start one window ahead:
+
+    w1 = all_gather(p1)  y = mm(x, w1)  w2 = all_gather(p2)  z = mm(y, w2)                     each a window, if not of several parameters
+  becomes
+    w1 = all_gather(p1)  (wait for w1)  w2 = all_gather(p2)  y = mm(x, w1)  z = mm(y, w2)
+
+`meshc/program/bundle.py` makes one message of a window, and of gradients that are reduced soon after each other. Every rank runs the same
+order.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from torch.fx import Graph, Node
 
-from meshc.ir import is_integer, spmd
+from meshc.ir import is_integer, record, spmd
 from meshc.ir.graph import placeholders
+from meshc.passes.lower.windows import window_bytes, windows
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.bundle import bundle
-from meshc.program.preparation import chain, from_placeholder, is_preparation
+from meshc.program.bundle import Bundle, bundle, whole_bytes
+from meshc.program.preparation import is_preparation, ready
+from meshc.program.program import Stage
+
+ALONE: Final = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
+"""Bytes of a parameter, by the kind of its device, from which copying it into company and out of it takes longer than a message."""
 
 
 def schedule_collectives(lowered: Lowered) -> Lowered:
     """Reorders each stage; values do not change."""
-    sizes = lowered.sizes
     for stage in lowered.stages.values():
-        _start_reductions(stage.graph)
-        bundle(stage, sizes)
-        _start_gathers(stage.graph)
+        scheduled(stage, lowered.sizes, ALONE.get(lowered.mesh.device_type, ALONE["cuda"]))
     return lowered
+
+
+def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None) -> None:
+    """A stage in place. `sizes`: of the mesh's axes; `alone`: bytes of what travels alone; `window`: of what does together."""
+    graph = stage.graph
+    scatters = graph.find_nodes(op="call_function", target=spmd.reduce_scatter)
+    _start(graph, spmd.reduce_scatter)
+    limit = window_bytes(scatters) if window is None else window
+    bundle(stage, sizes, dict.fromkeys(scatters, 0), limit, alone, [spmd.reduce_scatter])
+    _start(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
+    bundle(stage, sizes, targets=[spmd.all_reduce])
+    _gather(stage, sizes, alone, window)
+    graph.lint()
 
 
 def _positions(graph: Graph) -> dict[Node, float]:
@@ -49,21 +72,68 @@ def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None
         place[node] = place[anchor] + 1e-6
 
 
-def _start_reductions(graph: Graph) -> None:
+def _start(graph: Graph, reduction: Any) -> None:
+    """Reductions of a kind start where their operands are ready."""
     place = _positions(graph)
     entered = placeholders(graph)
     if not entered:
         return
-    for node in list(graph.nodes):
-        if node.target in (spmd.all_reduce, spmd.reduce_scatter) and node.args[1] != ["mb"] and not spmd.joins_stages(node):
+    for node in graph.find_nodes(op="call_function", target=reduction):
+        if node.args[1] != ["mb"] and not spmd.joins_stages(node):
             _hoist(node, place, entered[-1])
 
 
-def _start_gathers(graph: Graph) -> None:
-    """Each gather of a stored parameter starts where the one before it stood."""
-    gathers = [node for node in graph.nodes if node.target is spmd.all_gather and from_placeholder(node)]
-    for before, node in reversed(list(pairwise(gathers))):
-        anchor = before
-        for item in chain(node):
-            anchor.append(item)
-            anchor = item
+@dataclass(frozen=True)
+class _Window:
+    """Gathers that start together, what takes their results apart, and the nodes that read the first and the last of those."""
+
+    gathers: tuple[Node, ...]
+    cut: tuple[Node, ...]
+    first: Node
+    last: Node
+
+    @property
+    def phase(self) -> str:
+        return record(self.gathers[0]).phase
+
+
+def _gather(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | None) -> None:
+    """Gathers of windows, each one message where it can be, start one window ahead."""
+    found = windows(stage.graph, limit)
+    number = {gather: index for index, window in enumerate(found) for gather in window}
+    made = bundle(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
+    before: _Window | None = None
+    for window in _sent(stage.graph, found, made):
+        _place(window, before)
+        before = window
+
+
+def _sent(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bundle]) -> list[_Window]:
+    """The windows as they are sent."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    bundles = {member: one for one in made for member in one.members}
+    windows: list[_Window] = []
+    for members in found:
+        of = list({id(bundles[member]): bundles[member] for member in members if member in bundles}.values())
+        gathers = (*(one.sent for one in of), *(member for member in members if member not in bundles))
+        cut = tuple(node for one in of for node in one.cut)
+        readers = {user for node in (*gathers, *cut) for user in node.users} - set(cut)
+        windows.append(_Window(gathers, cut, min(readers, key=order.__getitem__), max(readers, key=order.__getitem__)))
+    return windows
+
+
+def _place(window: _Window, before: _Window | None) -> None:
+    """Starts a window where the one before is first read, the first of a phase where the phase before has read its last."""
+    start = min(window.gathers)
+    if before is not None and before.phase == window.phase:
+        start = before.first
+        if start.op == "output" and before.cut:  # all will be whole together, whenever they come
+            start = before.cut[0]
+    elif before is not None and before.last.op != "output":
+        start = min(start, before.last.next)
+    for gather in window.gathers:
+        if gather is not start:
+            ready(gather, start)
+            start.prepend(gather)
+    for node in window.cut:
+        window.first.prepend(node)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, set_record, spmd
+from meshc.ir import Record, record, set_record, spmd
 from meshc.ir.mesh import Mesh
 from meshc.program.bundle import ALONE, BUCKET, bundle
 from meshc.program.program import Stage
@@ -90,7 +91,7 @@ def test_every_rank_has_the_same_values(made: tuple[Building, Stage]) -> None:
     building, stage = made
     alone = Stage(stage.name, copy.deepcopy(stage.graph), stage.inputs, stage.outputs)
     wanted = outputs(alone, building.mesh, building.sizes)
-    bundle(stage, building.sizes)
+    bundle(stage, building.sizes, dict.fromkeys(stage.graph.nodes, 0))
     stage.graph.lint()
     assert count(stage) <= count(alone)
     for found, expected in zip(outputs(stage, building.mesh, building.sizes), wanted, strict=True):
@@ -135,13 +136,33 @@ def test_a_large_gradient_travels_alone() -> None:
     assert sorted(sent(stage)) == [16, ALONE // 8]
 
 
-def test_matrices_that_are_stored_split_stay_apart() -> None:
+def gathers(dtypes: list[torch.dtype]) -> tuple[Building, Stage, list[Node]]:
     building = Building(Mesh("a=2"))
-    weights = [building.stored((4, 4)) for _ in range(3)]
-    stage = building.done([building.add(spmd.all_gather, weight, ["a"], 0, shape=(8, 4)) for weight in weights])
+    found = []
+    for dtype in dtypes:
+        weight = building.stored((4, 4))
+        found.append(building.add(spmd.all_gather, weight, ["a"], 0, shape=(8, 4)))
+        for node in (weight, found[-1]):
+            set_record(node, replace(record(node), dtype=dtype))
+    return building, building.done(found), found
+
+
+def test_what_nobody_says_may_travel_together_stays_apart() -> None:
+    building, stage, _ = gathers([torch.float64] * 3)
     before = str(stage.graph)
-    bundle(stage, building.sizes)
+    assert bundle(stage, building.sizes) == []
     assert str(stage.graph) == before
+
+
+def test_values_of_one_number_and_dtype_travel_together() -> None:
+    building, stage, found = gathers([torch.float64, torch.bfloat16, torch.float64, torch.bfloat16, torch.float64])
+    made = bundle(stage, building.sizes, dict(zip(found, [0, 0, 0, 0, 1], strict=True)))
+    assert [one.members for one in made] == [(found[0], found[2]), (found[1], found[3])]
+
+
+def test_a_large_value_is_not_copied_into_company() -> None:
+    building, stage, found = gathers([torch.float64] * 3)
+    assert bundle(stage, building.sizes, dict.fromkeys(found, 0), alone=8 * 4 * 8) == []
 
 
 def test_what_is_read_before_the_next_can_start_is_not_held_up() -> None:

@@ -15,6 +15,7 @@ from meshc.ir import Record, set_record, spmd
 from meshc.ir.regions import region_of
 from meshc.passes.lower.group_regions import grouped
 from meshc.passes.lower.levels import levels
+from meshc.passes.lower.schedule_collectives import scheduled
 from meshc.program.program import Stage
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
@@ -46,6 +47,8 @@ def layers(count: int) -> Stage:
 
 
 def by_kind(stage: Stage, window: int) -> tuple[list[int], list[int]]:
+    """Levels of gathers, each a message, and of products."""
+    scheduled(stage, {"dp": 2}, alone=0, window=window)
     found = levels(stage, window)
     calls = [node for node in stage.graph.nodes if node.op == "call_function"]
     return [found[n] for n in calls if n.target is spmd.all_gather], [found[n] for n in calls if n.target is aten.mm.default]
@@ -69,15 +72,18 @@ def test_a_gather_is_never_after_its_reader() -> None:
             assert all(gather < product for gather, product in zip(gathers, products, strict=True))
 
 
-def test_what_starts_together_travels_together_and_keeps_its_level() -> None:
-    """Two messages for six weights; what is cut from one is of the level of its first reader, what is joined of the message's own."""
-    stage = grouped(layers(6), {"dp": 2}, 2 * BYTES)
+def test_windows_that_travel_together_keep_their_levels() -> None:
+    """Three messages for six weights, two of which start at once; what is cut from one is of the level of its first reader, what is joined
+    of the message's own."""
+    stage = layers(6)
+    scheduled(stage, {"dp": 2}, alone=1024, window=2 * BYTES)
+    stage = grouped(stage, {"dp": 2}, 2 * BYTES)
     gathers = [node for node in stage.graph.nodes if node.target is spmd.all_gather]
-    assert [node.meta["meshc"].shape for node in gathers] == [(2 * 4 * 8,), (2 * 2 * 8,)]
+    assert [node.meta["meshc"].shape for node in gathers] == [(2 * 2 * 8,)] * 3
     assert [region_of(node) for node in stage.graph.nodes if node.target is aten.mm.default] == [1, 1, 2, 2, 3, 3]
-    assert [region_of(node) for node in stage.graph.nodes if node.target is aten.cat.default] == [0, 1]
+    assert [region_of(node) for node in stage.graph.nodes if node.target is aten.cat.default] == [0, 0, 1]
     order = [node for node in stage.graph.nodes if node.target in (spmd.all_gather, aten.mm.default)]
-    assert [node.target is spmd.all_gather for node in order] == [True, False, False, True, *[False] * 4]
+    assert [node.target is spmd.all_gather for node in order] == [True, True, False, False, True, *[False] * 4]
 
 
 class Affine(nn.Module):
@@ -95,7 +101,9 @@ def sgd(model: nn.Module) -> meshc.TrainStep:
 
 def test_a_step_in_regions() -> None:
     before, after = around("regions", sgd(Affine()), "dp=2", backend="inductor", x=torch.zeros(4, 4))
-    assert_expected_inline(body(after), """\
+    assert_expected_inline(
+        body(after),
+        """\
 coordinate: "int" = coordinate("dp")
 with region(0):
     shard: "f32[batch 4/dp, scale.0 4] pad(zero: 0.0)" = shard(x, 0, 2, coordinate)
@@ -134,7 +142,8 @@ return {
     "parameter:scale": scale,
     "parameter:shift": shift,
 }
-""")
+""",
+    )
 
 
 def test_for_the_eager_backend_nothing_changes() -> None:

@@ -1,0 +1,53 @@
+"""Windows: which gathers of stored parameters start together, and how many bytes of them a rank holds.
+
+    all_gather(w0)  all_gather(w1)  |  all_gather(w2)  all_gather(w3)  |  ...        a window is about a layer
+
+While one window is read the next one travels, so no more than two of them are whole at once. A window is of one phase: what is gathered
+for backward is not there while forward runs (docs/decisions/0006).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from torch.fx import Graph, Node
+
+from meshc.ir import record, spmd
+from meshc.program.bundle import whole_bytes
+from meshc.program.preparation import from_placeholder
+
+WINDOW: Final = 128 * 1024 * 1024
+"""Bytes of parameters gathered together at most: about what FSDP gathers for a block of a large model."""
+
+WINDOWS: Final = 8
+"""There are at least about so many in a stage, or a small model would be whole for as long as it runs."""
+
+LEAST: Final = 1024 * 1024
+"""Bytes that no model is cut below: a message of them takes little longer than an empty one."""
+
+
+def window_bytes(collectives: Iterable[Node]) -> int:
+    """Bytes of a window of these gathers, or of gradients that are reduced together."""
+    return min(WINDOW, max(LEAST, sum(map(whole_bytes, collectives)) // WINDOWS))
+
+
+def windows(graph: Graph, limit: int | None = None) -> list[list[Node]]:
+    """The gathers of what is stored, in the order in which they are first read, cut into windows. `limit`: bytes of each."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    gathers = [
+        node
+        for node in graph.find_nodes(op="call_function", target=spmd.all_gather)
+        if node.users and from_placeholder(node) and not spmd.joins_stages(node)
+    ]
+    gathers.sort(key=lambda gather: min(place[user] for user in gather.users))
+    limit = window_bytes(gathers) if limit is None else limit
+    found: list[list[Node]] = []
+    filled = 0
+    for gather in gathers:
+        if not found or record(gather).phase != record(found[-1][0]).phase or filled + whole_bytes(gather) > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(gather)
+        filled += whole_bytes(gather)
+    return found
