@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
+from typing import Final
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from meshc.ir import KEY
 from meshc.ir.verify import Malformed, verify_graph, verify_meetings, verify_order
@@ -22,14 +24,15 @@ class Structure:
     """Of a phase before a pass, whose structure holds. What the pass leaves as it was is not looked at again.
 
     ports    of each graph
-    nodes    each graph's, with what a pass may put in the place of another: arguments, target and record
+    nodes    each graph's, with their parts
     records  ids of all records, which are immutable; `nodes` holds them
     """
 
     def __init__(self, before: Outset) -> None:
         self.ports = dict(_graphs(before))
-        self.nodes = {graph: [(node, *_parts(node)) for node in graph.nodes] for graph in self.ports}
-        self.records = {id(record) for rows in self.nodes.values() for *_, record in rows} if isinstance(before, Lowered) else frozenset()
+        self.nodes = {graph: _parts(graph) for graph in self.ports}
+        rows = self.nodes.values() if isinstance(before, Lowered) else ()
+        self.records = {id(record) for parts in rows for record in parts[RECORD]}
 
     def verify(self, left: Outset) -> None:
         """Raises Malformed."""
@@ -44,17 +47,17 @@ class Structure:
             _verify_ranks({name: stage.graph for name, stage in left.stages.items()}, left.pipeline.schedule.ranks)
 
     def _changed(self, graph: Graph) -> bool:
-        before = self.nodes.get(graph, [])
-        if len(before) != len(graph.nodes):
-            return True
-        return any(
-            old[0] is not node or any(one is not other for one, other in zip(old[1:], _parts(node), strict=True))
-            for old, node in zip(before, graph.nodes, strict=True)
-        )
+        before, now = self.nodes.get(graph, ()), _parts(graph)
+        return len(before) != len(now) or not all(map(is_, before, now))
 
 
-def _parts(node: Node) -> tuple[object, object, object, object]:
-    return node.args, node.kwargs, node.target, node.meta.get(KEY)
+RECORD: Final = slice(4, None, 5)
+"""Where records stand among the parts."""
+
+
+def _parts(graph: Graph) -> list[object]:
+    """Each node, with what a pass may put in the place of another."""
+    return [part for node in graph.nodes for part in (node, node.args, node.kwargs, node.target, node.meta.get(KEY))]
 
 
 def _graphs(phase: Outset) -> Iterator[tuple[Graph, Ports]]:
