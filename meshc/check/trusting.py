@@ -228,6 +228,9 @@ def _pairs(o: Operands) -> bool:
     return rows > 0 and o["self"].dim() == 2 and o["grad"].shape == o["pdist"].shape == (rows * (rows - 1) // 2,)
 
 
+_COUNTED = holds("the dims are others each, counted from 0", lambda o: len({*o["dim"]} & {*range(o["self"].dim())}) == len(o["dim"]))
+
+
 def _half(o: Operands) -> bool:
     return bool(o["self"].shape[o["dim"][-1]] == o["last_dim_size"] // 2 + 1)
 
@@ -409,7 +412,9 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
         like("output", "grad_output"),
         holds("input_dtype is that of grad_output", lambda o: o["input_dtype"] == o["grad_output"].dtype),
     ),
-    aten._fft_c2r.default: (holds("the last of the dims is half of last_dim_size, and one", _half),),
+    aten._fft_c2r.default: (_COUNTED, holds("the last of the dims is half of last_dim_size, and one", _half)),
+    aten._fft_r2c.default: (_COUNTED,),
+    aten._fft_c2c.default: (_COUNTED,),
     **_POLYNOMIALS,
     aten.lcm.default: (_no_least,),
     aten.gcd.default: (_no_least,),
