@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import meshc
+from meshc.ir import trees
 from meshc.ir.paths import input_names, spec_paths
 from tests.models import llama
 
@@ -63,8 +64,8 @@ def test_a_cache_is_named_by_layer_then_key_and_value() -> None:
     tree = program.lowered.placed.traced.model.output_tree
     assert tree is not None and tree.caches() == layers
 
-    spec = pytree.tree_structure({"past_key_values": cache})
+    spec = trees.structure({"past_key_values": cache})
     assert input_names(nn.Module.forward, (), {"past_key_values": cache}) == spec_paths(spec) == layers
-    tensors = dict(zip(layers, pytree.tree_leaves(cache), strict=True))
+    tensors = dict(zip(layers, trees.leaves(cache), strict=True))
     for index, layer in enumerate(cache.layers):
         assert tensors[f"past_key_values.{index}.0"] is layer.keys and tensors[f"past_key_values.{index}.1"] is layer.values

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import meshc
+from meshc.ir import trees
 
 MESHES = ("dp=4", "dp=2,tp=3")
 """Seven rows over four ranks are tiles of two, the last of one; over tp=3 nothing here divides."""
@@ -81,7 +82,7 @@ def _copied(value: Any) -> Any:
 
 
 def _compare(wanted: Any, found: Any, grad: bool) -> None:
-    (mine, spec), (given, other) = pytree.tree_flatten(wanted), pytree.tree_flatten(found)
+    (mine, spec), (given, other) = trees.flatten(wanted), trees.flatten(found)
     assert spec == other
     for a, b in zip(mine, given, strict=True):
         if not isinstance(a, Tensor):

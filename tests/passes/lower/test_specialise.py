@@ -7,10 +7,9 @@ from math import prod
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import meshc
-from meshc.ir import record, spmd
+from meshc.ir import record, spmd, trees
 from meshc.passes.driver.compile import specialised
 from meshc.passes.lower.specialise import specialise
 from meshc.program.program import Program
@@ -87,7 +86,7 @@ def compare(
     found = simulate(made, values)
     model.zero_grad(set_to_none=True)
     paths = [port.name for port in made.outputs if port.kind == "output"]
-    results = dict(zip(paths, [leaf for leaf in pytree.tree_leaves(reference.run()) if isinstance(leaf, Tensor)], strict=True))
+    results = dict(zip(paths, [leaf for leaf in trees.leaves(reference.run()) if isinstance(leaf, Tensor)], strict=True))
     torch.autograd.backward([results[name] for name in outputs], list(tangents.values()))
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gradients = {key.removeprefix("gradient:"): value for key, value in found.items() if key.startswith("gradient:")}
