@@ -51,8 +51,8 @@ class Asked:
         rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]
         told = [record if place in used else Record() for place, record in enumerate(ir.records(node))]
         local = [record.shape for _, record, _ in rows], [record.shape for record in told]
-        full = [self._full(record, spread) for _, record, spread in rows], [
-            self._full(record, spread) if place in used else () for place, (record, spread) in enumerate(zip(told, declared, strict=True))
+        full = [self._full(spread) for _, _, spread in rows], [
+            self._full(spread) if place in used else () for place, spread in enumerate(declared)
         ]
         ways: list[Any] = [local]
         if full != local and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
@@ -80,13 +80,10 @@ class Asked:
             return {0}
         return {user.args[1] for user in node.users if ir.is_getitem(user)}
 
-    def _full(self, record: Record, spread: Spread) -> Shape | None:
-        found: list[int] = []
-        for extent, parts in zip(record.shape, spread.dims, strict=True):
-            if parts is None and extent == 1:
-                return None
-            found.append(extent if parts is None else prod(map(self._extent, parts)))
-        return tuple(found)
+    def _full(self, spread: Spread) -> Shape | None:
+        if None in spread.dims:
+            return None
+        return tuple(prod(map(self._extent, parts)) for parts in spread.dims if parts is not None)
 
     def _extent(self, part: Part) -> int:
         size = local_size(part, self.sizes)

@@ -84,7 +84,7 @@ def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Plac
     axes = places.get(node.args[1])
     if axes is None or given.pending is None:
         return replace(given, pending=None)
-    return replace(given, pending={**given.pending, **dict.fromkeys(axes, "sum")})
+    return replace(given, pending={**given.pending, **{axis: "sum" for axis in axes if axis != spmd.MICROBATCH}})
 
 
 def _same(node: Node, given: Spread, *_: Any) -> Spread:

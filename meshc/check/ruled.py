@@ -116,10 +116,8 @@ def _letters(
             here = f"dim {place} of {name}"
             known, who, other = found.setdefault(letter, (parts, here, spread))
             why = ""
-            if not known and tile(parts, sizes) == 1:  # one position against a tile of one
-                found[letter] = parts, here, spread
-            elif not parts and tile(known, sizes) == 1:
-                continue
+            if bool(known) != bool(parts) and tile(parts, sizes) == tile(known, sizes) == 1:  # one position against a tile of one
+                broken |= {letter}
             elif not alike(known, parts):
                 why = f"{who} is [{shown(known)}] and {here} is [{shown(parts)}]: {op_name(node)} takes them alike"
             elif letter in rule.whole and any(part.axes for part in parts):
