@@ -138,16 +138,14 @@ class _Walk:
         return replace(given, dims=dims, axes=given.split(), pieces=None)
 
     def _joined(self, node: Node) -> Spread:
-        """What travels together: of each value its own, one after the other."""
+        """What travels together: of each value its own, one after the other. What they wait for besides may differ."""
         given = [self._of(one) for one in ir.operands(node)]
-        waiting = [None if one.pending is None else dict(one.pending) for one in given]
-        if any(one is not None and one != waiting[0] for one in waiting) and None not in waiting:
-            told = ", ".join(f"{one} {shown_pending(pending or {})}" for one, pending in zip(ir.operands(node), waiting, strict=True))
-            raise Wrong(f"it joins values that wait for different reductions: {told}")
+        waiting = [one.pending for one in given]
+        same = None not in waiting and all(dict(one or {}) == dict(waiting[0] or {}) for one in waiting)
         split = {one.split() for one in given}
         dims = (None,) * len(ir.record(node).shape)
         pieces = joined(given, [ir.record(one).shape for one in ir.operands(node)])
-        pending, axes = None if None in waiting else waiting[0], split.pop() if len(split) == 1 else None
+        pending, axes = waiting[0] if same else None, split.pop() if len(split) == 1 else None
         return Spread(dims, pending, axes, pieces, any(one.varies for one in given))
 
     def _check_updates(self, node: Node) -> None:
