@@ -1,8 +1,8 @@
 """Asking a rule about an operator on a rank's tiles.
 
 Rules are functions of a node and its operands, of which they read shapes and arguments. What they are given is the line with its local
-shapes, a rank's place in the mesh being 0, and with one change: a tile that has one position of a factor that has more counts as the whole
-factor, since a rule takes a dim of one position for one that broadcasts.
+shapes, a rank's place in the mesh being 0; where a tile has one position of a factor that has more, with the global shapes, since a rule
+takes a dim of one position for one that broadcasts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.fx.node import map_arg
 
 from meshc import ir
 from meshc.check.ruled import Deferral, Rule, Rules
-from meshc.check.spread import Spread
+from meshc.check.spread import Spread, flat
 from meshc.errors import MeshcError
 from meshc.ir import Record
-from meshc.ir.sharding import Part, local_size
+from meshc.ir.sharding import local_size
 
 BY_POSITION = (torch.ops.aten.slice_backward.default,)
 """Operators whose arguments are positions of a rank's tile: these have no other sizes."""
@@ -55,7 +55,8 @@ class Asked:
             self._full(spread) if place in used else () for place, spread in enumerate(declared)
         ]
         ways: list[Any] = [local]
-        if full != local and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
+        ones = any(_is_one(spread, self.sizes) for spread in (*given, *declared))
+        if ones and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
             ways.insert(0, full)
         for operands, results in ways:
             for (one, record, _), shape in zip(rows, operands, strict=True):
@@ -83,8 +84,9 @@ class Asked:
     def _full(self, spread: Spread) -> Shape | None:
         if None in spread.dims:
             return None
-        return tuple(prod(map(self._extent, parts)) for parts in spread.dims if parts is not None)
+        return tuple(prod(max(part.size, 2) if part.axes else part.size for part in parts) for parts in spread.dims if parts is not None)
 
-    def _extent(self, part: Part) -> int:
-        size = local_size(part, self.sizes)
-        return max(part.size, 2) if size == 1 and part.axes else size
+
+def _is_one(spread: Spread, sizes: Mapping[str, int]) -> bool:
+    """Whether a rank has one position of something that is split."""
+    return any(part.axes and local_size(part, sizes) == 1 for part in flat(spread))

@@ -15,21 +15,12 @@ from meshc.passes import rules
 from meshc.program.program import Program
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
-from tests import models
-from tests.golden.cases import CASES, train
-
-ALL: Final = "dp: batch; store params, grads, state\ntp: ffn"
+from tests.golden.cases import CASES
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Program:
     return CASES["gpt dp tp"]().compiled
-
-
-@pytest.fixture(scope="module")
-def stored() -> Program:
-    """Weights are split over dp and gathered matrix by matrix."""
-    return train(models.mlp(batch=4, width=80), "dp=2,tp=2", ALL, sgd=True).compiled
 
 
 def told(program: Program, change: Callable[[list[str]], None]) -> tuple[str, list[str]]:
@@ -115,12 +106,27 @@ def test_what_was_overwritten_is_not_read(decoder: Program) -> None:
     assert names(said, lines, "late:") and "it reads t_default_3, and adam_many__default above has written in the memory of" in said, said
 
 
-def test_a_value_is_gathered_over_the_axes_that_split_it(stored: Program) -> None:
-    stage = print_stage(stored.stages["main"], stored, comments=False)
-    name, dims = re.findall(r'(all_gather\w*): "f32\[([^"]*/tp[^"]*)\]" = all_gather\(\w+_weight, \["dp"\], 1\)', stage)[0]
-    said, lines = told(stored, put(f"{name}:", '["dp"], 1', '["tp"], 1'))
-    assert dims and names(said, lines, f"{name}:"), said
-    assert "it gathers over tp along dim 1" in said, said
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('y: "f32[batch 4, ffn 8/tp]" = all_gather(x, ["tp"], 0)', "it gathers over tp along dim 0, which is [batch 4/dp]"),
+        ('y: "f32[batch 4/dp, ffn 8]" = all_gather(x, ["dp"], 1)', "it gathers over dp along dim 1, which is [ffn 8/tp]"),
+        ('y: "f32[batch 4, f 8/tp]" = all_gather(x, ["dp"], 0)', "its operator makes dim 1 [ffn 8/tp], declared is [f 8/tp]"),
+        ('y: "f32[b 4, ffn 8/tp]" = all_gather(x, ["dp"], 0)', "dim 0 is [batch 4/dp], which without dp is not [b 4]"),
+    ],
+)
+def test_a_value_is_gathered_over_the_axes_that_split_it(line: str, why: str) -> None:
+    text = f'''@ranks("dp=2,tp=2")
+def main(
+    x: "f32[batch 4/dp, ffn 8/tp]" = "input:x",
+):
+    {line}
+    return {{
+        "output:y": y,
+    }}
+'''
+    ((name, said),) = follow.faults(parse_stage(text), {"dp": 2, "tp": 2}, rules)
+    assert name == "y" and why in said
 
 
 def test_a_later_phase_is_not_read(decoder: Program) -> None:
