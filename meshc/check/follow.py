@@ -23,6 +23,7 @@ from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_
 from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.ir import spmd
+from meshc.ir.sharding import local_size
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
 from meshc.text.allowed import spelling
@@ -69,7 +70,7 @@ class _Walk:
         self.spreads[node] = tuple((_filled if several else _settled)(one, told) for one, told in zip(found, declared, strict=True))
         for one, told, record in zip(found, declared, records, strict=True):
             if record.sharding is not None:
-                _compare(one, told, record.shape)
+                _compare(one, told, record.shape, self.sizes)
 
     def _declared(self, node: Node) -> tuple[Spread, ...]:
         """What the line says, of several results what those say that take them apart."""
@@ -208,11 +209,10 @@ def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
     return dim, low, -(-max(high - low, 0) // step), step
 
 
-def _compare(found: Spread, declared: Spread, shape: Sequence[int]) -> None:
+def _compare(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
     if found.pending is not None and dict(found.pending) != dict(declared.pending or {}):
         raise Wrong(f"its operator makes it {shown_pending(found.pending)}, declared is {shown_pending(declared.pending or {})}")
-    told_all = all(parts is not None or extent == 1 for parts, extent in zip(found.dims, shape, strict=True))
-    moved = told_all and declared.known and run_of(flat(found)) == run_of(flat(declared)) and _cuts(found) != _cuts(declared)
+    moved = declared.known and _cuts(found) != _cuts(declared) and _is_moved(found, declared, shape, sizes)
     for dim, (one, told) in enumerate(zip(found.dims, declared.dims, strict=True)):
         if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may stand in either of two dims
             raise Wrong(f"its operator makes dim {dim} [{shown(one)}], declared is [{shown(told)}]")
@@ -224,6 +224,15 @@ def _compare(found: Spread, declared: Spread, shape: Sequence[int]) -> None:
 
 def _lie_alike(one: Spread, other: Spread) -> bool:
     return all(a is None or b is None or alike(a, b) for a, b in zip(one.dims, other.dims, strict=True))
+
+
+def _is_moved(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether one is a view of the other in which tiles of one position stand in other dims; such a dim may be unknown."""
+    unknown = [extent for parts, extent in zip(found.dims, shape, strict=True) if parts is None]
+    if any(extent != 1 for extent in unknown):
+        return False
+    one, other = ([part for part in flat(spread) if not unknown or local_size(part, sizes) != 1] for spread in (found, declared))
+    return run_of(one) == run_of(other)
 
 
 def _cuts(spread: Spread) -> list[list[int]]:
