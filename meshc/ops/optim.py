@@ -169,12 +169,16 @@ def _scalar_for_kernel(lr: Tensor) -> Tensor | float:
     return _number(lr) if lr.device.type == "cpu" else lr
 
 
-def _split(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], tensors_like_param: int) -> tuple[list[list[int]], list[int]]:
-    """Indices that one fused call may take together (device and dtype agree), and those that need the plain update."""
+def _split(
+    columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], tensors_like_param: int, halves: bool = True
+) -> tuple[list[list[int]], list[int]]:
+    """Indices that one fused call may take together (device and dtype agree), and those that need the plain update. Not `halves`: the CPU
+    kernel is none for 16-bit parameters, of which it leaves all but the last few as they were (torch's SGD, 2.13)."""
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     alone: list[int] = []
     for i, (param, grad) in enumerate(zip(columns[0], grads, strict=True)):
-        if _fusable(param, grad, [column[i] for column in columns[1:tensors_like_param]]):
+        known = halves or param.itemsize > 2 or param.device.type != "cpu"
+        if known and _fusable(param, grad, [column[i] for column in columns[1:tensors_like_param]]):
             together.setdefault((param.device, param.dtype), []).append(i)
         else:
             alone.append(i)
@@ -228,7 +232,7 @@ def _sgd_many(
     maximize: bool,
 ) -> None:
     params, buffers, firsts = columns
-    together, alone = _split(columns, grads, 2)
+    together, alone = _split(columns, grads, 2, halves=False)
     undamped = _number(dampening) == 0
     for indices in together:
         by_first: dict[bool, list[int]] = {}
@@ -259,7 +263,7 @@ def _sgd_many(
 
 def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, maximize: bool) -> None:
     params = columns[0]
-    together, alone = _split(columns, grads, 1)
+    together, alone = _split(columns, grads, 1, halves=False)
     for indices in together:
         torch._fused_sgd_(
             [params[i] for i in indices],

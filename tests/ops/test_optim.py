@@ -191,6 +191,13 @@ def test_lower_precision(dtype, tolerance):
     run(torch.optim.AdamW(parameters(dtype=dtype), weight_decay=0.1), call=many_call, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_sgd_of_half_precision_updates_all_of_a_parameter(dtype, tolerance, momentum):
+    """torch's fused kernel leaves all but the last few elements as they were."""
+    run(torch.optim.SGD(parameters(((8, 9), (40,)), dtype), lr=0.1, momentum=momentum), call=many_call, tolerance=tolerance)
+
+
 def test_complex_adam():
     values = torch.complex(torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64))
     mine, theirs = values.clone(), Parameter(values.clone())
