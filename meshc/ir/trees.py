@@ -62,8 +62,18 @@ def known() -> Iterator[None]:
             _inside[:] = [one for one in _inside if one is not mine]
 
 
+def _with_keys(flatten: Flatten) -> Flatten:
+    """Children by their positions, where a class says no better."""
+
+    def keyed(value: Any) -> tuple[list[Any], Any]:
+        children, context = flatten(value)
+        return [(_of_torch.SequenceKey(index), child) for index, child in enumerate(children)], context
+
+    return keyed
+
+
 def _register(kind: type, flatten: Flatten, unflatten: Unflatten) -> None:
-    _of_torch.SUPPORTED_NODES[kind] = _of_torch.NodeDef(kind, flatten, unflatten, None)
+    _of_torch.SUPPORTED_NODES[kind] = _of_torch.NodeDef(kind, flatten, unflatten, _with_keys(flatten))
     _of_fx.SUPPORTED_NODES[kind] = lambda value, spec: flatten(value)[0]
 
 
