@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, record, spmd
 from meshc.ir.graph import placeholders
+from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.lower.windows import window_bytes, windows
 from meshc.passes.phases.lowered import Lowered
 from meshc.program.bundle import Bundle, bundle, whole_bytes
@@ -37,18 +38,21 @@ ALONE: Final = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
 
 def schedule_collectives(lowered: Lowered) -> Lowered:
     """Reorders each stage; values do not change."""
+    late = sums_of_late_stages(lowered)
     for stage in lowered.stages.values():
-        scheduled(stage, lowered.sizes, ALONE.get(lowered.mesh.device_type, ALONE["cuda"]))
+        early = reductions(stage, late.get(stage.name, ()))
+        scheduled(stage, lowered.sizes, ALONE.get(lowered.mesh.device_type, ALONE["cuda"]), early=early)
     return lowered
 
 
-def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None) -> None:
-    """A stage in place. `sizes`: of the mesh's axes; `alone`: bytes of what travels alone; `window`: of what does together."""
+def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None, early: Sequence[Node] = ()) -> None:
+    """A stage in place. `sizes`: of the mesh's axes; `alone`: bytes of what travels alone; `window`: of what does together; `early`: what
+    may start before the stage does, which waits for none that may not."""
     graph = stage.graph
     scatters = graph.find_nodes(op="call_function", target=spmd.reduce_scatter)
     _start(graph, spmd.reduce_scatter)
     limit = window_bytes(scatters) if window is None else window
-    bundle(stage, sizes, dict.fromkeys(scatters, 0), limit, alone, [spmd.reduce_scatter])
+    bundle(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
     _start(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
     bundle(stage, sizes, targets=[spmd.all_reduce])
     _gather(stage, sizes, alone, window)
@@ -103,12 +107,12 @@ def _gather(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | Non
     number = {gather: index for index, window in enumerate(found) for gather in window}
     made = bundle(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
     before: _Window | None = None
-    for window in _sent(stage.graph, found, made):
+    for window in _in_messages(stage.graph, found, made):
         _place(window, before)
         before = window
 
 
-def _sent(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bundle]) -> list[_Window]:
+def _in_messages(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bundle]) -> list[_Window]:
     """The windows as they are sent."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     bundles = {member: one for one in made for member in one.members}
