@@ -33,9 +33,12 @@ def _embedding_bag(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _lower_embedding_bag(local: Local) -> list[Node]:
-    """Except for a maximum, what stands in the place of the rows of the maxima differs from kernel to kernel; nothing reads it."""
+    """Except for a maximum, what stands for the rows of the maxima differs from kernel to kernel; nothing reads it. A kernel may
+    leave out the bag of each row, and backward then finds it again."""
     made = local.call(*local.operands)
     found = [local.item(made, index) for index in range(4)]
+    if list(local.out_shape(1)) == [0] != list(local.shape(found[1])):
+        found[1] = local.emit(aten.slice.Tensor, found[1], 0, 0, 0)
     shape = list(local.out_shape(3))
     if list(local.shape(found[3])) != shape:
         found[3] = found[2]
