@@ -28,6 +28,13 @@ Mod = Callable[..., Tensor]
 Heads = Callable[["Block", Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    """torch's flex attention compiles itself wherever it is called, a handful of times in a process and then no more."""
+    torch._dynamo.reset()
+
+
+
 class Block(nn.Module):
     """Four query heads on two of keys and values; `attend(self, q, k, v, document)` is what a case is about."""
 
