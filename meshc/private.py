@@ -115,6 +115,7 @@ REPLACED: Final = (
     "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",
     "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
     "torch.nn.attention.flex_attention:BlockMask._flatten", "torch.nn.attention.flex_attention:BlockMask._unflatten",
+    "torch.nn.attention.flex_attention:BlockMask._flatten_with_keys",
     "torch.utils._pytree:SUPPORTED_NODES", "torch.utils._pytree:NodeDef", "torch.utils._pytree:SequenceKey",
     "torch.utils._pytree:_deregister_pytree_node",
     "torch.fx._pytree:SUPPORTED_NODES", "torch.fx._pytree:_deregister_pytree_flatten_spec",
@@ -125,6 +126,7 @@ OF_TRANSFORMERS: Final = (
     "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "transformers.utils.output_capturing:maybe_install_capturing_hooks",
     "transformers.integrations.executorch:register_dynamic_cache_export_support", "transformers.cache_utils:LinearAttentionLayer",
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS", "transformers.masking_utils:create_block_mask",
+    "transformers.masking_utils:fast_all",
 )  # fmt: skip
 """What stock models need, and nothing promises."""
 

@@ -82,11 +82,8 @@ def writes(node: Node) -> list[Node]:
 
 
 def _returned(stage: Stage, memory: Mapping[Node, Memory]) -> Iterator[tuple[str, str]]:
-    (output,) = stage.graph.find_nodes(op="output")
     held: dict[str, str] = {}
-    for key, value in zip(stage.outputs, output.args[0], strict=True):
-        if not isinstance(value, Node):
-            continue
+    for key, value in stage.results().items():
         kind = kind_of(key)
         for place in sorted(memory[value]):
             if kind in OWN and kind_of(place) in OWN and place != key:

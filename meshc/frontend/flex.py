@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshc.ir import trees
+from meshc.private import found
 
 MODULE = "torch.nn.attention.flex_attention"
 STOCK = "transformers.masking_utils"
@@ -24,7 +25,8 @@ def masks_as_inputs() -> None:
     """From here on a block mask among a model's inputs is the tensors that it holds, as torch lays it out for a trace."""
     loaded: Any = sys.modules.get(MODULE)
     if loaded is not None and not trees.is_known(loaded.BlockMask):
-        trees.learn(loaded.BlockMask, loaded.BlockMask._flatten, loaded.BlockMask._unflatten)
+        kind = loaded.BlockMask
+        trees.learn(kind, kind._flatten, kind._unflatten, kind._flatten_with_keys)
 
 
 @contextmanager
@@ -51,8 +53,9 @@ def written_out_flex() -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: str, **names: Any) -> Iterator[None]:
+    """Inside, these names of a module that is loaded are others."""
     loaded = sys.modules.get(module)
-    before = {name: getattr(loaded, name) for name in names if hasattr(loaded, name)}
+    before = {name: found(f"{module}:{name}") for name in names} if loaded is not None else {}
     for name in before:
         setattr(loaded, name, names[name])
     try:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from torch import nn
 
 from meshc.ir import trees
+from meshc.private import found
 
 STATES = ("conv_states", "recurrent_states")
 """What a layer of a state-space model keeps between tokens, each a table of tensors by number."""
@@ -47,10 +48,9 @@ def prepared(module: nn.Module) -> Iterator[None]:
 def _install_hooks(child: nn.Module) -> None:
     """What collects hidden states and router logits. The first call that wants some installs it under a lock, which cannot be traced."""
     from transformers import PreTrainedModel
-    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, maybe_install_capturing_hooks
 
-    if isinstance(child, PreTrainedModel) and _CAN_RECORD_REGISTRY.get(child):
-        maybe_install_capturing_hooks(child)
+    if isinstance(child, PreTrainedModel) and found("transformers.utils.output_capturing:_CAN_RECORD_REGISTRY").get(child):
+        found("transformers.utils.output_capturing:maybe_install_capturing_hooks")(child)
 
 
 def learn_caches() -> None:
@@ -86,11 +86,9 @@ def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
 
 def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
     """What transformers would register for `torch.export`, registered and taken back at once: nothing else hands it out."""
-    from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-    with trees.borrowed(cache_class) as found:
-        register_dynamic_cache_export_support()
-    return found[0]
+    with trees.borrowed(cache_class) as registered:
+        found("transformers.integrations.executorch:register_dynamic_cache_export_support")()
+    return registered[0]
 
 
 def _is_linear(layer: Any) -> bool:
@@ -98,11 +96,9 @@ def _is_linear(layer: Any) -> bool:
 
 
 def _cache_of_states(cache_class: type, convolutions: list[dict[int, Any]], recurrences: list[dict[int, Any]]) -> Any:
-    from transformers.cache_utils import LinearAttentionLayer
-
-    cache = cache_class()
+    cache, layer_class = cache_class(), found("transformers.cache_utils:LinearAttentionLayer")
     for convolution, recurrence in zip(convolutions, recurrences, strict=True):
-        layer = LinearAttentionLayer(len(convolution))
+        layer = layer_class(len(convolution))
         for number in convolution:
             layer.lazy_initialization(convolution[number], recurrence[number], number)
             layer.conv_states[number], layer.recurrent_states[number] = convolution[number], recurrence[number]

@@ -22,15 +22,16 @@ from meshc.private import trees_of_torch as _of_torch
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Any, Any], Any]
 
-_learned: Final[dict[type, tuple[Flatten, Unflatten]]] = {}
+_learned: Final[dict[type, tuple[Flatten, Unflatten, Flatten]]] = {}
 _inside: Final[list[list[type]]] = []
 """For each `known()` that is not over, the classes that it has registered; of all threads, under the lock."""
 _lock = threading.RLock()
 
 
-def learn(kind: type, flatten: Flatten, unflatten: Unflatten) -> None:
-    """From here on objects of a class are trees to meshc: `flatten` gives (children, context), which `unflatten` takes."""
-    _learned[kind] = flatten, unflatten
+def learn(kind: type, flatten: Flatten, unflatten: Unflatten, with_keys: Flatten | None = None) -> None:
+    """From here on objects of a class are trees to meshc: `flatten` gives (children, context), which `unflatten` takes; `with_keys` gives
+    ((key, child) for each, context), by which inputs are named. Without it children are called by their positions."""
+    _learned[kind] = flatten, unflatten, with_keys or _by_position(flatten)
 
 
 def is_known(kind: type) -> bool:
@@ -62,9 +63,7 @@ def known() -> Iterator[None]:
             _inside[:] = [one for one in _inside if one is not mine]
 
 
-def _with_keys(flatten: Flatten) -> Flatten:
-    """Children by their positions, where a class says no better."""
-
+def _by_position(flatten: Flatten) -> Flatten:
     def keyed(value: Any) -> tuple[list[Any], Any]:
         children, context = flatten(value)
         return [(_of_torch.SequenceKey(index), child) for index, child in enumerate(children)], context
@@ -72,8 +71,8 @@ def _with_keys(flatten: Flatten) -> Flatten:
     return keyed
 
 
-def _register(kind: type, flatten: Flatten, unflatten: Unflatten) -> None:
-    _of_torch.SUPPORTED_NODES[kind] = _of_torch.NodeDef(kind, flatten, unflatten, _with_keys(flatten))
+def _register(kind: type, flatten: Flatten, unflatten: Unflatten, with_keys: Flatten) -> None:
+    _of_torch.SUPPORTED_NODES[kind] = _of_torch.NodeDef(kind, flatten, unflatten, with_keys)
     _of_fx.SUPPORTED_NODES[kind] = lambda value, spec: flatten(value)[0]
 
 
