@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import follow, memory, phases
+from meshc.check import follow, memory, phases, shared
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
 from meshc.check.ruled import Rules
@@ -64,6 +64,10 @@ def _all_faults(program: Program, where: str, rules: Rules | None) -> Iterator[s
         for fault in _faults(world, where, rules):
             found = True
             yield fault
+        for stage in () if found else world.stages.values():  # else a line that reads otherwise is what is wrong
+            for name, why in shared.faults(stage):
+                found = True
+                yield _at(stage, name, why)
         if found:
             return
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
+from meshc.ir import sharing
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.optim import WRITTEN
@@ -209,8 +210,8 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
     grown = {home[node] for node in gradients if node in home}
     alive = sum(freed.values())
     growing = 0
-    kept = [node for whole, node in first.items() if not packing.escapes(whole)]
-    for node in [*kept, *(node for node in nodes if packing.stays(node))]:
+    kept = [node for whole, node in first.items() if sharing.KEPT in sharing.sharing_of(whole)]
+    for node in [*kept, *(node for node in nodes if sharing.KEPT in sharing.sharing_of(node) and node not in joined)]:
         if node in size:  # the runtime has it for good
             growing += size[node] if node in grown else 0
             alive += size.pop(node)
@@ -236,7 +237,7 @@ def _lies_in(node: Node) -> Node:
         return node.args[0]  # type: ignore[return-value]
     if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
         return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
-    if packing.in_place(node) or (packing.is_view(node) and not is_copy(node)):
+    if sharing.OVER_OPERAND in sharing.sharing_of(node) or (packing.is_view(node) and not is_copy(node)):
         return node.all_input_nodes[0]
     return node
 

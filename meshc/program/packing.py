@@ -1,4 +1,4 @@
-"""Values that are made inside another's memory.
+"""Values that are made inside another's memory: where they may be, and where a program says so.
 
 What a `cat` joins need not exist beside the result:
 
@@ -6,8 +6,8 @@ What a `cat` joins need not exist beside the result:
     b[4:6].copy_(mm(u, v))        # g1 is copied while it is still in the cache, and gone before g2 is made
     flat = b
 
-and an all-reduce may write over its operand. What does not leave the stage may have the same memory at each call. A stage's text says none
-of this; the runtime does it, and the memory walk counts it so.
+and an all-reduce may write over its operand. What does not leave the stage may have the same memory at each call. A pass decides it
+(`meshc/passes/lower/share_memory.py`), values carry it in words (`meshc/ir/sharing.py`), and the runtime and the memory walk go by these.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, local_bytes, op_name, record, spmd
+from meshc.ir.sharing import PARTS_INSIDE, sharing_of
 
 aten = torch.ops.aten
 
@@ -34,18 +35,24 @@ class Piece:
 
 
 def pieces(graph: Graph) -> dict[Node, Piece]:
-    """The values that are made in place, by node, and the reshapes that flatten them, at the same place."""
+    """The values that are made inside another's memory, by node, and the reshapes that flatten them, at the same place."""
     found: dict[Node, Piece] = {}
     for whole in graph.find_nodes(op="call_function", target=aten.cat.default):
-        flat = whole.args[0]
-        if len(whole.args) > 1 and whole.args[1] != 0 or not all(_is_flattened(node, whole) for node in flat):
-            continue
         start = 0
-        for node in flat:
+        for node in whole.args[0] if PARTS_INSIDE in sharing_of(whole) else ():
             (size,) = record(node).shape
             found[node] = found[node.args[0]] = Piece(whole, start, size)
             start += size
     return found
+
+
+def may_hold_its_parts(cat: Node) -> bool:
+    """Whether what a cat joins can be made in its memory: each flattened for it, freshly made and read by nothing else."""
+    if cat.target is not aten.cat.default or not cat.args[0]:
+        return False
+    if cat.kwargs or len(cat.args) > 1 and cat.args[1] != 0:
+        return False
+    return all(_is_flattened(node, cat) for node in cat.args[0])  # type: ignore[arg-type, union-attr]
 
 
 def _is_flattened(node: Node, whole: Node) -> bool:
@@ -56,8 +63,8 @@ def _is_flattened(node: Node, whole: Node) -> bool:
     return isinstance(made, Node) and made.op == "call_function" and not spmd.is_collective(made.target) and set(made.users) == {node}
 
 
-def in_place(all_reduce: Node) -> bool:
-    """Whether an all-reduce may overwrite its operand: freshly made memory that nothing else reads."""
+def may_overwrite(all_reduce: Node) -> bool:
+    """Whether an all-reduce can write over its operand: freshly made memory that nothing else reads."""
     if all_reduce.target is not spmd.all_reduce:
         return False
     user, operand = all_reduce, all_reduce.args[0]
@@ -76,12 +83,17 @@ LARGE = 8 * 1024 * 1024
 """Bytes of a value for which fresh memory at each call is felt: allocators give it back to the system, which clears every page again."""
 
 
+def may_stay(node: Node) -> bool:
+    """Whether a value can be made in the same memory at each call: a product that is only reduced in place, or the parts of a cat."""
+    if node.target is aten.mm.default and len(node.users) == 1:
+        (reader,) = node.users
+        return may_overwrite(reader) and not escapes(node)
+    return may_hold_its_parts(node) and not escapes(node)
+
+
 def stays(node: Node) -> bool:
-    """Whether the runtime makes a value in memory that it keeps between calls: a large product that is only reduced in place."""
-    if node.target is not aten.mm.default or len(node.users) != 1:
-        return False
-    (reader,) = node.users
-    return local_bytes(record(node)) >= LARGE and in_place(reader) and not escapes(node)
+    """Whether it is worth it: a product runs by itself for that."""
+    return node.target is aten.mm.default and local_bytes(record(node)) >= LARGE and may_stay(node)
 
 
 def escapes(node: Node) -> bool:

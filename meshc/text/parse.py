@@ -20,6 +20,7 @@ from meshc.errors import ArtifactError
 from meshc.ir import PHASES, Record, Source
 from meshc.ir.regions import set_region
 from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.sharing import WORDS, set_sharing
 from meshc.ir.sizes import Dynamic, from_ast
 from meshc.ir.sizes import parse as parse_size
 from meshc.program.program import Origin, Stage
@@ -313,7 +314,9 @@ class _Reader:
         if annotation is None:
             return node
         try:
-            found = parse_type(self.string(annotation, "a type"), self.axis_sizes, self.hints)
+            text, semicolon, words = self.string(annotation, "a type").partition("; ")
+            set_sharing(node, _words(words) if semicolon else ())
+            found = parse_type(text, self.axis_sizes, self.hints)
         except ArtifactError as error:
             self.fail(annotation, str(error))
         row = self.side_table.get(name, {})
@@ -381,6 +384,15 @@ class _Reader:
         if not isinstance(function, ast.Name):
             self.fail(function, f"{_shown(function)} is no operator's name")
         return function.id
+
+
+def _words(text: str) -> list[str]:
+    """What stands behind a type."""
+    words = text.split(", ")
+    unknown = next((word for word in words if word not in WORDS), None)
+    if unknown is not None:
+        raise ArtifactError(f"behind a type stands what its value's memory is, {' or '.join(WORDS)}, not {unknown!r:.60}")
+    return words
 
 
 def _shown(value: ast.expr) -> str:

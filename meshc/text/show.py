@@ -27,6 +27,11 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     int                                          no tensor
     (f32[8], f32[8])                             several results
 
+Behind a type stands what its value's memory is, where that is not its own, fresh memory (`meshc/ir/sharing.py`):
+
+    f32[68]; its parts inside, kept              what a cat joins is made in it, and it is at the same place in each call
+    f32[68]; over its operand                    an all-reduce writes over what it reads
+
 Lines that one compiled function runs stand under its number, in a program for a backend that has such (`meshc/ir/regions.py`):
 
     with region(0):
@@ -52,6 +57,7 @@ from meshc.errors import ArtifactError
 from meshc.ir import Record, Source, regions
 from meshc.ir.graph import placeholders
 from meshc.ir.sharding import local_shape
+from meshc.ir.sharing import sharing_of
 from meshc.ir.sizes import Dynamic, Ratio, Size, braced
 from meshc.pipelining import written
 from meshc.program.program import Port, Program, Stage, sizes
@@ -288,7 +294,8 @@ def _annotation(node: Node, axis_sizes: Mapping[str, int] | None) -> str:
         return ""
     found = node.meta[ir.KEY]
     try:
-        return f": {quote(print_type(found, axis_sizes))}"
+        words = sharing_of(node)
+        return f": {quote(print_type(found, axis_sizes) + ('; ' if words else '') + ', '.join(words))}"
     except ArtifactError as error:
         raise ArtifactError(f"{node.name}: {error}") from None
 

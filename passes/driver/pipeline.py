@@ -12,6 +12,7 @@ from typing import Final
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
 from meshc.passes.lower.schedule_collectives import schedule_collectives
+from meshc.passes.lower.share_memory import share_memory
 from meshc.passes.lower.start_early import start_early
 from meshc.passes.microbatches.cut_backward import cut_backward
 from meshc.passes.microbatches.split_microbatches import split_microbatches
@@ -73,6 +74,7 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
     Pass("fuse_updates", fuse_updates),
     Pass("regions", group_regions, "what stands in a region is what runs in it"),
     Pass("start", start_early, "after regions, which say in which order the parts of sums are made"),
+    Pass("memory", share_memory, "last: nothing reads a value that no line here reads"),
 )
 
 NAMES: Final[tuple[str, ...]] = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
+from meshc.passes.lower.share_memory import share_memory
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.program.steps import items_of
@@ -69,7 +70,7 @@ def may_hold(request: Request) -> int | None:
 
 def need_of(lowered: Lowered) -> Need:
     """Of what is cut into stages."""
-    program, pipeline = lowered.as_program(), lowered.pipeline
+    program, pipeline = share_memory(lowered).as_program(), lowered.pipeline
     assert pipeline is not None
     most = memory.worst(program)
     items = items_of(program, {pipeline.axis: most.rank})

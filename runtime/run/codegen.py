@@ -30,9 +30,10 @@ from meshc.errors import MeshcError
 from meshc.ir import record, spmd
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
+from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
-from meshc.program.packing import escapes, in_place, is_alone, pieces, stays
+from meshc.program.packing import is_alone, pieces
 from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo
 from meshc.runtime.comm.groups import Groups
@@ -84,7 +85,7 @@ def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable
 
 def function_of(node: Node, device: torch.device, origin: Origin | None = None) -> Callable[..., Any]:
     """What a node that is no collective calls; of a stage that was read from a text, after its guard."""
-    if stays(node):
+    if node.target is torch.ops.aten.mm.default and KEPT in sharing_of(node):
         made = record(node)
         memory = torch.empty(made.shape, dtype=made.dtype, device=device)
 
@@ -248,7 +249,7 @@ class _Writer:
         if node.target is spmd.coordinate:
             self.source.lines.append(f"{name} = mb")
         elif spmd.is_collective(node.target):
-            start = self.source.bind(starter(node, self.groups, node in self.overwrites or in_place(node)), "g")
+            start = self.source.bind(starter(node, self.groups, node in self.overwrites or OVER_OPERAND in sharing_of(node)), "g")
             if self.here is not None:
                 note = self.source.bind(self.here, "h")
                 label = self.source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]
@@ -272,7 +273,7 @@ class _Writer:
         piece, made = self.pieces[node], record(node)
         if piece.whole not in self.memory:
             allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
-            if escapes(piece.whole):
+            if KEPT not in sharing_of(piece.whole):
                 self.memory[piece.whole] = name
                 self.source.lines.append(f"{name} = {self.source.bind(allocate, 'f')}()")
             else:  # each call may use the same memory; fresh pages cost more than what is written to them

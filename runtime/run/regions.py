@@ -30,9 +30,9 @@ from meshc.check.guards import is_guarded
 from meshc.ir import is_getitem, spmd
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
+from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.private import FakeTensorMode, TracingContext, tracing
 from meshc.program.accumulate import is_added
-from meshc.program.packing import in_place
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import codegen
@@ -64,7 +64,7 @@ def compile_regions(
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,
             )
-            if in_place(node):
+            if OVER_OPERAND in sharing_of(node):
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))
     return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own)
@@ -110,7 +110,7 @@ def _add_region(
         )
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
-    own = [index for index, node in enumerate(results) if node in added or any(map(in_place, node.users))]
+    own = [index for index, node in enumerate(results) if node in added or any(OVER_OPERAND in sharing_of(user) for user in node.users)]
     made = _Region(GraphModule(torch.nn.Module(), inner), own)
     call = outer.create_node("call_function", made, ([env[n] for n in inputs],), name=region[0].name)  # by which a failure is named
     for index, node in enumerate(results):

@@ -1,0 +1,47 @@
+"""Share memory: values that are made inside another's memory, all-reduces that write over their operand, memory that is kept.
+
+    a: "f32[64]" = aten.reshape(g1, [-1])                     a, and g1 below it, and b:
+    b: "f32[4]" = aten.reshape(g2, [-1])
+    flat: "f32[68]" = aten.cat([a, b])              becomes   flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])
+    r: "f32[68]" = all_reduce(flat, ["dp"], "sum")            r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")
+
+What nothing else reads may be written over; what no result of the stage shares may lie at the same place at each call, and fresh pages cost
+more than what is written to them. `meshc/program/packing.py` says where that can be. In a region a `cat` is Inductor's, which makes what it
+joins in its memory too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Graph
+
+from meshc.ir.graph import copied
+from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
+from meshc.passes.phases.lowered import Lowered
+from meshc.program.packing import escapes, may_hold_its_parts, may_overwrite, stays
+from meshc.program.program import Stage
+
+
+def share_memory(lowered: Lowered) -> Lowered:
+    """Says of each value whose memory it has; values do not change."""
+    return replace(lowered, stages={name: shared(stage) for name, stage in lowered.stages.items()})
+
+
+def shared(stage: Stage) -> Stage:
+    """A copy of the stage that says so."""
+    graph = copied(stage.graph)
+    _say(graph)
+    return replace(stage, graph=graph)
+
+
+def _say(graph: Graph) -> None:
+    for node in graph.nodes:
+        words = []
+        if may_hold_its_parts(node):
+            words += [PARTS_INSIDE] if escapes(node) else [PARTS_INSIDE, KEPT]
+        elif may_overwrite(node):
+            words.append(OVER_OPERAND)
+        elif stays(node):
+            words.append(KEPT)
+        set_sharing(node, words)
