@@ -49,7 +49,7 @@ bench: $(STAMP)
 	$(RUN) bench/pipeline.py
 
 fuzz: $(STAMP)
-	$(RUN) -m meshc.testing --cases $(CASES) --seed $(SEED)
+	$(RUN) -m tests.fuzz --cases $(CASES) --seed $(SEED)
 
 attack: $(STAMP)
 	$(RUN) -m tests.attack --seconds $(SECONDS) --seed $(SEED)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SEES_BOTH = ("meshc.api", "meshc.__main__", "meshc.testing.check", "meshc.testing.plans", "meshc.testing.brute_force")
-"""The only modules that may know the passes and the runtime. Nothing but tests and its own command line imports `meshc.testing`."""
+SEES_BOTH = ("meshc.api", "meshc.__main__", "meshc.testing.brute_force")
+"""The only modules that may know the passes and the runtime. Nothing but tests and users imports `meshc.testing`."""
 
 SEES_THE_FACE = ("meshc", "meshc.__main__")
 """The only modules that may import `meshc.api`: the package that offers it, and the command line."""
@@ -148,19 +151,61 @@ def test_a_planted_circle_is_found() -> None:
     assert {"meshc.ir", "meshc.plan"} <= set(circle(found))
 
 
-def test_there_is_no_second_copy_of_a_linked_folder(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a wheel holds, built from the project alone."""
+    source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "unpacked"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("meshc", "passes", "runtime", "tests"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys, setuptools.build_meta; setuptools.build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, str(built)], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    return unpacked
+
+
+def test_what_is_installed_is_whole_and_has_no_tool_of_development(installed: Path) -> None:
+    tops = {path.name for path in installed.iterdir()}
+    assert "meshc" in tops and all(name == "meshc" or name.endswith(".dist-info") for name in tops), tops
+    assert sorted(path.name for path in (installed / "meshc/testing").iterdir()) == [
+        "__init__.py", "brute_force.py", "prove.py", "tiles.py",
+    ]  # fmt: skip
+    there = {str(path.relative_to(installed)) for path in installed.rglob("*.py")}
+    assert {file for _, file in modules_as_imported()} <= there
+
+
+def modules_as_imported() -> Iterator[tuple[str, str]]:
+    for name, file in modules():
+        path = name.replace(".", "/")
+        yield name, f"{path}/__init__.py" if file.name == "__init__.py" else f"{path}.py"
+
+
+def test_there_is_no_second_copy_of_a_linked_folder(installed: Path, tmp_path: Path) -> None:
     """From a folder that has nothing to do with the project, with the package installed, only `meshc` exists; importing it does
-    not import torch's compiler."""
+    not import torch's compiler. And users can prove their rules."""
     script = """
 import importlib, importlib.util, pkgutil, sys
 import meshc
 for found in pkgutil.walk_packages(meshc.__path__, "meshc."):
     if found.name != "meshc.__main__" and not found.name.startswith(("meshc.testing", "meshc.ops.philox_triton")):
         importlib.import_module(found.name)
+print(meshc.__file__)
 print(sorted(name for name in sys.modules if name.split(".")[0] in ("passes", "runtime")))
-print([name for name in ("passes", "runtime") if importlib.util.find_spec(name)])
+print([name for name in ("passes", "runtime", "tests") if importlib.util.find_spec(name)])
 print("torch._dynamo" in sys.modules)
+import torch
+import meshc.testing
+print(meshc.testing.prove_rule("aten::mm", [(torch.randn(4, 3), torch.randn(3, 5))]))
+print("hypothesis" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]", "[]", "False"], "torch._dynamo is for tracing alone, and slow to import"
+    file, seconds, others, compiler, proof, hypothesis = done.stdout.splitlines()
+    assert Path(file) == installed / "meshc/__init__.py"
+    assert (seconds, others) == ("[]", "[]") and compiler == "False", "torch._dynamo is for tracing alone, and slow to import"
+    assert proof == "aten.mm: 32 ways to split 1 sample are equal; split were m, +k, n"
+    assert hypothesis == "False"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshc.errors import MeshcError
 from meshc.frontend.reference import ReferenceRandom
-from meshc.testing.sketch import Leaf, Sketch, Step, run_step
+from tests.fuzz.sketch import Leaf, Sketch, Step, run_step
 
 LARGEST = 4096
 """Elements of a value, at most."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshc.testing.menu.entry import Entry
+from tests.fuzz.menu.entry import Entry
 
 if TYPE_CHECKING:
-    from meshc.testing.draw import Drawer
+    from tests.fuzz.draw import Drawer
 
 
 def _embedding(d: Drawer) -> tuple[str, list[str]]:

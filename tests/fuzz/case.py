@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshc.testing.sketch import Sketch, script
+from tests.fuzz.sketch import Sketch, script
 
 
 @dataclass(frozen=True)

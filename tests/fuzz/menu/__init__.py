@@ -6,8 +6,8 @@ shape it picks a line of a table; where numbers depend on shapes it makes the te
 
 from __future__ import annotations
 
-from meshc.testing.menu import chance, index, layers, layout, pointwise, product, reduction
-from meshc.testing.menu.entry import Entry
+from tests.fuzz.menu import chance, index, layers, layout, pointwise, product, reduction
+from tests.fuzz.menu.entry import Entry
 
 FAMILIES: tuple[tuple[int, dict[str, Entry]], ...] = (
     (8, pointwise.MENU),

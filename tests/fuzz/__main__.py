@@ -1,4 +1,4 @@
-"""`python -m meshc.testing`: random programs on random meshes under random plans, until a number of cases has run."""
+"""`python -m tests.fuzz`: random programs on random meshes under random plans, until a number of cases has run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from meshc.testing.case import PLAIN, Case, How
-from meshc.testing.check import Captured, Outcome, captured, check_once
-from meshc.testing.plans import draw_how, draw_mesh, draw_parts, draw_plan
-from meshc.testing.programs import draw_program
-from meshc.testing.shrink import shrink
-from meshc.testing.sketch import Sketch
+from tests.fuzz.case import PLAIN, Case, How
+from tests.fuzz.check import Captured, Outcome, captured, check_once
+from tests.fuzz.plans import draw_how, draw_mesh, draw_parts, draw_plan
+from tests.fuzz.programs import draw_program
+from tests.fuzz.shrink import shrink
+from tests.fuzz.sketch import Sketch
 
 PLANS = 5
 """Meshes and plans a program."""
@@ -87,7 +87,7 @@ def show(case: Case, found: Outcome, name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m meshc.testing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--plans", type=int, default=PLANS, help="meshes and plans a program")

@@ -26,10 +26,10 @@ from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
 from meshc.program.program import Program
 from meshc.runtime.simulator import verify as verification
-from meshc.testing.case import PLAIN, Case, How
-from meshc.testing.sketch import Sketch, module
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
+from tests.fuzz.case import PLAIN, Case, How
+from tests.fuzz.sketch import Sketch, module
 
 LEARNING_RATE = 0.1
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from meshc.passes.rules import contraction, reduction
-from meshc.testing.__main__ import main, run_program, smallest
-from meshc.testing.case import PLAIN, Case, How
-from meshc.testing.check import Captured, check_once
-from meshc.testing.draw import Drawer, outcome, steady
-from meshc.testing.menu import MENU
-from meshc.testing.programs import draw_program
-from meshc.testing.shrink import candidates, shrink
-from meshc.testing.sketch import Leaf, Sketch, Step, module, text
+from tests.fuzz.__main__ import main, run_program, smallest
+from tests.fuzz.case import PLAIN, Case, How
+from tests.fuzz.check import Captured, check_once
+from tests.fuzz.draw import Drawer, outcome, steady
+from tests.fuzz.menu import MENU
+from tests.fuzz.programs import draw_program
+from tests.fuzz.shrink import candidates, shrink
+from tests.fuzz.sketch import Leaf, Sketch, Step, module, text
 
 PROGRAMS_A_TEST = 5
 

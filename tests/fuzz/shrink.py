@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from meshc.testing.case import Case, How
-from meshc.testing.draw import pruned
-from meshc.testing.sketch import Leaf, Sketch, execute
+from tests.fuzz.case import Case, How
+from tests.fuzz.draw import pruned
+from tests.fuzz.sketch import Leaf, Sketch, execute
 
 Fails = Callable[["Case"], bool]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshc.testing.menu.entry import Entry
+from tests.fuzz.menu.entry import Entry
 
 if TYPE_CHECKING:
-    from meshc.testing.draw import Drawer
+    from tests.fuzz.draw import Drawer
 
 TEXTS = (
     "F.dropout({0}, 0.3)", "F.dropout({0}, 0.5, training=True)", "F.dropout({0}, 0.25, training=False)", "F.alpha_dropout({0}, 0.3, True)",

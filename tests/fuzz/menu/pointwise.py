@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshc.testing.menu.entry import Entry
+from tests.fuzz.menu.entry import Entry
 
 if TYPE_CHECKING:
-    from meshc.testing.draw import Drawer
+    from tests.fuzz.draw import Drawer
 
 ONE_OPERAND = (
     "torch.relu({0})", "torch.tanh({0})", "torch.sigmoid({0})", "torch.sin({0})", "torch.cos({0})", "torch.exp({0}.clamp(max=4.0))",

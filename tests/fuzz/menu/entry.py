@@ -6,6 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshc.testing.draw import Drawer
+    from tests.fuzz.draw import Drawer
 
 Entry = Callable[["Drawer"], tuple[str, Sequence[str]]]

@@ -10,12 +10,12 @@ import random
 from hypothesis import assume, note
 from hypothesis import strategies as st
 
-from meshc.testing.case import Case
-from meshc.testing.check import Outcome, captured
-from meshc.testing.draw import Drawer, steady
-from meshc.testing.menu import FAMILIES
-from meshc.testing.plans import draw_how, draw_mesh, draw_parts, draw_plan
-from meshc.testing.sketch import Sketch
+from tests.fuzz.case import Case
+from tests.fuzz.check import Outcome, captured
+from tests.fuzz.draw import Drawer, steady
+from tests.fuzz.menu import FAMILIES
+from tests.fuzz.plans import draw_how, draw_mesh, draw_parts, draw_plan
+from tests.fuzz.sketch import Sketch
 
 FLAGS = 12
 """There is another step in FLAGS of FLAGS + 1 draws."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from meshc.testing.draw import Drawer, steady
-from meshc.testing.menu import FAMILIES
-from meshc.testing.sketch import Sketch
+from tests.fuzz.draw import Drawer, steady
+from tests.fuzz.menu import FAMILIES
+from tests.fuzz.sketch import Sketch
 
 ATTEMPTS = 400
 LENGTHS = (5, 40)

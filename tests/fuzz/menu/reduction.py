@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshc.testing.menu.entry import Entry
+from tests.fuzz.menu.entry import Entry
 
 if TYPE_CHECKING:
-    from meshc.testing.draw import Drawer
+    from tests.fuzz.draw import Drawer
 
 ALL = ("{0}.sum()", "{0}.mean()", "{0}.amax()", "{0}.max()", "{0}.min()", "{0}.norm()", "{0}.var()", "{0}.std()",
        "torch.logsumexp({0}.flatten(), 0)",

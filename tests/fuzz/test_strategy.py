@@ -8,9 +8,9 @@ import sys
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 
-import meshc.testing
-from meshc.testing import Case, cases, check_once
-from meshc.testing.strategy import sketches
+import tests.fuzz
+from tests.fuzz import Case, cases, check_once
+from tests.fuzz.strategy import sketches
 
 EVERY = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -30,12 +30,12 @@ def test_steps_are_left_out() -> None:
 
 
 def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "meshc.testing.strategy")
+    monkeypatch.delitem(sys.modules, "tests.fuzz.strategy")
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(ImportError, match="pip install hypothesis"):
-        meshc.testing.cases()
+        tests.fuzz.cases()
 
 
 def test_the_command_line_needs_no_hypothesis() -> None:
-    code = "import sys, meshc.testing.__main__; sys.exit('hypothesis' in sys.modules)"
+    code = "import sys, tests.fuzz.__main__; sys.exit('hypothesis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -11,9 +11,9 @@ from meshc.ir import records
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import Mesh
 from meshc.passes.phases.placed import Placed
-from meshc.testing.case import How
-from meshc.testing.draw import steady
-from meshc.testing.sketch import Sketch
+from tests.fuzz.case import How
+from tests.fuzz.draw import steady
+from tests.fuzz.sketch import Sketch
 
 AXES = ("a", "b", "c")
 RANKS = 8
