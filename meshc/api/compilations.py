@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshc.api import module_mode
 from meshc.api.asked import Asked
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
@@ -25,7 +26,7 @@ from meshc.program import instance
 from meshc.program.program import Program as Compiled
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement
-from meshc.runtime.failure.board import listening
+from meshc.runtime.failure.failed_rank import listening
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
 from meshc.runtime.simulator.passcheck import PassCheck
@@ -153,8 +154,8 @@ class Compilations:
         hook = hooks.hook(PassCheck())
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
-                calling.refuse_partial_storage(asked.plan)
-                calling.refuse_stages(asked.mesh)
+                module_mode.refuse_partial_storage(asked.plan)
+                module_mode.refuse_stages(asked.mesh)
             compiled, lowered = compile_program(request, listening(self.world.board, hook))
         for note in compiled.notes:
             if any(words in note for words in WARNED):

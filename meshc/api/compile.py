@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import nn
 
+from meshc.api import module_mode
 from meshc.api.asked import Asked
 from meshc.api.handle import Program
 from meshc.api.options import Options
 from meshc.api.world import World
-from meshc.frontend import admission, calling
+from meshc.frontend import admission
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.runtime.agreement.compare import together
-from meshc.runtime.failure.board import announce
+from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.run.train_step import TrainStep
 
 DEFAULTS = Options()
@@ -55,7 +56,7 @@ def compile(
         asked = Asked(what, mesh, plan, inputs, outputs, backend, names, options)
         program = Program(asked, World(asked.mesh, board))
         if not args and not kwargs and asked.step is None:
-            calling.refuse_unknown_inputs(asked.module)
+            module_mode.refuse_unknown_inputs(asked.module)
     if args or kwargs:
         program.prepare(args, kwargs)
     return program

@@ -28,7 +28,7 @@ from meshc.program import instance
 from meshc.program.parts import Parts
 from meshc.program.program import Port
 from meshc.program.program import Program as Compiled
-from meshc.runtime.failure.board import announce
+from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.state.ownership import calls_allowed
 

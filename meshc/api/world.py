@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from meshc.errors import MeshcError, StateError
-from meshc.frontend import calling
 from meshc.ir.mesh import Mesh
 from meshc.program.program import Program as Compiled
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, refusable, together
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.failure.one_thread import Turn
 from meshc.text import show
 
@@ -37,7 +36,7 @@ class World:
         self._groups: Groups | None = None
         self._under = dist.group.WORLD if dist.is_available() else None
         if mesh.device_mesh is not None:
-            calling.refuse_other_world(mesh, dist.get_world_size())
+            _refuse_other_world(mesh, dist.get_world_size())
 
     @property
     def has_ranks(self) -> bool:
@@ -105,3 +104,12 @@ class World:
                 "the process group that this program was compiled under has been destroyed, and its groups with it\n"
                 "  what to do: call it before torch.distributed.destroy_process_group(), or compile again under the new group"
             )
+
+
+def _refuse_other_world(mesh: Mesh, world: int) -> None:
+    """The mesh is the world: every rank that was started takes part."""
+    if mesh.world_size != world:
+        raise StateError(
+            f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"
+            f"  what to do: start {mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
+        )

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc.errors import InputError, PlanError, StateError
+from meshc.errors import InputError
 from meshc.frontend import admission, flex
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
-from meshc.ir.mesh import Mesh
 from meshc.ir.paths import input_names
-from meshc.plan.plan import Plan
 
 
 def name_of(what: Any) -> str:
@@ -86,46 +84,6 @@ def unequal_parts(text: str) -> str:
         f"all parts of a local batch have one shape: {text}\n"
         "  what to do: drop_last=True in the data loader, or pad the last batch and ignore its labels"
     )
-
-
-def refuse_unknown_inputs(module: nn.Module) -> None:
-    """A module that takes part in autograd cannot wait for its first call to know its inputs."""
-    if any(p.requires_grad for p in module.parameters()) and torch.is_grad_enabled():
-        raise StateError(
-            "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
-            "  what to do: meshc.compile(model, mesh, kwargs={...example inputs...}); meta tensors will do.\n"
-            "  for inference: compile under torch.no_grad()"
-        )
-
-
-def refuse_other_world(mesh: Mesh, world: int) -> None:
-    """The mesh is the world: every rank that was started takes part."""
-    if mesh.world_size != world:
-        raise StateError(
-            f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"
-            f"  what to do: start {mesh.world_size} (torchrun --nproc-per-node), or give the mesh {world} ranks"
-        )
-
-
-def refuse_stages(mesh: Mesh) -> None:
-    """A module that takes part in autograd is not cut into pipeline stages: its backward runs when torch asks for it, on every rank."""
-    axis = mesh.pipeline_axis
-    if axis is not None:
-        raise PlanError(
-            f"axis {axis}: pipeline stages need the whole step, forward and backward, and this module is called by itself\n"
-            "  what to do: meshc.compile(meshc.TrainStep(model, optimizer=...), mesh), or call it under torch.no_grad()"
-        )
-
-
-def refuse_partial_storage(plan: Plan) -> None:
-    """In module mode gradients and optimizer state are torch.optim's, and follow the parameters' placement."""
-    faults = [entry for entry in plan.axes if entry.store and "params" not in entry.store]
-    if faults:
-        raise PlanError(
-            "\n".join(f"{entry.where}: it stores {', '.join(entry.store)} split, and parameters whole" for entry in faults)
-            + "\n  why: outside a TrainStep the optimizer is torch's own, and its state lies as the parameters do\n"
-            "  what to do: compile meshc.TrainStep(model, optimizer=...) for zero1 and zero2, or use the recipe fsdp (or ddp)"
-        )
 
 
 def _hashable(value: Any) -> Any:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from meshc import errors
 from meshc.errors import MeshcError, PeerError, StateError
-from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.failure.failed_rank import FailureBoard
 
 _POLL_S: Final = 0.01
 _LONG_POLL_S: Final = 0.1

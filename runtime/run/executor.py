@@ -25,13 +25,11 @@ from meshc.program.steps import last_reads, steps_of
 from meshc.runtime.agreement.compare import all_refuse
 from meshc.runtime.comm.channels import Channels
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.failure.failed_rank import FailureBoard
+from meshc.runtime.run.backends import RunStage, maker
 from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.early import Start, watching
 from meshc.runtime.run.recorder import Recorder
-from meshc.runtime.run.regions import compile_regions
-
-RunStage = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ class Executor:
         listed = _runs_with_sums(program, steps_of(program, coordinates))
         self.channels = None if program.pipeline is None else Channels(program, groups, coordinates, device)
         here = self._here if board is not None else None
-        make = {"eager": generate, "inductor": compile_regions}.get(program.backend)
-        if make is None:
-            raise StateError(f"the program is for the backend {program.backend!r}, which this runtime does not know")
+        make = maker(program.backend)
         self._make: Callable[[Stage], RunStage] = lambda stage: make(stage, groups, coordinates, device, here)
         mine = dict.fromkeys(step.stage for step in listed if step.op == "run")
         self.stages: dict[str, LoadedStage] = {name: self.load(program.stages[name]) for name in mine}

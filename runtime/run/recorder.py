@@ -39,7 +39,7 @@ from meshc.program.program import Instruction, Program
 from meshc.program.steps import items_of, steps_of
 from meshc.runtime.agreement.compare import behind, to_rank_0
 from meshc.runtime.comm import collectives
-from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.failure.failed_rank import FailureBoard
 
 _ROUNDS: Final = 16
 """All-reduces by which clocks are aligned."""

@@ -6,7 +6,7 @@ from functools import update_wrapper
 from typing import Any
 
 from meshc.frontend import train_step
-from meshc.runtime.failure.board import announce
+from meshc.runtime.failure.failed_rank import announce
 
 
 class TrainStep(train_step.TrainStep):

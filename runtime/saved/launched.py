@@ -28,7 +28,7 @@ from meshc.ir import Record
 from meshc.program.program import Program
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import agree, to_all
-from meshc.runtime.failure.board import FailureBoard, world_board
+from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.loaded import Loaded
 from meshc.runtime.saved.state_folder import SavedState, check_target, save_state
 from meshc.text import show

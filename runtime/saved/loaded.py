@@ -26,7 +26,7 @@ from meshc.program.program import Port, Program
 from meshc.runtime.comm import layouts
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.transfers import Transfers
-from meshc.runtime.failure.board import FailureBoard
+from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.saved.pieces import read_tile
 from meshc.runtime.saved.state_folder import SavedState

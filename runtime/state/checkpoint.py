@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshc.errors import StateError
 from meshc.ir.keys import key_of
 from meshc.optimizer.optimizer import FIRST, HIDDEN
-from meshc.runtime.failure.board import SETTLED_S, current_board
+from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Held, Store

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from meshc.errors import StateError, listed
 from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
-from meshc.runtime.failure.board import current_board
+from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.state.state_dict_callers import look_who_asks
 

@@ -38,7 +38,7 @@ from meshc.runtime.comm import layouts
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
-from meshc.runtime.failure.board import alone
+from meshc.runtime.failure.failed_rank import alone
 from meshc.runtime.state import adoption, checkpoint, optimizer_state, ownership
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshc
 from meshc import artifact
-from meshc.runtime.failure.board import world_board
+from meshc.runtime.failure.failed_rank import world_board
 from meshc.runtime.saved.launched import _Writer
 from meshc.runtime.saved.loaded import Loaded
 from tests.models import mlp

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import meshc
-from meshc.runtime.failure.board import world_board
+from meshc.runtime.failure.failed_rank import world_board
 from tests.models import Case, mlp, nanogpt
 from tests.processes.reference import adamw, sgd
 from tests.processes.session import device_mesh

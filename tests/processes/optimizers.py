@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
-from meshc.runtime.failure.board import world_board
+from meshc.runtime.failure.failed_rank import world_board
 from meshc.runtime.saved.loaded import Loaded
 from tests.models import mlp
 from tests.processes.reference import close, furthest

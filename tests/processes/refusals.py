@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.runtime.agreement import compare
-from meshc.runtime.failure.board import world_board
+from meshc.runtime.failure.failed_rank import world_board
 from tests.models import Case, mlp
 from tests.processes.failure import Branching
 from tests.processes.local_inputs import parts

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshc
-from meshc.runtime.failure.board import world_board
+from meshc.runtime.failure.failed_rank import world_board
 
 Check = Callable[[Any], None]
 

@@ -17,7 +17,7 @@ from meshc.program import packing
 from meshc.program.program import Instruction, Port, Program, Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
-from meshc.runtime.run.regions import compile_regions
+from meshc.runtime.run.inductor import compile_regions
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.halo import Exchange
 from meshc.runtime.failure import watch
-from meshc.runtime.failure.board import FailureBoard, world_board
+from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 
 MOVED = [
     torch.float32,

@@ -20,7 +20,7 @@ from meshc.program.program import Instruction, Port, Program, Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.executor import Executor
-from meshc.runtime.run.regions import compile_regions
+from meshc.runtime.run.inductor import compile_regions
 
 aten = torch.ops.aten
 CASES = [(generate, names) for names in (("product", "turned", "corner"), ("used",), ("x",), ("product", "product"))]

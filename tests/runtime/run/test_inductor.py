@@ -13,7 +13,7 @@ from meshc.passes.lower.group_regions import grouped
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
-from meshc.runtime.run.regions import _pieces, compile_regions
+from meshc.runtime.run.inductor import _pieces, compile_regions
 from meshc.text.parse import parse_stage
 
 aten = torch.ops.aten

@@ -1,0 +1,65 @@
+"""Number random calls: each call that draws (dropout, `rand`, attention with dropout) gets its number, in the order in which the model
+makes them.
+
+    h = torch.nn.functional.dropout(x, 0.1)           h = dropout(x, 0.1, seed_step=seed, call=0)
+    u = torch.rand_like(h)                  becomes   u = rand_like(h, seed_step=seed, call=1)
+
+Part of `raise_ops`. How many numbers a call takes, and what stands for it, is in `meshc/ops/random_calls.py`; what is drawn under a number,
+in docs/randomness.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from meshc.errors import CompileError
+from meshc.frontend.capture import SEED_STEP, TorchGraph, source_of
+from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
+
+NUMBERED = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
+"""Composites that draw if their dropout is on, and take the number of the call."""
+
+
+def number_random_calls(model: TorchGraph) -> TorchGraph:
+    """Edits the graph in place; `random_calls` of what is returned counts them. Raises CompileError for one that has no definition."""
+    calls = 0
+    seed: Node | None = None
+    for node in list(model.module.graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        count = draws(node.target, node.args, node.kwargs)
+        if count == 0:
+            node.target = QUIET.get(node.target, node.target)
+            continue
+        if node.target not in RAISED and node.target not in NUMBERED:
+            raise _undefined(node)
+        seed = seed or _seed(model)
+        node.target = RAISED.get(node.target, node.target)
+        node.op = "call_function"  # a method's tensor is its first argument
+        node.kwargs = {**node.kwargs, "seed_step": seed, "call": calls}
+        calls += count
+    return replace(model, random_calls=calls)
+
+
+def _seed(model: TorchGraph) -> Node:
+    """One graph attribute holds (seed, step); AOTAutograd turns it into an input."""
+    module = model.module
+    with model.fake_mode:
+        module.register_buffer(SEED_STEP, torch.zeros(2, dtype=torch.int64))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        node = module.graph.get_attr(SEED_STEP)
+    node.meta["example_value"] = getattr(module, SEED_STEP)
+    return node
+
+
+def _undefined(node: Node) -> CompileError:
+    why = f"\n  why: {REFUSED[node.target]}" if node.target in REFUSED else ""
+    known = ", ".join(sorted({function if isinstance(function, str) else function.__name__ for function in RAISED}))
+    return CompileError(
+        f"{getattr(node.target, '__name__', node.target)}() at {source_of(node)} draws random numbers in a way that meshc has no "
+        f"operator for.{why}\n  what to do: use one of {known}, or draw outside the model and pass the result in"
+    )

@@ -1,0 +1,27 @@
+"""What runs the stages of a program, by the backend that it was compiled for: a function from a stage to what performs it on this rank.
+
+    run = maker("inductor")(stage, groups, coordinates, device, here)          run(inputs, microbatch, env, done) -> outputs
+
+Another backend is a file beside `inductor.py` and a line here. Its name stands in `BACKENDS` of `meshc/program/program.py`, and what the
+compiler does for it, which the program's text then says, in `passes/lower/group_regions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+from meshc.errors import StateError
+from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.inductor import compile_regions
+
+RunStage: TypeAlias = Callable[..., list[Any]]
+
+MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "inductor": compile_regions}
+
+
+def maker(backend: str) -> Callable[..., RunStage]:
+    """What makes a stage run. Raises StateError for a backend that is not known."""
+    if backend not in MAKERS:
+        raise StateError(f"the program is for the backend {backend!r}, which this runtime does not know")
+    return MAKERS[backend]
