@@ -41,7 +41,7 @@ from meshc.passes import rules
 from meshc.pipelining import draw, trace
 from meshc.plan.plan import Plan
 from meshc.program import instance
-from meshc.program.program import BACKENDS, Program
+from meshc.program.program import BACKENDS, PlainProgram
 from meshc.report import summary
 from meshc.runtime.run.link_times import link_times, process_group
 from meshc.runtime.saved.launched import Run, run_command, run_saved
@@ -278,10 +278,10 @@ def _as_saved(plan: Plan) -> Plan:
     return Plan.of((replace(entry, source="the saved plan") for entry in plan.axes), plan.pins)
 
 
-def same_program(one: Program, other: Program) -> bool:
+def same_program(one: PlainProgram, other: PlainProgram) -> bool:
     """Whether two programs do the same, whatever their sources, notes and devices."""
 
-    def hashes(program: Program) -> Any:
+    def hashes(program: PlainProgram) -> Any:
         stages = {name: show.hash_stage(stage) for name, stage in program.stages.items()}
         return stages, program.schedule, program.pipeline, program.constants.keys()
 
@@ -289,7 +289,7 @@ def same_program(one: Program, other: Program) -> bool:
 
 
 def verify_as_it_stands(
-    saved: Program, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+    saved: PlainProgram, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
 ) -> comparison.Report:
     """The saved program itself, in double precision if that is asked for, against the model on one device. Raises VerifyError."""
     ask = program.lowered.request
@@ -314,7 +314,7 @@ def verify_as_it_stands(
     return report
 
 
-def _edited(saved: Program, compiled: Program) -> str:
+def _edited(saved: PlainProgram, compiled: PlainProgram) -> str:
     """Where a saved program is not what its model compiles to now: the first such line, by its number, and how many there are."""
     found = []
     for name, stage in saved.stages.items():

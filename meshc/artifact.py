@@ -37,7 +37,7 @@ from meshc.pipelining import written
 from meshc.plan.plan import Plan
 from meshc.program.complete import refuse_incomplete
 from meshc.program.instance import relation
-from meshc.program.program import BACKENDS, Instruction, Port, Program
+from meshc.program.program import BACKENDS, Instruction, PlainProgram, Port
 from meshc.text import libraries
 from meshc.text.allowed import name_of
 from meshc.text.parse import parse_one_type, parse_sizes, parse_stage
@@ -54,7 +54,7 @@ TENSORS: Final = (CONSTANTS, WEIGHTS)
 AGAIN: Final = "save or copy the program again"
 
 
-def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
+def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write a program, and whole weights by name if given, to the folder `path`; a program that is there is replaced.
 
     Entries of `program.info` that JSON cannot hold are left out. Raises ArtifactError if the program has no text (an operator off the
@@ -86,7 +86,7 @@ def save(program: Program, path: str | os.PathLike[str], weights: Mapping[str, t
 
 def load(
     path: str | os.PathLike[str], *, allow_edited: bool = False, allow: Iterable[str] = (), rules: Rules | None = None
-) -> Program:
+) -> PlainProgram:
     """The program in the folder `path`. Weights stay on disk, and are checked as they are read (`open_weights`).
 
     With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked (`meshc.check`) in
@@ -138,7 +138,7 @@ def load_weights(path: str | os.PathLike[str], names: Iterable[str] | None = Non
         return {name: weights.tensor(name) for name in (weights.names if names is None else names)}
 
 
-def _described(program: Program) -> dict[str, Any]:
+def _described(program: PlainProgram) -> dict[str, Any]:
     return {
         "mesh": str(program.mesh),
         "plan": str(program.plan),
@@ -158,7 +158,7 @@ def _described(program: Program) -> dict[str, Any]:
     }
 
 
-def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) -> Program:
+def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) -> PlainProgram:
     stages = {}
     for name in told["stages"]:
         if name in stages:
@@ -175,7 +175,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
             raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
     with TensorFile(folder / CONSTANTS, files[CONSTANTS], AGAIN) as held:
         constants = {name: held.tensor(name) for name in held.names}
-    program = Program(
+    program = PlainProgram(
         stages,
         Mesh(told["mesh"]),
         Plan(told["plan"]),
@@ -195,7 +195,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
     return _with_pipeline(program, told, folder) if "pipeline" in told else program
 
 
-def _with_pipeline(program: Program, told: Mapping[str, Any], folder: Path) -> Program:
+def _with_pipeline(program: PlainProgram, told: Mapping[str, Any], folder: Path) -> PlainProgram:
     try:
         program.pipeline = written.read(told["pipeline"])
         refuse_incomplete(program)

@@ -21,7 +21,7 @@ from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import verify as verification
 from meshc.text.allowed import name_of
 from tests.models import Case
@@ -35,7 +35,7 @@ class Captured:
     `latest` is the program that was made last, `seconds` the processor time that it takes with the capture.
     """
 
-    latest: Program
+    latest: PlainProgram
     seconds: float
 
     def __init__(self, case: Case, *, train: bool, double: bool, mean_of: int = 1) -> None:
@@ -58,7 +58,7 @@ class Captured:
             self.traced = compile.trace(self.request)
         self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
 
-    def program(self, mesh: str, plan: str = "auto", **changes: Any) -> Program:
+    def program(self, mesh: str, plan: str = "auto", **changes: Any) -> PlainProgram:
         """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""
         own = self.traced.beside(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
         own = replace(own, seconds={})
@@ -94,8 +94,8 @@ class Captured:
         return _checked(report)
 
     def compare_steps(
-        self, program: Program, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, report: verification.Report, *, clip: float | None,
-        steps: int,
+        self, program: PlainProgram, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, report: verification.Report, *,
+        clip: float | None, steps: int,
     ) -> None:  # fmt: skip
         """Losses, and in float64 parameters, of some steps from the model's present state and a new optimizer's."""
         parameters = dict(self.reference.module.named_parameters())

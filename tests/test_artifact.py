@@ -23,13 +23,13 @@ from meshc.ir import Record, Source, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.text.show import print_program
 
 aten = torch.ops.aten
 
 
-def program(reason: str = "tp takes ffn") -> Program:
+def program(reason: str = "tp takes ffn") -> PlainProgram:
     sizes = {"dp": 2, "tp": 2, "mb": 2}
     w_at = Sharding(((Part("hidden", 6, ("dp",)),), (Part("ffn", 5, ("tp",)),)))
     y_at = Sharding(((), (Part("ffn", 5, ("tp",)),)), (("dp", "sum"),), frozenset({(1, 0)}))
@@ -47,7 +47,7 @@ def program(reason: str = "tp takes ffn") -> Program:
         Port("constant", "mask", (1, 3), torch.float32),
     )
     outputs = (Port("output", "logits", (1, 5), torch.float32, y_at.without_pending()),)
-    return Program(
+    return PlainProgram(
         {"main": Stage("main", graph, tuple(port.key for port in ports), ("output:logits", "part:logits"))},
         Mesh("dp=2,tp=2"),
         Plan("dp: hidden\ntp: ffn; store params"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
 
 import meshc
 
@@ -32,13 +34,24 @@ def test_its_file_is_there_and_uses_the_word() -> None:
     assert missing == []
 
 
+def named(kind: type[ast.stmt] | UnionType) -> Iterator[tuple[Path, list[str]]]:
+    """The names of a kind of definitions, file by file."""
+    for folder in ("meshc", "passes", "runtime"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path, [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]  # type: ignore[attr-defined]
+
+
 def test_what_a_word_is_not_called_is_no_name() -> None:
     refused = {name for row in ROWS for name in row[3].replace(",", " ").split()}
     assert "homes" in refused
     found = []
-    for folder in ("meshc", "passes", "runtime"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = ast.parse(path.read_text())
-            names = [node.name for node in ast.walk(text) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-            found += [f"{path.relative_to(ROOT)}: {name}" for name in (path.stem, *names) if re.sub(r"^_+", "", name).lower() in refused]
+    for path, names in named(ast.ClassDef | ast.FunctionDef):
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in (path.stem, *names) if re.sub(r"^_+", "", name).lower() in refused]
     assert found == []
+
+
+def test_a_word_is_the_name_of_one_class_at_most() -> None:
+    words = {re.sub(r" \(.*", "", row[0]).title().replace(" ", "") for row in ROWS}
+    assert {"Program", "Stage", "PipelineStage"} <= words
+    found = Counter(name for _, names in named(ast.ClassDef) for name in names if name in words)
+    assert [name for name, count in found.items() if count > 1] == []

@@ -23,7 +23,7 @@ from meshc.passes.driver.compile import compile_program, specialised
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.program import instance
-from meshc.program.program import Program as Compiled
+from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement
 from meshc.runtime.failure.failed_rank import listening
@@ -47,8 +47,8 @@ class Compilation:
     session  the program at work on this rank; None without a process group
     """
 
-    program: Compiled
-    general: Compiled
+    program: PlainProgram
+    general: PlainProgram
     lowered: Lowered
     session: Session | None
 
@@ -60,7 +60,7 @@ class Compilations:
         self.asked, self.world = asked, world
         self.spec = describe(asked.step.optimizers) if asked.step else None
         self.kept: dict[Any, Compilation] = {}
-        self.general: dict[Any, tuple[Compiled, Lowered]] = {}
+        self.general: dict[Any, tuple[PlainProgram, Lowered]] = {}
         self.seconds: dict[str, float] = {}
         """By pass, of the last that was compiled."""
         self.store: Store | None = None
@@ -148,7 +148,7 @@ class Compilations:
             lowered = replace(lowered, request=replace(lowered.request, optimizer=self.spec))  # the adopted optimizer's
         return Compilation(own, general, lowered, session)
 
-    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Lowered]:
+    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlainProgram, Lowered]:
         asked = self.asked
         request = self.request(args, kwargs)
         hook = hooks.hook(PassCheck())
@@ -163,7 +163,7 @@ class Compilations:
         self.seconds = dict(lowered.seconds)
         return compiled, lowered
 
-    def _load(self, compiled: Compiled, general: Compiled, lowered: Lowered) -> Session:
+    def _load(self, compiled: PlainProgram, general: PlainProgram, lowered: Lowered) -> Session:
         """`compiled` at work on this rank; `general` is what serves all sizes, if some are dynamic."""
         asked, world = self.asked, self.world
         world.agree_on_program(compiled, asked.module)
@@ -185,7 +185,7 @@ class Compilations:
         return Session(compiled, store, executor, tree, asked.options.cuda_graph, make, asked.options.check_inputs)
 
 
-def _specialised(compiled: Compiled, general: Compiled, lowered: Lowered, received: Collection[str]) -> Compiled:
+def _specialised(compiled: PlainProgram, general: PlainProgram, lowered: Lowered, received: Collection[str]) -> PlainProgram:
     """`compiled` with the backward for the outputs that received gradients."""
     shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
     return instance.fitting(specialised(general, lowered, received), shapes)

@@ -26,8 +26,7 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
-from meshc.program.program import Port
-from meshc.program.program import Program as Compiled
+from meshc.program.program import PlainProgram, Port
 from meshc.report import summary
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
@@ -141,12 +140,12 @@ class Program:
         return self.compilations.seconds
 
     @property
-    def compiled(self) -> Compiled:
+    def compiled(self) -> PlainProgram:
         """The compiled program that ran last."""
         return self.compilations.last.program
 
     @property
-    def general(self) -> Compiled:
+    def general(self) -> PlainProgram:
         """The compiled program that serves all dynamic sizes; without any, that is `compiled`."""
         return self.compilations.last.general
 

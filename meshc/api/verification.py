@@ -26,8 +26,7 @@ from meshc.passes.phases.factors import Factors
 from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.parts import Parts
-from meshc.program.program import Port
-from meshc.program.program import Program as Compiled
+from meshc.program.program import PlainProgram, Port
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.state.ownership import calls_allowed
@@ -119,12 +118,12 @@ class Twins:
         self._traced = trace(request) if request.train else None
         self.plain, lowered = compile_program(request, traced=self._traced)
         self.graph = lowered.placed.graph
-        self._updating: Compiled | None = None
+        self._updating: PlainProgram | None = None
 
     def same(self, key: tuple[Any, ...]) -> bool:
         return self.key[0] is key[0] and self.key[1:] == key[1:]
 
-    def updating(self, spec: OptimizerSpec) -> Compiled:
+    def updating(self, spec: OptimizerSpec) -> PlainProgram:
         if self._updating is None:
             assert self._traced is not None
             self._updating, _ = compile_program(replace(self._traced.request, optimizer=spec), traced=self._traced)
@@ -204,7 +203,7 @@ def _computed(factors: Factors) -> set[torch.dtype]:
 
 
 def _raise_if_wrong(
-    report: verification.Report, compiled: Compiled, graph: Graph, parts: Parts | None, reference: verification.Reference
+    report: verification.Report, compiled: PlainProgram, graph: Graph, parts: Parts | None, reference: verification.Reference
 ) -> None:
     if report.ok:
         return
@@ -216,7 +215,7 @@ def _raise_if_wrong(
 
 def verify_update(
     program: Program,
-    compiled_for: Callable[[OptimizerSpec], Compiled],
+    compiled_for: Callable[[OptimizerSpec], PlainProgram],
     shapes: Mapping[str, Sequence[int]],
     twin: nn.Module,
     reference: verification.Reference,

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshc.errors import MeshcError, StateError
 from meshc.ir.mesh import Mesh
-from meshc.program.program import Program as Compiled
+from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, refusable, together
 from meshc.runtime.comm.groups import Groups
@@ -86,7 +86,7 @@ class World:
         """Before a compilation: that every rank is about to make it, for the same inputs and the same model."""
         self.agree("compile", mine, advice=agreed.advice, ahead=agreed.INPUTS, error=refusal)
 
-    def agree_on_program(self, compiled: Compiled, module: nn.Module) -> None:
+    def agree_on_program(self, compiled: PlainProgram, module: nn.Module) -> None:
         """After it: that every rank has compiled the same."""
         if self.board is not None:
             same = {agreed.COMPILED: show.hash_program(compiled)}

@@ -1,4 +1,4 @@
-"""What a saved program says beside its text (`Program.info`) is read by what runs and shows it: each entry is of its kind, or is refused.
+"""What a saved program says beside its text (`PlainProgram.info`) is read by what runs and shows it: each entry is of its kind or refused.
 
     {"seed": 0, "numbers": {"0.lr": 0.1}, "fresh": {"w/exp_avg": 0.0, "w/slow": null}, ...}
 """

@@ -34,14 +34,14 @@ from meshc.ir.sharding import Sharding, local_shape
 from meshc.pipelining.cut import slot
 from meshc.program import instance
 from meshc.program.accumulate import WAYS, whole_of
-from meshc.program.program import BACKENDS, RUNS, Port, Program, Stage
+from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
 from meshc.text.show import print_type
 
 SHOWN = 10
 """How many faults one error lists."""
 
 
-def check_program(program: Program, where: str, rules: Rules | None = None) -> None:
+def check_program(program: PlainProgram, where: str, rules: Rules | None = None) -> None:
     """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule.
 
     `rules` are the operators' (`meshc.passes.rules`); without them shardings are followed only through what moves between ranks.
@@ -54,7 +54,7 @@ def check_program(program: Program, where: str, rules: Rules | None = None) -> N
     raise ArtifactError("\n".join([*found[:SHOWN], *more, advice]))
 
 
-def _all_faults(program: Program, where: str, rules: Rules | None) -> Iterator[str]:
+def _all_faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[str]:
     yield from _axes(program, where)
     if program.backend not in BACKENDS:
         yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
@@ -72,7 +72,7 @@ def _all_faults(program: Program, where: str, rules: Rules | None) -> Iterator[s
             return
 
 
-def _worlds(program: Program) -> Iterator[Program]:
+def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
     """The program at sizes: those that stand for its dynamic ones, and the ends of their ranges, as far as it serves them."""
     if not program.dynamic:
         yield program
@@ -85,7 +85,7 @@ def _worlds(program: Program) -> Iterator[Program]:
             continue
 
 
-def _faults(program: Program, where: str, rules: Rules | None) -> Iterator[str]:
+def _faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[str]:
     sizes = program.axis_sizes
     sound = True
     for stage in program.stages.values():
@@ -120,7 +120,7 @@ def _at(stage: Stage, name: str, why: str) -> str:
     return stage.origin.fault(name, why) if stage.origin is not None else f"stage {stage.name}: {why}"
 
 
-def _axes(program: Program, where: str) -> Iterator[str]:
+def _axes(program: PlainProgram, where: str) -> Iterator[str]:
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
     told = {axis: size for axis, size in program.axis_sizes.items() if axis != "mb"}
     if told != sizes:
@@ -140,7 +140,7 @@ def _local(port: Port, sizes: Mapping[str, int]) -> Record:
     return Record(shape, port.dtype, port.sharding)
 
 
-def _keys(program: Program, where: str) -> Iterator[str]:
+def _keys(program: PlainProgram, where: str) -> Iterator[str]:
     """One type under each key: that of the port, or that of what makes it."""
     known: dict[str, tuple[Record, str]] = {}
     said = partial(print_type, axis_sizes=program.axis_sizes)
@@ -186,7 +186,7 @@ def _given(stage: Stage) -> Iterator[tuple[str, Node]]:
             yield key, value
 
 
-def _constants(program: Program, where: str) -> Iterator[str]:
+def _constants(program: PlainProgram, where: str) -> Iterator[str]:
     for port in program.inputs:
         if port.kind != "constant":
             continue
@@ -198,7 +198,7 @@ def _constants(program: Program, where: str) -> Iterator[str]:
             yield f"{where}: the constant {port.name} is {found.dtype} {list(found.shape)}, {wanted}"
 
 
-def _schedule(program: Program, where: str) -> Iterator[str]:
+def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
     """Without pipeline stages: whether what each run reads is there. A pipeline's lists are checked by `refuse_incomplete`."""
     if program.pipeline is not None:
         return

@@ -12,10 +12,10 @@ from torch.fx import Graph, Node
 
 from meshc import ir
 from meshc.ir.regions import blocks, changing, region_of, why_alone
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 
-def faults(program: Program) -> Iterator[tuple[str, str, str]]:
+def faults(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
     """(stage, value, what is wrong) for every line that stands in a region and may not, or the other way round."""
     for stage in program.stages.values():
         if program.backend == "eager":

@@ -18,13 +18,13 @@ from meshc.ir.keys import is_a
 from meshc.ir.regions import region_of, writes
 from meshc.ir.spmd import MICROBATCH, is_collective, joins_stages
 from meshc.program.accumulate import ADDED, WAYS
-from meshc.program.program import RUNS, Instruction, Program, Stage
+from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
 from meshc.program.steps import ranks_of, steps_of
 
 BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
 
 
-def faults_of_stages(program: Program) -> Iterator[tuple[str, str, str]]:
+def faults_of_stages(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
     """(stage, value, what is wrong) for every line of a started stage that may not stand there, and for what is on its way elsewhere."""
     started, run = (
         {step.stage for coordinates in ranks_of(program) for step in steps_of(program, coordinates) if step.op == op} for op in RUNS[::-1]
@@ -70,7 +70,7 @@ def _why_not(node: Node, keys: Mapping[Node, str], collectives: Sequence[Node]) 
     return ""
 
 
-def faults_of_lists(program: Program) -> Iterator[str]:
+def faults_of_lists(program: PlainProgram) -> Iterator[str]:
     """What is wrong with where things start, in words."""
     for coordinates in ranks_of(program):
         rank = "".join(f"rank {place} of {axis}: " for axis, place in coordinates.items())

@@ -24,13 +24,13 @@ from meshc.pipelining.cut import Move, Pipeline, stage_name
 from meshc.pipelining.events import Handed, Run
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Event, Timeline, simulate
-from meshc.program.program import Program, Stage
+from meshc.program.program import PlainProgram, Stage
 
 MODES: Final = {"step": "training step", "autograd": "forward and backward", "forward": "forward"}
 """What a program's mode is called."""
 
 
-def predicted(program: Program, device: Device | None = None) -> Timeline:
+def predicted(program: PlainProgram, device: Device | None = None) -> Timeline:
     """One call; by default on the mesh's device. Of a pipeline a row is a rank of its axis: ranks along other axes are alike."""
     device = device or for_mesh(program.mesh)
     pipeline = program.pipeline
@@ -53,7 +53,7 @@ def predicted(program: Program, device: Device | None = None) -> Timeline:
     return Timeline((*events, *line.events, *returned, *late), len(ranks), f"{pipeline.schedule.name or 'own schedule'}, predicted")
 
 
-def _one_after_another(program: Program, device: Device) -> Iterator[Event]:
+def _one_after_another(program: PlainProgram, device: Device) -> Iterator[Event]:
     """The schedule of a program without pipeline stages. What is added to sums, and prepared for what starts early, counts with the run
     before it."""
     run: Took | None = None
@@ -68,7 +68,7 @@ def _one_after_another(program: Program, device: Device) -> Iterator[Event]:
         yield Event(0, Run(run.step.stage, run.step.microbatch), run.start_s, end)
 
 
-def _last(program: Program, rank: int, ready: float, actions: Sequence[Event], device: Device) -> Iterator[Event]:
+def _last(program: PlainProgram, rank: int, ready: float, actions: Sequence[Event], device: Device) -> Iterator[Event]:
     """What a rank runs after the last microbatch, with what was prepared for that early. `actions`: when it ran what."""
     assert program.pipeline is not None
     stage = program.stages.get(f"after_{rank}")
@@ -111,7 +111,7 @@ def _ends(events: Sequence[Event], least: Sequence[float]) -> list[float]:
     return ends
 
 
-def _meet(program: Program, pipeline: Pipeline) -> bool:
+def _meet(program: PlainProgram, pipeline: Pipeline) -> bool:
     """Whether ranks of the pipeline axis exchange anything after the last microbatch."""
     late = [stage for name, stage in program.stages.items() if name.startswith("after_")]
     nodes = [node for stage in late for node in stage.graph.nodes if spmd.is_collective(node.target)]

@@ -26,7 +26,7 @@ from meshc.pipelining.cut import slot
 from meshc.program import packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.bundle import is_copy
-from meshc.program.program import RUNS, Port, Program, Stage
+from meshc.program.program import RUNS, PlainProgram, Port, Stage
 from meshc.program.steps import last_reads, steps_of
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
@@ -75,7 +75,7 @@ def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
     return prod(port.shape) * port.dtype.itemsize / tiles
 
 
-def runs(program: Program) -> Counter[str]:
+def runs(program: PlainProgram) -> Counter[str]:
     """How often a call of the program runs each stage: on every rank, or, of a pipeline, on the rank that has it."""
     pipeline = program.pipeline
     lists = [program.schedule] if pipeline is None else [steps_of(program, {pipeline.axis: r}) for r in range(pipeline.schedule.ranks)]
@@ -100,7 +100,7 @@ def output_bytes(stage: Stage) -> dict[str, int]:
     }
 
 
-def value_bytes(program: Program) -> dict[str, int]:
+def value_bytes(program: PlainProgram) -> dict[str, int]:
     """Bytes on a rank of whatever enters a program, or a stage gives to another, by key."""
     found = {port.key: port_bytes(port, program.axis_sizes) for port in program.inputs}
     for stage in program.stages.values():
@@ -110,7 +110,7 @@ def value_bytes(program: Program) -> dict[str, int]:
     return found
 
 
-def by_rank(program: Program) -> list[RankBytes]:
+def by_rank(program: PlainProgram) -> list[RankBytes]:
     """Each rank of the pipeline axis; one, like which all are, where there is none."""
     found = []
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
@@ -123,17 +123,17 @@ def by_rank(program: Program) -> list[RankBytes]:
     return found
 
 
-def worst(program: Program) -> RankBytes:
+def worst(program: PlainProgram) -> RankBytes:
     """The rank that needs most."""
     return max(by_rank(program), key=lambda one: one.total)
 
 
-def peak(program: Program) -> Peak:
+def peak(program: PlainProgram) -> Peak:
     """The peak over one call; of a pipeline, on the rank that needs most in all."""
     return worst(program).peak
 
 
-def _peak(program: Program, coordinates: Mapping[str, int]) -> Peak:
+def _peak(program: PlainProgram, coordinates: Mapping[str, int]) -> Peak:
     """The peak of one rank's list of instructions. What it has received is there from the posting of the receive."""
     steps = steps_of(program, coordinates)
     best = Peak()

@@ -18,7 +18,7 @@ from meshc import ir
 from meshc.cost import memory
 from meshc.cost.flops import flops
 from meshc.ir.sharding import Part, Sharding, local_size, padded_parts
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Padding:
     compute_share: float
 
 
-def padding(program: Program) -> list[Padding]:
+def padding(program: PlainProgram) -> list[Padding]:
     """Every padded factor, the most arithmetic first."""
     sizes = program.axis_sizes
     kept: dict[Part, float] = defaultdict(float)

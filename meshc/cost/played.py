@@ -20,7 +20,7 @@ from meshc.cost.devices import Device
 from meshc.errors import CompileError
 from meshc.ir.mesh import Mesh
 from meshc.program.accumulate import ACCUMULATES, whole_of
-from meshc.program.program import Instruction, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Stage
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Took:
     seconds: Seconds
 
 
-def played(program: Program, steps: Sequence[Instruction], device: Device) -> Iterator[Took]:
+def played(program: PlainProgram, steps: Sequence[Instruction], device: Device) -> Iterator[Took]:
     """Messages between stages take a rank no time. Raises CompileError for an instruction that the cost model does not know."""
     made = {key: size for stage in program.stages.values() for key, size in memory.output_bytes(stage).items()}
     known: dict[str, Seconds] = {}
@@ -67,7 +67,7 @@ def played(program: Program, steps: Sequence[Instruction], device: Device) -> It
         now += takes.total
 
 
-def starts_behind(program: Program, steps: Sequence[Instruction], position: int) -> list[Stage]:
+def starts_behind(program: PlainProgram, steps: Sequence[Instruction], position: int) -> list[Stage]:
     """What starts within the run at this position."""
     found = []
     for step in steps[position + 1 :]:

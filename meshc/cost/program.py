@@ -11,13 +11,13 @@ from meshc.cost.call import predicted
 from meshc.cost.clock import Seconds, stage_seconds
 from meshc.cost.devices import Device
 from meshc.cost.played import played
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.program.steps import ranks_of, steps_of
 
 __all__ = ["Seconds", "program_seconds", "stage_seconds"]
 
 
-def program_seconds(program: Program, device: Device) -> Seconds:
+def program_seconds(program: PlainProgram, device: Device) -> Seconds:
     """One call of a program. Of a pipeline: the whole call, and what the rank does in it that is busy longest.
 
     Raises CompileError for an instruction that it does not know.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 SPLIT: Final = "split"
 COULD: Final = "could be split"
@@ -40,7 +40,7 @@ class Work:
         return [self.module, self.operator, self.phase, self.flops, self.by_axis]
 
 
-def of(program: Program) -> list[Work] | None:
+def of(program: PlainProgram) -> list[Work] | None:
     """The rows of a program; None if it has none, as one made by an earlier meshc."""
     rows = program.info.get("work")
     return None if rows is None else [Work(*row) for row in rows]

@@ -12,11 +12,11 @@ from meshc.ir.keys import key_of
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline, slot, stage_name
 from meshc.program.accumulate import ACCUMULATES
-from meshc.program.program import RUNS, Instruction, Program, Stage
+from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
 from meshc.program.steps import steps_of
 
 
-def refuse_incomplete(program: Program) -> None:
+def refuse_incomplete(program: PlainProgram) -> None:
     """Raises ScheduleError with all that is wrong with a program's pipeline, if it has one."""
     pipeline = program.pipeline
     if pipeline is None:
@@ -31,7 +31,7 @@ def refuse_incomplete(program: Program) -> None:
         raise ScheduleError("\n  ".join(["the pipeline cannot run:", *faults[:20], *more]))
 
 
-def _places(program: Program, pipeline: Pipeline) -> Iterator[str]:
+def _places(program: PlainProgram, pipeline: Pipeline) -> Iterator[str]:
     axis = program.mesh.pipeline_axis
     if axis is None or pipeline.axis != axis.name:
         yield f"the mesh {program.mesh} has no pipeline axis {pipeline.axis!r}"
@@ -49,7 +49,7 @@ def _places(program: Program, pipeline: Pipeline) -> Iterator[str]:
             yield f"{move.key} goes from place {move.source} to {move.target} of {axis}, whose places are 0 to {axis.size - 1}"
 
 
-def _unknown_stages(program: Program, pipeline: Pipeline) -> Iterator[str]:
+def _unknown_stages(program: PlainProgram, pipeline: Pipeline) -> Iterator[str]:
     schedule = pipeline.schedule
     found = [frozenset(actions) for actions in schedule.actions]
     for rank, actions in enumerate(schedule.actions):
@@ -70,7 +70,7 @@ def _unknown_stages(program: Program, pipeline: Pipeline) -> Iterator[str]:
 class _Rank:
     """One rank of the axis, as it goes through its list; its other coordinates do not matter."""
 
-    def __init__(self, program: Program, pipeline: Pipeline, rank: int) -> None:
+    def __init__(self, program: PlainProgram, pipeline: Pipeline, rank: int) -> None:
         self.program, self.rank, self.coordinates = program, rank, {pipeline.axis: rank}
         self.there = {port.key for port in program.inputs if program.owns(port.key, self.coordinates)}
         self.there |= {key_of("constant", name) for name in program.constants}

@@ -20,14 +20,14 @@ from meshc.ir.bounds import shown
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import at as number_at
 from meshc.ir.sizes import parse
-from meshc.program.program import Port, Program, Stage
+from meshc.program.program import PlainProgram, Port, Stage
 
 KEPT = 16
 """How many sizes of a program are kept ready; of more, the one not used for longest is made anew when it comes again."""
 _SIGNS = ("==", "!=", ">=", "<=", ">", "<")
 
 
-def at(program: Program, sizes: Mapping[str, int]) -> Program:
+def at(program: PlainProgram, sizes: Mapping[str, int]) -> PlainProgram:
     """The program for calls whose dynamic sizes, by name, are `sizes`. Raises InputError for sizes that it does not serve."""
     if not program.dynamic:
         return program
@@ -35,7 +35,7 @@ def at(program: Program, sizes: Mapping[str, int]) -> Program:
     return put(program, {size.symbol: sizes[size.name] for size in program.dynamic})
 
 
-def put(program: Program, values: Mapping[str, int]) -> Program:
+def put(program: PlainProgram, values: Mapping[str, int]) -> PlainProgram:
     """The program with these sizes, by symbol, put in, whether it serves them or not."""
     return replace(
         program,
@@ -47,7 +47,7 @@ def put(program: Program, values: Mapping[str, int]) -> Program:
     )
 
 
-def sizes_of(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def sizes_of(program: PlainProgram, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """The dynamic sizes of inputs with these whole shapes, by name. Raises InputError, naming all that do not agree or are missing."""
     found: dict[str, tuple[int, str]] = {}
     names = {size.symbol: size.name for size in program.dynamic}
@@ -72,12 +72,12 @@ def sizes_of(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str,
     return {name: size for name, (size, _) in found.items()}
 
 
-def fitting(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
+def fitting(program: PlainProgram, shapes: Mapping[str, Sequence[int]]) -> PlainProgram:
     """The program for inputs of these whole shapes, by name."""
     return at(program, sizes_of(program, shapes)) if program.dynamic else program
 
 
-def graph_at(graph: Graph, program: Program, shapes: Mapping[str, Sequence[int]]) -> Graph:
+def graph_at(graph: Graph, program: PlainProgram, shapes: Mapping[str, Sequence[int]]) -> Graph:
     """A graph of the program, global or local, for inputs of these whole shapes."""
     if not program.dynamic:
         return graph
@@ -85,7 +85,7 @@ def graph_at(graph: Graph, program: Program, shapes: Mapping[str, Sequence[int]]
     return put_graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
 
 
-def check(program: Program, sizes: Mapping[str, int]) -> None:
+def check(program: PlainProgram, sizes: Mapping[str, int]) -> None:
     """Raises InputError naming every size out of range and every constraint that does not hold."""
     faults = [
         f"{size.name} is {sizes[size.name]}; the program serves {size}"

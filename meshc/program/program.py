@@ -123,7 +123,7 @@ RUNS: Final = ("run", "start")
 
 
 @dataclass
-class Program:
+class PlainProgram:
     """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model.
 
     dynamic      sizes that calls choose, within their ranges; `meshc.program.instance.at` puts them in
@@ -166,6 +166,6 @@ class Program:
         return stage
 
 
-def sizes(program: Program) -> Mapping[str, int]:
+def sizes(program: PlainProgram) -> Mapping[str, int]:
     """Sizes of all axes a sharding of this program may name, the microbatch axis `mb` included."""
     return program.axis_sizes or {axis.name: axis.size for axis in program.mesh.axes}

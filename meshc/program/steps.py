@@ -14,7 +14,7 @@ from meshc.pipelining.cut import Move, Pipeline, Start, slot, stage_name
 from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
 from meshc.program.accumulate import WHOLES, whole_of
-from meshc.program.program import RUNS, Program, Stage
+from meshc.program.program import RUNS, PlainProgram, Stage
 from meshc.program.program import Instruction as Step
 
 
@@ -62,7 +62,7 @@ def _handed(moves: Sequence[Move], rank: int) -> Iterator[Handed]:
             yield Handed(step.op.upper(), move.key, move.source, move.target)
 
 
-def last_reads(program: Program, steps: Sequence[Step]) -> list[frozenset[str]]:
+def last_reads(program: PlainProgram, steps: Sequence[Step]) -> list[frozenset[str]]:
     """For each instruction, the values of its microbatch, and of all microbatches together, that it is the last to read."""
     found: list[frozenset[str]] = []
     seen: set[str] = set()

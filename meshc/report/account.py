@@ -13,7 +13,7 @@ from meshc.ir import calls, records
 from meshc.pipelining.activations import held
 from meshc.pipelining.cut import Pipeline
 from meshc.pipelining.timing import Costs
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LinkAccount:
     bytes: int
 
 
-def stage_accounts(program: Program, device: Device | None = None) -> list[StageAccount]:
+def stage_accounts(program: PlainProgram, device: Device | None = None) -> list[StageAccount]:
     """All stages of a program that has a pipeline, in order."""
     pipeline = _pipeline(program)
     schedule = pipeline.schedule
@@ -74,7 +74,7 @@ def _seconds(costs: Costs, stage: int, ops: str) -> float:
     return sum(costs.seconds[op, stage] for op in (["B"] if "B" in present else present))
 
 
-def _modules(program: Program, stages: int) -> list[list[str]]:
+def _modules(program: PlainProgram, stages: int) -> list[list[str]]:
     """The modules of each stage, as deep as to the first number: layers of a model are `h.0`, `h.1`, ..."""
     inside: list[dict[str, None]] = []
     for stage in range(stages):
@@ -106,7 +106,7 @@ def _ranges(names: Iterable[str], cut: set[str]) -> Iterator[str]:
             yield f"part of {name}"
 
 
-def link_accounts(program: Program) -> list[LinkAccount]:
+def link_accounts(program: PlainProgram) -> list[LinkAccount]:
     """All pairs of ranks between which anything goes, in order."""
     pipeline = _pipeline(program)
     flows, sizes = flow_bytes(program.stages), memory.value_bytes(program)
@@ -122,6 +122,6 @@ def link_accounts(program: Program) -> list[LinkAccount]:
     return [LinkAccount(*pair, count[pair], total[pair]) for pair in sorted(count)]
 
 
-def _pipeline(program: Program) -> Pipeline:
+def _pipeline(program: PlainProgram) -> Pipeline:
     assert program.pipeline is not None, "a program with an axis of pipeline stages"
     return program.pipeline

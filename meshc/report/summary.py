@@ -28,7 +28,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program import packing
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.report.account import link_accounts, stage_accounts
 
 
@@ -52,7 +52,7 @@ class CollectiveUse:
     times: int = 1
 
 
-def collectives(program: Program) -> list[CollectiveUse]:
+def collectives(program: PlainProgram) -> list[CollectiveUse]:
     """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'."""
     runs = memory.runs(program)
     found = []
@@ -71,7 +71,7 @@ def collectives(program: Program) -> list[CollectiveUse]:
     return found
 
 
-def summary(program: Program, device: str | None = None) -> str:
+def summary(program: PlainProgram, device: str | None = None) -> str:
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's."""
     on = for_mesh(program.mesh) if device is None else named(device)
     blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), _memory(program), _time(program, on)]
@@ -79,7 +79,7 @@ def summary(program: Program, device: str | None = None) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def _head(program: Program) -> str:
+def _head(program: PlainProgram) -> str:
     ranks = program.mesh.world_size
     what = MODES.get(program.mode, program.mode)
     batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
@@ -92,7 +92,7 @@ def _head(program: Program) -> str:
 # ----------------------------------------------------------------------------------------------------------------------- parameters
 
 
-def _parameters(program: Program) -> str:
+def _parameters(program: PlainProgram) -> str:
     sizes = program.axis_sizes
     gradients = gradient_shardings(program)
     states: dict[str, list[Port]] = defaultdict(list)
@@ -123,7 +123,7 @@ def _parameters(program: Program) -> str:
     return _table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
 
 
-def _on_ranks(program: Program, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
+def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
     """Bytes of values on the rank of the pipeline axis that has most of them, and the ranks that have any: each is where `owned` says."""
     found: Counter[int | None] = Counter()
     for port, mine in zip(owned, values, strict=True):
@@ -153,7 +153,7 @@ def _part(part: Part) -> str:
     return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
 
 
-def gradient_shardings(program: Program) -> dict[str, Sharding]:
+def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
     """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
     found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
     for stage in program.stages.values():
@@ -172,7 +172,7 @@ def gradient_shardings(program: Program) -> dict[str, Sharding]:
 # ------------------------------------------------------------------------------------------------------------------------- pipeline
 
 
-def _pipeline(program: Program, device: Device) -> str:
+def _pipeline(program: PlainProgram, device: Device) -> str:
     """The schedule, its stages, and what goes between its ranks."""
     pipeline = program.pipeline
     if pipeline is None:
@@ -200,7 +200,7 @@ def _pipeline(program: Program, device: Device) -> str:
 # ---------------------------------------------------------------------------------------------------------------------- collectives
 
 
-def _collectives(program: Program) -> str:
+def _collectives(program: PlainProgram) -> str:
     groups: dict[tuple[str, str, str], list[CollectiveUse]] = defaultdict(list)
     for use in collectives(program):
         groups[(use.phase, use.kind, ", ".join(use.axes))].append(use)
@@ -231,7 +231,7 @@ def _why(use: CollectiveUse) -> str:
 # --------------------------------------------------------------------------------------------------------------------------- memory
 
 
-def _memory(program: Program) -> str:
+def _memory(program: PlainProgram) -> str:
     most = memory.worst(program)
     peak, kept = most.peak, most.kept
     waste: dict[str, float] = defaultdict(float)
@@ -262,7 +262,7 @@ def _share(part: float, whole: float) -> str:
 # ----------------------------------------------------------------------------------------------------------------------------- time
 
 
-def _time(program: Program, device: Device) -> str:
+def _time(program: PlainProgram, device: Device) -> str:
     takes = program_seconds(program, device)
     rows = [("computing", takes.compute), *((f"communicating over {axes}", one) for axes, one in takes.communication.items())]
     if program.pipeline is not None:
@@ -287,7 +287,7 @@ def seconds_text(seconds: float) -> str:
 # ----------------------------------------------------------------------------------------------------------------------------- work
 
 
-def _work(program: Program) -> str:
+def _work(program: PlainProgram) -> str:
     """Of the arithmetic in matrix products, convolutions and attention: what each axis splits, and what is done more than once."""
     title = "work (matrix products, convolutions, attention)"
     rows = work.of(program)
@@ -316,7 +316,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def _done(program: Program) -> float:
+def _done(program: PlainProgram) -> float:
     """What all ranks do in one call, as their graphs have it."""
     runs = memory.runs(program)
     one = sum(flops(node) * runs[stage.name] for stage in program.stages.values() for node in ir.calls(stage.graph))
@@ -327,7 +327,7 @@ def _done(program: Program) -> float:
 # -------------------------------------------------------------------------------------------------------------------------- padding
 
 
-def _padding(program: Program) -> str:
+def _padding(program: PlainProgram) -> str:
     rows = [
         (
             _part(Part(row.factor, row.size, row.axes)), row.tile, f"{100 * row.share:.1f} %", bytes_text(row.kept_bytes),
@@ -342,11 +342,11 @@ def _padding(program: Program) -> str:
 # ------------------------------------------------------------------------------------------------------------------- notes, factors
 
 
-def _notes(program: Program) -> str:
+def _notes(program: PlainProgram) -> str:
     return "\n".join(["notes", *(f"  {note}" for note in program.notes)]) if program.notes else ""
 
 
-def factors(names: Any, found: Any, program: Program) -> str:
+def factors(names: Any, found: Any, program: PlainProgram) -> str:
     """What a plan can name: a row a name, with sizes, the number of classes and some members.
 
     names  `of`: class -> name, `also`: class -> all its names        found  `dims`: (node, result) -> classes of each dim, `size`

@@ -60,7 +60,7 @@ from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import sharing_of
 from meshc.ir.sizes import Dynamic, Ratio, Size, braced
 from meshc.pipelining import written
-from meshc.program.program import Port, Program, Stage, sizes
+from meshc.program.program import PlainProgram, Port, Stage, sizes
 from meshc.text import allowed
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -93,7 +93,7 @@ _OF_CONSTANT: Final = {value: name for name, value in CONSTANTS.items() if not i
 _OF_DTYPE: Final = {value: name for name, value in DTYPES.items()}
 
 
-def print_stage(stage: Stage, program: Program | None = None, *, comments: bool = True) -> str:
+def print_stage(stage: Stage, program: PlainProgram | None = None, *, comments: bool = True) -> str:
     """The stage's text. Without its program, which knows the sizes of the axes, local shapes are printed as such.
 
     Raises ArtifactError for a graph that has no text: an attribute or a module call, an argument that is no literal.
@@ -148,12 +148,12 @@ def _open_group(node: Node, group: tuple[str, Source], lines: list[str]) -> tupl
     return phase, source
 
 
-def hash_stage(stage: Stage, program: Program | None = None) -> str:
+def hash_stage(stage: Stage, program: PlainProgram | None = None) -> str:
     """SHA-256, in hex, of the stage's text without comments."""
     return hashlib.sha256(print_stage(stage, program, comments=False).encode()).hexdigest()
 
 
-def print_program(program: Program, *, comments: bool = True) -> str:
+def print_program(program: PlainProgram, *, comments: bool = True) -> str:
     """The whole program: mesh, plan, mode, backend; ports; stages; schedule or pipeline. Of constants there is the hash of their values."""
     head = {"mesh": str(program.mesh), "plan": str(program.plan), "mode": program.mode, "backend": program.backend}
     blocks = ["\n".join([*(f"{name} = {_long(text)}" for name, text in head.items()), f"microbatches = {program.microbatches}"])]
@@ -179,7 +179,7 @@ def print_sizes(dynamic: Iterable[Dynamic]) -> str:
     return ", ".join(f"{size.name} {size.low}..{size.high} {size.hint}" for size in dynamic)
 
 
-def hash_program(program: Program) -> str:
+def hash_program(program: PlainProgram) -> str:
     """SHA-256, in hex, of the program's text without comments: equal on all ranks, or they run different programs."""
     return hashlib.sha256(print_program(program, comments=False).encode()).hexdigest()
 

@@ -25,10 +25,10 @@ from meshc.passes.phases.traced import Traced
 from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
 from meshc.passes.trace import parts
 from meshc.program import instance
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 
-def compile_program(request: Request, hook: Hook | None = None, traced: Traced | None = None) -> tuple[Program, Lowered]:
+def compile_program(request: Request, hook: Hook | None = None, traced: Traced | None = None) -> tuple[PlainProgram, Lowered]:
     """Run all passes, or with `traced` those that are left. `hook(name, phase)` is called after each one (dumps, verification). Raises
     MeshcError and nothing else, but for what a hook raises."""
     with given_up(), fewer_collections():
@@ -95,7 +95,7 @@ def _open_rows(placed: Placed, hook: Hook | None) -> Placed | None:
     return again
 
 
-def _planned(placed: Placed, hook: Hook | None) -> tuple[Program, Lowered]:
+def _planned(placed: Placed, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
     """The passes that read the plan."""
     left = lowered(placed, hook)
     with part("putting the program together"):
@@ -105,7 +105,7 @@ def _planned(placed: Placed, hook: Hook | None) -> tuple[Program, Lowered]:
         return instance.put(program, left.opened.values), settle(left)
 
 
-def specialised(program: Program, left: Lowered, received: Collection[str]) -> Program:
+def specialised(program: PlainProgram, left: Lowered, received: Collection[str]) -> PlainProgram:
     """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
 
     `left` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of

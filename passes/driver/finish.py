@@ -7,11 +7,11 @@ from dataclasses import replace
 from meshc.ir import calls
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.place import work
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.text.allowed import refusal, spelling
 
 
-def finish(lowered: Lowered) -> Program:
+def finish(lowered: Lowered) -> PlainProgram:
     """The program that the phases have come to."""
     request, placed = lowered.request, lowered.placed
     model = placed.traced.model

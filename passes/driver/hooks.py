@@ -21,7 +21,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Traced
 from meshc.program.parts import Parts
-from meshc.program.program import Port, Program, Stage
+from meshc.program.program import PlainProgram, Port, Stage
 from meshc.text.show import print_program, print_stage
 
 _dumped: Final[Counter[Path]] = Counter()
@@ -36,7 +36,7 @@ class Checker(Protocol):
     ) -> None:
         """The global view that the pass `name` has left."""
 
-    def check_program(self, name: str, program: Program, parts: Parts | None) -> None:
+    def check_program(self, name: str, program: PlainProgram, parts: Parts | None) -> None:
         """What each rank runs, as far as that pass has come."""
 
 

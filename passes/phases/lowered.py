@@ -9,7 +9,7 @@ from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.tried import Tried
 from meshc.pipelining.cut import Pipeline
-from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Port, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Lowered(Outset):
     pipeline: Pipeline | None = None
     tried: tuple[Tried, ...] = ()
 
-    def as_program(self) -> Program:
+    def as_program(self) -> PlainProgram:
         """As far as it is known, for what reads programs: dumps, checks, costs."""
         request = self.request
-        return Program(
+        return PlainProgram(
             dict(self.stages), self.mesh, self.plan, self.inputs, self.outputs, self.schedule, dict(self.placed.joint.constants),
             dict(self.sizes), request.count, "step" if request.train else "autograd" if request.grad else "forward",
             pipeline=self.pipeline, backend=request.backend,

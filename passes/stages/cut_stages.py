@@ -67,8 +67,8 @@ class Uncut:
         self.lowered = lowered
         whole = lowered.stages["each"]
         halves = weights_apart(whole)
-        self.halves = Microbatch.of(halves, lowered)
-        self.plain = Microbatch.of(whole, lowered) if halves is not whole else self.halves
+        self.halves = Each.of(halves, lowered)
+        self.plain = Each.of(whole, lowered) if halves is not whole else self.halves
         self.work = Work.of(lowered, self.halves.found, self.halves.numbers)
 
     @cached_property
@@ -92,15 +92,15 @@ class Uncut:
 
 
 @dataclass(frozen=True)
-class Microbatch:
-    """`each`, what its values depend on, and the numbers of the global-view values that they are forms of."""
+class Each:
+    """The stage `each` of a microbatch, what its values depend on, and the numbers of the global-view values that they are forms of."""
 
     stage: Stage
     found: Kinds
     numbers: Mapping[Node, int]
 
     @classmethod
-    def of(cls, each: Stage, lowered: Lowered) -> Microbatch:
+    def of(cls, each: Stage, lowered: Lowered) -> Each:
         return cls(each, kinds(each.graph, each.keys()), numbers(each.graph, lowered.placed.graph))
 
 

@@ -35,7 +35,7 @@ from meshc.frontend.train_step import TrainStep
 from meshc.ops import registered
 from meshc.optimizer.optimizer import numbers
 from meshc.package import FOLDER, __version__
-from meshc.program.program import Program as Compiled
+from meshc.program.program import PlainProgram as Compiled
 from meshc.text import show
 
 VARIABLES: Final = (

@@ -19,7 +19,7 @@ from meshc.ir import record
 from meshc.ir.sharding import local_shape
 from meshc.pipelining.cut import slot
 from meshc.program.accumulate import whole_of
-from meshc.program.program import Instruction, Program
+from meshc.program.program import Instruction, PlainProgram
 from meshc.program.receipts import receipts
 from meshc.program.steps import steps_of
 from meshc.runtime.comm import collectives
@@ -31,7 +31,7 @@ Like = tuple[tuple[int, ...], torch.dtype]
 class Channels:
     """The messages of one program on this rank, between its runs of stages."""
 
-    def __init__(self, program: Program, groups: Groups, coordinates: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, program: PlainProgram, groups: Groups, coordinates: Mapping[str, int], device: torch.device) -> None:
         pipeline = program.pipeline
         assert pipeline is not None
         self.device = device
@@ -102,7 +102,7 @@ def _other(group: ProcessGroup) -> int:
     return 1 - group.rank()
 
 
-def _likes(program: Program) -> dict[str, Like]:
+def _likes(program: PlainProgram) -> dict[str, Like]:
     """Local shape and dtype of whatever a message may carry."""
     found: dict[str, Like] = {}
     for port in program.inputs:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshc.program.program import Instruction, Program
+from meshc.program.program import Instruction, PlainProgram
 from meshc.runtime.agreement.compare import agree
 from meshc.runtime.run.executor import Executor, LoadedStage
 
-Make = Callable[[frozenset[str]], Program]
+Make = Callable[[frozenset[str]], PlainProgram]
 """The program whose backward begins at the outputs with these names."""
 
 
 class Backwards:
     """`run(received, env, step)` runs the backward stage for gradients of the outputs `received`, and returns its outputs' keys."""
 
-    def __init__(self, program: Program, executor: Executor, make: Make) -> None:
+    def __init__(self, program: PlainProgram, executor: Executor, make: Make) -> None:
         self.executor = executor
         self.make = make
         self.programs = {frozenset(port.name for port in program.inputs if port.kind == "tangent"): program}

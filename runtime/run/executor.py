@@ -20,7 +20,7 @@ from meshc.ir import spmd
 from meshc.ir.keys import key_of
 from meshc.pipelining.cut import slot
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
-from meshc.program.program import Instruction, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Stage
 from meshc.program.steps import last_reads, steps_of
 from meshc.runtime.agreement.compare import all_refuse
 from meshc.runtime.comm.channels import Channels
@@ -70,7 +70,7 @@ def _loaded(stage: Stage, run: RunStage) -> LoadedStage:
     return LoadedStage(stage.inputs, tuple(key for key in stage.outputs if not is_added(key)), run)
 
 
-def needed_groups(program: Program) -> list[tuple[str, ...]]:
+def needed_groups(program: PlainProgram) -> list[tuple[str, ...]]:
     """Axes of every collective of a program, each once, in program order: the same list on all ranks."""
     found: dict[tuple[str, ...], None] = {}
     for stage in program.stages.values():
@@ -87,7 +87,7 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
+        program: PlainProgram,
         groups: Groups,
         coordinates: Mapping[str, int],
         device: torch.device,
@@ -209,7 +209,7 @@ class Executor:
             raise StateError(f"the schedule has an instruction that this runtime does not know: {instruction.op}")
 
 
-def _runs_with_sums(program: Program, steps: Sequence[Instruction]) -> list[Instruction]:
+def _runs_with_sums(program: PlainProgram, steps: Sequence[Instruction]) -> list[Instruction]:
     """Without the instructions by which a run's parts go into sums: its stage does that as it makes them. Starts stay, each behind its run.
 
     StateError: a list, such as one that was edited, that wants something else of them.

@@ -35,7 +35,7 @@ from meshc.pipelining import trace
 from meshc.pipelining.cut import slot
 from meshc.pipelining.events import Item, Run, parse_item
 from meshc.pipelining.timing import Event, Timeline
-from meshc.program.program import Instruction, Program
+from meshc.program.program import Instruction, PlainProgram
 from meshc.program.steps import items_of, steps_of
 from meshc.runtime.agreement.compare import behind, to_rank_0
 from meshc.runtime.comm import collectives
@@ -90,7 +90,7 @@ class Recorder:
 
     def __init__(
         self,
-        program: Program,
+        program: PlainProgram,
         coordinates: Mapping[str, int],
         device: torch.device,
         world: dist.ProcessGroup | None,

@@ -22,7 +22,7 @@ from meshc.ir.functions import Function
 from meshc.ir.keys import name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm import collectives, layouts
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.backwards import Backwards, Make
@@ -48,7 +48,7 @@ class Session:
 
     def __init__(
         self,
-        program: Program,
+        program: PlainProgram,
         store: Store,
         executor: Executor,
         output_tree: OutputTree | None = None,

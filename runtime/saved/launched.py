@@ -25,7 +25,7 @@ from meshc.files import tensor_file
 from meshc.files.folders import write_file, write_text, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import Record
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
@@ -52,7 +52,7 @@ class Run:
     rules: Rules | None = None
 
 
-def run_command(program: Program, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
+def run_command(program: PlainProgram, path: str | Path, rest: str = "--inputs FILE --outputs DIR") -> str:
     others = sorted({library for stage in program.stages.values() for library in libraries_of(stage.graph)})
     allow = f"--allow {' '.join(others)} " if others else ""
     return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {allow}{rest}"
@@ -85,7 +85,7 @@ def run_saved(ask: Run) -> None:
             dist.destroy_process_group()
 
 
-def _check(program: Program, ask: Run, world: int) -> None:
+def _check(program: PlainProgram, ask: Run, world: int) -> None:
     if world != program.mesh.world_size:
         inputs = f"--inputs {' '.join(ask.inputs)} " if ask.inputs else ""
         raise StateError(
@@ -100,7 +100,7 @@ def _check(program: Program, ask: Run, world: int) -> None:
         check_target(ask.save_state)
 
 
-def _refuse_other_backend(program: Program, ask: Run) -> None:
+def _refuse_other_backend(program: PlainProgram, ask: Run) -> None:
     if ask.backend not in (None, program.backend):
         raise StateError(
             f"{ask.path} is a program for the backend {program.backend}, and --backend asks for {ask.backend}: what a program's text says "
@@ -110,7 +110,7 @@ def _refuse_other_backend(program: Program, ask: Run) -> None:
         )
 
 
-def _run_rank(program: Program, ask: Run, device: torch.device, board: FailureBoard | None) -> None:
+def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: FailureBoard | None) -> None:
     rank = dist.get_rank() if board is not None else 0
     with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
         loaded = Loaded(program, begin, rank, device, board, ask.seed)
@@ -132,7 +132,7 @@ def _run_rank(program: Program, ask: Run, device: torch.device, board: FailureBo
 class _Writer:
     """Stores what calls give, on one rank."""
 
-    def __init__(self, program: Program, folder: Path, calls: int) -> None:
+    def __init__(self, program: PlainProgram, folder: Path, calls: int) -> None:
         self.program, self.folder, self.several = program, folder, calls > 1
         self.rows: list[dict[str, object]] = []
         self.calls = 0

@@ -22,7 +22,7 @@ from meshc.files.tensor_file import TensorFile
 from meshc.ir.keys import is_a
 from meshc.ops.random import seed_step
 from meshc.program import instance
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm import layouts
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.transfers import Transfers
@@ -39,7 +39,7 @@ class Loaded:
 
     def __init__(
         self,
-        program: Program,
+        program: PlainProgram,
         begin: TensorFile | SavedState,
         rank: int,
         device: torch.device,
@@ -53,7 +53,7 @@ class Loaded:
         self.sizes = program.axis_sizes
         self.coordinates = coordinates = mesh.coordinates(rank)
         self._load = lambda fitting: Executor(_without_backward(fitting), groups, coordinates, device, board)
-        self._executors: dict[tuple[int, ...], tuple[Program, Executor]] = {}
+        self._executors: dict[tuple[int, ...], tuple[PlainProgram, Executor]] = {}
         if not program.dynamic:
             self.executor = self._load(program)
         self.transfers = Transfers(mesh, groups, rank, device)
@@ -190,7 +190,7 @@ class Loaded:
         return value if port.sharding is None else self.transfers.whole(value, port.sharding)
 
 
-def _without_backward(program: Program) -> Program:
+def _without_backward(program: PlainProgram) -> PlainProgram:
     """A module's program without its backward: nobody asks for gradients here."""
 
     def takes_tangents(stage: str) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from meshc.errors import VerifyError
 from meshc.ir.keys import kind_of
 from meshc.program.parts import Parts
-from meshc.program.program import Instruction, Port, Program
+from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.simulator.simulation import first_microbatch, simulate
 from meshc.runtime.simulator.verify import FLOOR, error
 
@@ -40,7 +40,7 @@ class PassCheck:
         self._draw(inputs, constants)
         self._compare(name, interpret(graph, inputs, outputs, self.values))
 
-    def check_program(self, name: str, program: Program, parts: Parts | None) -> None:
+    def check_program(self, name: str, program: PlainProgram, parts: Parts | None) -> None:
         """What each rank runs, on simulated ranks. One that is to run in microbatches has no order before these are stages."""
         self._draw(program.inputs, program.constants)
         ordered = bool(program.schedule) or program.pipeline is not None
@@ -53,7 +53,7 @@ class PassCheck:
             if port.key not in self.values:
                 self.values[port.key] = _value(port, constants)
 
-    def _first(self, program: Program, parts: Parts | None) -> tuple[Program, dict[str, torch.Tensor]]:
+    def _first(self, program: PlainProgram, parts: Parts | None) -> tuple[PlainProgram, dict[str, torch.Tensor]]:
         """The program and its values; of a step that is the mean of its microbatches, the first, which is what earlier passes have."""
         if parts is None:
             return program, self.values

@@ -14,7 +14,7 @@ from meshc.ir.sharding import Sharding, padded_parts
 from meshc.pipelining.cut import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.program.accumulate import ACCUMULATES
-from meshc.program.program import RUNS, Instruction, Port, Program
+from meshc.program.program import RUNS, Instruction, PlainProgram, Port
 from meshc.program.steps import steps_of
 from meshc.runtime.comm.layouts import put_tiles, take_tile
 from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
@@ -22,7 +22,7 @@ from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait
 Values = Mapping[str, torch.Tensor]
 
 
-def simulate(program: Program, values: Values, *, observe: Observer | None = None, poison: bool = True) -> dict[str, torch.Tensor]:
+def simulate(program: PlainProgram, values: Values, *, observe: Observer | None = None, poison: bool = True) -> dict[str, torch.Tensor]:
     """Run the schedule on all ranks of the mesh in this process. `values` holds global input tensors by key; global outputs come back.
 
     Raises DeadlockError if ranks would hang, VerifyError if ranks that should agree on a result do not.
@@ -55,7 +55,7 @@ def simulate(program: Program, values: Values, *, observe: Observer | None = Non
     return {port.key: gather(program, port, ranks) for port in program.outputs}
 
 
-def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> RankProgram:
+def _walk(program: PlainProgram, rank: int, env: dict[str, Any], poison: bool) -> RankProgram:
     """One rank's whole list. What it does not own it does not have."""
     assert program.pipeline is not None
     coordinates = program.mesh.coordinates(rank)
@@ -92,7 +92,7 @@ def _walk(program: Program, rank: int, env: dict[str, Any], poison: bool) -> Ran
     return env
 
 
-def _collect(program: Program, step: Instruction, env: dict[str, Any]) -> None:
+def _collect(program: PlainProgram, step: Instruction, env: dict[str, Any]) -> None:
     """What a microbatch gives to the whole: a term, or its rows of an output."""
     part = env.pop(step.value)
     if step.op in ACCUMULATES:
@@ -104,7 +104,7 @@ def _collect(program: Program, step: Instruction, env: dict[str, Any]) -> None:
         env[step.into] = torch.cat([rows[k] for k in range(len(rows))])
 
 
-def first_microbatch(program: Program) -> Program:
+def first_microbatch(program: PlainProgram) -> PlainProgram:
     """The program as if there were no microbatch after the first: where each is a step of its own, what it alone gives to the sums."""
     schedule = tuple(replace(one, microbatch=0) for one in program.schedule if one.microbatch == 0 or one.op == "start")
     if program.pipeline is None:
@@ -119,7 +119,7 @@ def _microbatch(item: Action | Send | Recv) -> int:
     return item.microbatch if isinstance(item, Action) else item.message.of.microbatch
 
 
-def gather(program: Program, port: Port, ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """The global value of an output from the tiles of the ranks that have it; every rank's copy must be the same."""
     tiles = {rank: env[port.key] for rank, env in enumerate(ranks) if program.owns(port.key, program.mesh.coordinates(rank))}
     if port.sharding is None:
@@ -138,6 +138,6 @@ def gather(program: Program, port: Port, ranks: Sequence[Mapping[str, Any]]) -> 
     return full
 
 
-def whole(tiles: list[torch.Tensor], sharding: Sharding, program: Program) -> torch.Tensor:
+def whole(tiles: list[torch.Tensor], sharding: Sharding, program: PlainProgram) -> torch.Tensor:
     mesh = program.mesh
     return put_tiles([(mesh.coordinates(rank), tile) for rank, tile in enumerate(tiles)], sharding, program.axis_sizes)

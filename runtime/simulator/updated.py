@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 ROUNDINGS = 4
 """An update may be off by so many roundings of the parameter that it is added to, however small it is."""
@@ -19,7 +19,7 @@ Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def states(
-    program: Program, found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]
+    program: PlainProgram, found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, Pair]]:
     """For each slot, by parameter, what the program gives and what the optimizer holds. A slot that torch does not know, and state of a
     parameter that has had no gradient, is the program's alone."""

@@ -27,7 +27,7 @@ from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
 from meshc.program.parts import Parts
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import updated
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, Perturbed
 from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
@@ -206,7 +206,7 @@ class Reference:
         """The model's output for the whole batch; inside `at`, and so is a backward from it."""
         return self.function(self.module, *self.args, **self.kwargs)
 
-    def inputs(self, program: Program) -> dict[str, torch.Tensor]:
+    def inputs(self, program: PlainProgram) -> dict[str, torch.Tensor]:
         """The tensors among the inputs, by what a program calls them."""
         leaves = [leaf for leaf in trees.leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
@@ -299,7 +299,7 @@ def widen_inputs(tree: Any, double: bool) -> Any:
     return trees.mapped(wide, tree)
 
 
-def input_values(program: Program, reference: Reference, step: int) -> dict[str, torch.Tensor]:
+def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
     """Global values of parameters, buffers, inputs and the random seed, by key."""
     parameters = dict(reference.module.named_parameters())
     buffers = dict(reference.module.named_buffers())
@@ -317,7 +317,7 @@ def input_values(program: Program, reference: Reference, step: int) -> dict[str,
     return values
 
 
-def compare_gradients(program: Program, reference: Reference, report: Report) -> None:
+def compare_gradients(program: PlainProgram, reference: Reference, report: Report) -> None:
     """A step program without an optimizer: its loss and gradients against the model's."""
     found = simulate(program, input_values(program, reference, 0))
     saved = {name: buffer.clone() for name, buffer in reference.module.named_buffers()}
@@ -347,7 +347,7 @@ def _compare_metrics(found: Mapping[str, torch.Tensor], wanted: Mapping[str, tor
         report.add(f"metric{when}", {name: found[key_of("metric", name)]}, {name: value})
 
 
-def program_output(program: Program) -> str:
+def program_output(program: PlainProgram) -> str:
     return next(port.name for port in program.outputs if port.kind == "output")
 
 
@@ -356,7 +356,7 @@ def _kind(values: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
 
 def compare_steps(
-    program: Program,
+    program: PlainProgram,
     reference: Reference,
     optimizer: AnyOptimizer,
     state: Callable[[Port], torch.Tensor],
@@ -406,7 +406,7 @@ def _parameters(reference: Reference) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in reference.module.named_parameters(remove_duplicate=False)}
 
 
-def compare_module(program: Program, reference: Reference, report: Report, seed: int = 0) -> None:
+def compare_module(program: PlainProgram, reference: Reference, report: Report, seed: int = 0) -> None:
     """A program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
     generator = torch.Generator().manual_seed(seed)
     values = input_values(program, reference, 0)
@@ -433,7 +433,9 @@ def compare_module(program: Program, reference: Reference, report: Report, seed:
     _compare_buffers(found, reference, report)
 
 
-def first_wrong(program: Program, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None) -> str:
+def first_wrong(
+    program: PlainProgram, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None
+) -> str:
     """The first per-rank value, in program order, that is not the global-view graph's value on one device.
 
     With `parts` the graph is one microbatch's, and the first one is looked at.

@@ -17,10 +17,10 @@ from meshc.ir import has_record, records, set_record
 from meshc.ir.functions import Function
 from meshc.ir.nodes import KEY
 from meshc.private import TorchDispatchMode
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 
-def widened(program: Program) -> Program:
+def widened(program: PlainProgram) -> PlainProgram:
     """The program in double precision: types, constants and the dtypes that its operators are asked for; the same operators otherwise."""
     ports = [tuple(replace(port, dtype=WIDER.get(port.dtype, port.dtype)) for port in side) for side in (program.inputs, program.outputs)]
     constants = {name: value.to(WIDER.get(value.dtype, value.dtype)) for name, value in program.constants.items()}

@@ -14,7 +14,7 @@ import meshc
 from meshc.frontend import capture
 from meshc.ir import spmd
 from meshc.passes.trace import capture as first_pass
-from meshc.program.program import Program as Compiled
+from meshc.program.program import PlainProgram as Compiled
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
 from meshc.runtime.simulator.simulation import simulate

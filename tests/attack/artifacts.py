@@ -23,7 +23,7 @@ from meshc import artifact
 from meshc.errors import ArtifactError, MeshcError
 from meshc.ir.mesh import Mesh
 from meshc.passes import rules
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.report.summary import summary
 from meshc.runtime.saved.state_folder import SavedState, save_state
 from meshc.runtime.simulator.simulation import simulate
@@ -116,7 +116,7 @@ def _used(folder: Path) -> str | None:
     return None
 
 
-def _run(program: Program, folder: Path) -> None:
+def _run(program: PlainProgram, folder: Path) -> None:
     ports = [port for port in program.inputs if port.kind != "constant"]
     if sum(torch.Size(port.shape).numel() * port.dtype.itemsize for port in ports) * program.mesh.world_size > MOST_BYTES:
         return

@@ -14,7 +14,7 @@ from meshc.errors import ArtifactError
 from meshc.ir import Record, record
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program
+from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.text.parse import parse_one_type, parse_stage
 
 INPUTS = {
@@ -31,7 +31,7 @@ INPUTS = {
 }
 
 
-def program(*lines: str, result: str = "x", **changes: str) -> Program:
+def program(*lines: str, result: str = "x", **changes: str) -> PlainProgram:
     """A program of one stage on dp=2, whose text is these lines after the parameters; `changes` are other types of parameters."""
     types = {name: type_ for name, (_, type_) in INPUTS.items()} | changes
     parameters = [f'    {name}: "{types[name]}" = "{key}",' for name, (key, _) in INPUTS.items()]
@@ -43,7 +43,7 @@ def program(*lines: str, result: str = "x", **changes: str) -> Program:
     outputs = (Port("output", "y", made.shape if made.sharding is None else made.sharding.shape, made.dtype or torch.int64, made.sharding),)
     inputs = tuple(port(key, parse_one_type(type_)) for key, type_ in INPUTS.values())
     schedule, constants = (Instruction("run", "main"),), {"c": torch.ones(3)}
-    return Program({"main": stage}, Mesh("dp=2"), Plan("dp: batch"), inputs, outputs, schedule, constants, {"dp": 2})
+    return PlainProgram({"main": stage}, Mesh("dp=2"), Plan("dp: batch"), inputs, outputs, schedule, constants, {"dp": 2})
 
 
 def port(key: str, value: Record) -> Port:
@@ -55,7 +55,7 @@ FIRST = 3 + len(INPUTS) + 1
 """The line on which the body of a text begins."""
 
 
-def told(made: Program) -> str:
+def told(made: PlainProgram) -> str:
     with pytest.raises(ArtifactError) as caught:
         check_program(made, "program.json")
     assert "what to do: compile and save the program again" in str(caught.value)
@@ -249,7 +249,7 @@ def test_a_stage_takes_what_the_signature_says(changes: dict[str, str], why: str
     assert why in told(program(**changes))
 
 
-def other(**changes: Any) -> Program:
+def other(**changes: Any) -> PlainProgram:
     made = program('y: "f32[2, 6]" = aten.mm(x, w)', result="y")
     for name, value in changes.items():
         setattr(made, name, value)

@@ -12,18 +12,18 @@ import pytest
 from meshc.check import check_program, follow
 from meshc.errors import ArtifactError
 from meshc.passes import rules
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
 from tests.golden.cases import CASES
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Program:
+def decoder() -> PlainProgram:
     return CASES["gpt dp tp"]().compiled
 
 
-def told(program: Program, change: Callable[[list[str]], None]) -> tuple[str, list[str]]:
+def told(program: PlainProgram, change: Callable[[list[str]], None]) -> tuple[str, list[str]]:
     """What is said of a program whose lines `change` has edited, and those lines."""
     stage = program.stages["main"]
     lines = print_stage(stage, program, comments=False).split("\n")
@@ -73,7 +73,7 @@ LIES: Final = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_the_line_that_lies_is_named(decoder: Program, lie: str) -> None:
+def test_the_line_that_lies_is_named(decoder: PlainProgram, lie: str) -> None:
     value, old, new, why = LIES[lie]
     said, lines = told(decoder, put(value, old, new))
     assert names(said, lines, value) and why in said, said
@@ -87,7 +87,9 @@ def test_the_line_that_lies_is_named(decoder: Program, lie: str) -> None:
         ("all_reduce_3:", "amax_default", "sub_tensor_2:", "makes it pending(min: tp), declared is pending over nothing"),
     ],
 )
-def test_a_reduction_that_is_gone_is_told_where_its_sum_is_read(decoder: Program, gone: str, operand: str, reader: str, why: str) -> None:
+def test_a_reduction_that_is_gone_is_told_where_its_sum_is_read(
+    decoder: PlainProgram, gone: str, operand: str, reader: str, why: str
+) -> None:
     def change(lines: list[str]) -> None:
         at = next(number for number, line in enumerate(lines) if line.strip().startswith(gone))
         del lines[at]
@@ -97,7 +99,7 @@ def test_a_reduction_that_is_gone_is_told_where_its_sum_is_read(decoder: Program
     assert names(said, lines, reader) and why in said, said
 
 
-def test_what_was_overwritten_is_not_read(decoder: Program) -> None:
+def test_what_was_overwritten_is_not_read(decoder: PlainProgram) -> None:
     def change(lines: list[str]) -> None:
         at = next(number for number, line in enumerate(lines) if "adam_many_(" in line)
         lines.insert(at + 1, '    late: "f32[ffn 64/tp, hidden 16]" = aten.neg(t_default_3)')
@@ -129,7 +131,7 @@ def main(
     assert name == "y" and why in said
 
 
-def test_a_later_phase_is_not_read(decoder: Program) -> None:
+def test_a_later_phase_is_not_read(decoder: PlainProgram) -> None:
     stage = decoder.stages["main"]
     table = side_table(stage)
     table["mm_default_1"] = {**table["mm_default_1"], "phase": "update"}
@@ -138,7 +140,7 @@ def test_a_later_phase_is_not_read(decoder: Program) -> None:
         check_program(made, "program.json", rules)
 
 
-def test_a_line_that_is_written_in_takes_the_phase_of_what_it_reads(decoder: Program) -> None:
+def test_a_line_that_is_written_in_takes_the_phase_of_what_it_reads(decoder: PlainProgram) -> None:
     """Half of a gradient is no lie of types: `verify` finds it."""
     stage = decoder.stages["main"]
     lines = print_stage(stage, decoder, comments=False).split("\n")

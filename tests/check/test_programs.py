@@ -18,7 +18,7 @@ from meshc.__main__ import main
 from meshc.check import check_program
 from meshc.check.stage import faults
 from meshc.errors import ArtifactError
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from tests.models import Case, llama, mlp, nanogpt, resnet
 
@@ -107,7 +107,7 @@ def test_sizes_that_fit_the_example_alone_are_refused(tmp_path: Path) -> None:
     wrong = text.replace(f"batch {size.symbol}/dp", f"batch {size.hint}/dp")
     stages = {"main": parse_stage(wrong, where="main.py")}
     with pytest.raises(ArtifactError, match=r"main.py, line \d+: "):
-        check_program(Program(**{**vars(general), "stages": stages}), "program.json")
+        check_program(PlainProgram(**{**vars(general), "stages": stages}), "program.json")
 
 
 class Fills(torch.nn.Module):

@@ -9,7 +9,7 @@ from meshc.check import check_program
 from meshc.errors import ArtifactError
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program
+from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.text.parse import parse_stage
 
 TEXT = """@ranks("dp=2,mb=2")
@@ -32,11 +32,11 @@ def main(
 """
 
 
-def program(text: str, backend: str = "inductor") -> Program:
+def program(text: str, backend: str = "inductor") -> PlainProgram:
     x, y, z = (Port(kind, name, (size,), torch.float32) for kind, name, size in (("input", "x", 8), ("output", "y", 8), ("output", "z", 4)))
     runs = (Instruction("run", "main"),)
     stages = {"main": parse_stage(text, None, "main.py")}
-    return Program(stages, Mesh("dp=2"), Plan("dp: -"), (x,), (y, z), runs, {}, {"dp": 2, "mb": 2}, 2, backend=backend)
+    return PlainProgram(stages, Mesh("dp=2"), Plan("dp: -"), (x,), (y, z), runs, {}, {"dp": 2, "mb": 2}, 2, backend=backend)
 
 
 def test_regions_of_what_can_be_compiled() -> None:

@@ -13,7 +13,7 @@ from meshc.check import check_program
 from meshc.errors import ArtifactError
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program
+from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.text.parse import parse_stage
 
 EACH = """@ranks("dp=2,mb=2")
@@ -57,13 +57,13 @@ BEGIN = Instruction("start", "start_r", 1, keys=("sum:a",), during="each")
 LIST = (*run(0), *run(1), BEGIN, Instruction("run", "after"))
 
 
-def program(each: str = EACH, start: str = START, after: str = AFTER, schedule: tuple[Instruction, ...] = LIST) -> Program:
+def program(each: str = EACH, start: str = START, after: str = AFTER, schedule: tuple[Instruction, ...] = LIST) -> PlainProgram:
     stages = {name: parse_stage(text, None, f"{name}.py") for name, text in (("each", each), ("start_r", start), ("after", after))}
     x, y = Port("input", "x", (4,), torch.float32), Port("output", "y", (4,), torch.float32)
-    return Program(stages, Mesh("dp=2"), Plan("dp: -"), (x,), (y,), schedule, {}, {"dp": 2, "mb": 2}, 2)
+    return PlainProgram(stages, Mesh("dp=2"), Plan("dp: -"), (x,), (y,), schedule, {}, {"dp": 2, "mb": 2}, 2)
 
 
-def told(made: Program) -> str:
+def told(made: PlainProgram) -> str:
     with pytest.raises(ArtifactError) as caught:
         check_program(made, "program.json")
     return str(caught.value)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import meshc
 from meshc.cost import memory
-from meshc.program.program import Port, Program
+from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.executor import Executor
 from tests.models import Case, llama, mlp, nanogpt
@@ -47,7 +47,7 @@ def value(port: Port, inputs: dict[str, Any]) -> torch.Tensor:
     return torch.ones(port.shape, dtype=port.dtype)
 
 
-def live_peak(program: Program, inputs: dict[str, Any]) -> int:
+def live_peak(program: PlainProgram, inputs: dict[str, Any]) -> int:
     """Of a program for one rank, run as a rank runs it."""
     values = {port.key: value(port, inputs) for port in program.inputs if port.kind != "constant"}
     with Live([*values.values(), *program.constants.values()]) as live, torch.no_grad():

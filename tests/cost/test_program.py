@@ -13,7 +13,7 @@ from meshc.errors import CompileError
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Stage
 from tests.cost.building import ROUND, Building
 from tests.models import mlp
 
@@ -59,7 +59,7 @@ def test_a_schedule_adds_up() -> None:
     runs = [Instruction("run", "each", index) for index in range(3)]
     adds = [Instruction("add", value="part:y", into="sum:y")] * 3
     schedule = tuple(one for pair in zip(runs, adds, strict=True) for one in pair)
-    program = Program(stages, Mesh("dp=2"), Plan("dp: rows"), (), (), schedule)
+    program = PlainProgram(stages, Mesh("dp=2"), Plan("dp: rows"), (), (), schedule)
     # the first part becomes the sum; the others are read, and the sum read and written
     assert program_seconds(program, ROUND).total == pytest.approx(3 * RELU + 2 * (12e6 / 1e9 + 1e-6))
     program.schedule = (Instruction("leap"),)

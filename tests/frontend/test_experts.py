@@ -15,7 +15,7 @@ import meshc
 from meshc import ir
 from meshc.cost import work
 from meshc.frontend.stock_experts import REPLACED, unsorted_experts
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.captured import Captured
 from tests.models import Case
@@ -28,11 +28,11 @@ def source() -> Captured:
 
 
 @cache
-def program(mesh: str) -> Program:
+def program(mesh: str) -> PlainProgram:
     return source().program(mesh)
 
 
-def of_experts(found: Program, phase: str) -> list[tuple[str, int]]:
+def of_experts(found: PlainProgram, phase: str) -> list[tuple[str, int]]:
     """(collective, bytes) of what the experts of both layers make, beside what their router does."""
     uses = [use for use in summary.collectives(found) if "mlp.experts" in use.reason and use.phase == phase]
     return [(use.kind, use.bytes_per_rank) for use in uses]

@@ -24,7 +24,7 @@ from meshc.passes import rules
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import verify as verification
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
@@ -82,7 +82,7 @@ class Captured:
         self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.placed.parts)
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Program:
+    def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:
         request = replace(self.request, mesh=mesh, plan=plan, microbatches=how.microbatches, inputs=how.inputs)
         with torch.set_grad_enabled(request.grad):
             return finish(compile.lowered(self.placed.again(request)))
@@ -110,7 +110,7 @@ class Captured:
             return Outcome("broken", _said(traceback.format_exc()), _cause(error))
         return Outcome("equal") if report.ok else Outcome("unlike", _worst(report), "numbers")
 
-    def _compare(self, program: Program, report: verification.Report) -> None:
+    def _compare(self, program: PlainProgram, report: verification.Report) -> None:
         parameters: nn.Module = self.reference.module
         parameters.load_state_dict(self.initial)
         for value in self.reference.kwargs.values():
@@ -129,7 +129,7 @@ class Captured:
         )  # fmt: skip
 
 
-def _unlike_parts(program: Program) -> str:
+def _unlike_parts(program: PlainProgram) -> str:
     """An input of which a rank's rows are not what the program takes: a call with them would be refused."""
     for port in program.inputs:
         if port.kind == "input" and port.sharding is not None:

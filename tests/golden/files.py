@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.text.show import print_program
 from tests.golden.fingerprint import fingerprint
 
@@ -28,7 +28,7 @@ class Golden:
     torch: str = TORCH
 
     @staticmethod
-    def of(program: Program) -> Golden:
+    def of(program: PlainProgram) -> Golden:
         return Golden(print_program(program, comments=False), fingerprint(program))
 
     @staticmethod

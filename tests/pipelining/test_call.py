@@ -24,7 +24,7 @@ from meshc.pipelining import draw, trace
 from meshc.pipelining.cut import Move, Pipeline, Start
 from meshc.pipelining.schedule import Action, Link
 from meshc.plan.plan import Plan
-from meshc.program.program import Port, Program, Stage
+from meshc.program.program import PlainProgram, Port, Stage
 from meshc.report import summary
 from meshc.report.account import link_accounts, stage_accounts
 from tests.cost.building import ROUND, Building
@@ -50,7 +50,7 @@ def stage(name: str, reads: tuple[str, ...], gives: tuple[str, ...], meet: bool 
     return Stage(name, b.graph, reads, gives)
 
 
-def by_hand() -> Program:
+def by_hand() -> PlainProgram:
     stages = [
         stage("before_0", ("input:x",), ("value:x",)),
         stage("forward_0", ("value:x",), ("flow:h",)),
@@ -65,7 +65,9 @@ def by_hand() -> Program:
     ports = (Port("input", "x", (1000, 1000), torch.float32), *(Port("parameter", name, (1000, 1000), torch.float32) for name in "vw"))
     pipeline = Pipeline("pp", schedule, links, {"parameter:v": 0, "parameter:w": 1})
     named = {one.name: one for one in stages}
-    return Program(named, Mesh("pp=2"), Plan(""), ports, ports[1:], microbatches=2, mode="step", axis_sizes={"pp": 2}, pipeline=pipeline)
+    return PlainProgram(
+        named, Mesh("pp=2"), Plan(""), ports, ports[1:], microbatches=2, mode="step", axis_sizes={"pp": 2}, pipeline=pipeline
+    )
 
 
 def test_a_timeline_by_hand() -> None:

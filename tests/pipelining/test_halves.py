@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from meshc.passes.stages.halves import weights_apart
-from meshc.program.program import Program, Stage
+from meshc.program.program import PlainProgram, Stage
 from tests.cost.building import Building
 from tests.pipelining.cells import captured, verify
 
@@ -61,7 +61,7 @@ def test_what_makes_one_of_them_alone_is_left(reads: tuple[int, ...]) -> None:
     assert weights_apart(whole) is whole
 
 
-def convolutions(program: Program, half: str) -> list[list[bool]]:
+def convolutions(program: PlainProgram, half: str) -> list[list[bool]]:
     return [mask for name, stage in program.stages.items() if name.startswith(half) for mask in masks(stage)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.passes import schedules
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 
 ROWS, WIDE = 32, 4096
 """A product of (ROWS, WIDE) with itself takes some 250 us on the table's CPU in float32, a message of the result 200 us in all."""
@@ -52,11 +52,11 @@ def step(model: nn.Module, count: int = 2, mesh: str = "pp=2", **options: object
     return meshc.compile(train, meshc.Mesh(mesh), kwargs=inputs, options=meshc.Options(**options)), inputs  # type: ignore[arg-type]
 
 
-def makers(program: Program, operator: str) -> list[str]:
+def makers(program: PlainProgram, operator: str) -> list[str]:
     return [name for name, stage in program.stages.items() if any(operator in str(node.target) for node in stage.graph.nodes)]
 
 
-def flowing(program: Program, word: str) -> int:
+def flowing(program: PlainProgram, word: str) -> int:
     assert program.pipeline is not None
     return sum(word in key for keys in program.pipeline.messages.values() for key in keys)
 

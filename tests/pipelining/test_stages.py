@@ -21,7 +21,7 @@ from meshc.passes.stages import fit
 from meshc.passes.stages.balance import SLACK, Place, best_cuts, least_cuts, stage_seconds
 from meshc.pipelining.schedule import Link
 from meshc.pipelining.timing import simulate
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from tests.models import nanogpt
 from tests.pipelining.cells import FAMILIES, MESHES, SCHEDULES, captured, verify
 
@@ -64,7 +64,7 @@ def step(**options: object) -> tuple[meshc.Program, dict[str, Tensor]]:
     return program, inputs
 
 
-def compiled(**options: object) -> Program:
+def compiled(**options: object) -> PlainProgram:
     return step(**options)[0].compiled
 
 
@@ -220,7 +220,7 @@ def test_parameters_are_gathered_more_often_if_once_does_not_fit() -> None:
     assert meshc.verify(often, case.call_kwargs, dtype=torch.float64).ok
 
 
-def gathers(program: Program) -> set[str]:
+def gathers(program: PlainProgram) -> set[str]:
     """The kinds of stages that gather anything."""
     return {
         name.partition("_")[0]

@@ -14,7 +14,7 @@ from meshc.passes.lower.group_regions import grouped
 from meshc.passes.lower.share_memory import shared
 from meshc.plan.plan import Plan
 from meshc.program import packing
-from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.inductor import compile_regions
@@ -104,7 +104,8 @@ def test_the_memory_walk_counts_the_whole_once(escaping: bool, peak: int) -> Non
     stage = joined(escaping)
     ports = (Port("input", "x", (4, 4), torch.float32),)
     results = (Port("output", "y", (16,) if escaping else (), torch.float32),)
-    program = Program({"main": shared(stage)}, Mesh("dp=2"), Plan(""), ports, results, (Instruction("run", "main"),), axis_sizes={"dp": 2})
+    runs = (Instruction("run", "main"),)
+    program = PlainProgram({"main": shared(stage)}, Mesh("dp=2"), Plan(""), ports, results, runs, axis_sizes={"dp": 2})
     assert memory.peak(program).total == peak
 
 
@@ -150,5 +151,6 @@ def test_what_stays_counts_for_the_whole_stage() -> None:
     assert [node.name for node in stage.graph.nodes if packing.stays(node)] == ["mm_default"]
     ports = (Port("input", "x", (2048, 1), torch.float32),)
     results = (Port("output", "y", (), torch.float32),)
-    program = Program({"main": shared(stage)}, Mesh("dp=1"), Plan(""), ports, results, (Instruction("run", "main"),), axis_sizes={"dp": 1})
+    runs = (Instruction("run", "main"),)
+    program = PlainProgram({"main": shared(stage)}, Mesh("dp=1"), Plan(""), ports, results, runs, axis_sizes={"dp": 1})
     assert memory.peak(program).total == 8 * 1024 * 1024 + 4

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from meshc.errors import VerifyError
 from meshc.ir import local_bytes, record, spmd
 from meshc.optimizer.optimizer import OptimizerSpec, describe
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.report import summary
 from meshc.runtime.simulator import verify as verification
 from tests import models
@@ -39,12 +39,12 @@ def captured(kind: str, layers: int) -> Captured:
 
 
 @cache
-def step(kind: str, layers: int, mesh: str, plan: str) -> Program:
+def step(kind: str, layers: int, mesh: str, plan: str) -> PlainProgram:
     source = captured(kind, layers)
     return source.program(mesh, plan, optimizer=describe(torch.optim.SGD(source.reference.module.parameters(), lr=0.1)))
 
 
-def large(program: Program) -> Counter[tuple[str, str, str]]:
+def large(program: PlainProgram) -> Counter[tuple[str, str, str]]:
     """(phase, collective, axes) -> how often. Gradients are reduced where the update reads them; the phase is then `update`."""
     found: Counter[tuple[str, str, str]] = Counter()
     for use in summary.collectives(program):
@@ -54,7 +54,7 @@ def large(program: Program) -> Counter[tuple[str, str, str]]:
     return found
 
 
-def bytes_of_parts(program: Program, use: summary.CollectiveUse) -> list[int]:
+def bytes_of_parts(program: PlainProgram, use: summary.CollectiveUse) -> list[int]:
     """What travels together counts as what it is made of."""
     node = next(node for node in program.stages[use.stage].graph.nodes if node.name == use.node)
     if node.args[0].target is not torch.ops.aten.cat.default:
@@ -154,7 +154,7 @@ def test_hybrid_sharding_reduces_the_shard_over_replicas(kind: str) -> None:
     assert whole / 2 <= shards <= whole / 2 + 1024
 
 
-def parameter_bytes(program: Program) -> int:
+def parameter_bytes(program: PlainProgram) -> int:
     return sum(prod(port.shape) * port.dtype.itemsize for port in program.inputs if port.kind == "parameter")
 
 
@@ -198,7 +198,7 @@ def test_taking_out_any_one_collective_is_noticed(kind: str, mesh: str, plan: st
     assert not unnoticed, f"of {len(names)} collectives these can go and nobody notices: {unnoticed}"
 
 
-def without(program: Program, name: str) -> Program:
+def without(program: PlainProgram, name: str) -> PlainProgram:
     """The program with one collective replaced by something local of the same shape, made of this rank's own tile."""
     stages = dict(program.stages)
     for key, stage in stages.items():
@@ -215,7 +215,7 @@ def without(program: Program, name: str) -> Program:
     return replace(program, stages=stages)
 
 
-def _shape(program: Program, node: Node) -> tuple[Any, ...]:
+def _shape(program: PlainProgram, node: Node) -> tuple[Any, ...]:
     count = prod(program.axis_sizes[axis] for axis in node.args[1])  # type: ignore[union-attr]
     return (count, *(argument for argument in node.args[2:] if isinstance(argument, int)))
 
@@ -231,7 +231,7 @@ def alone(x: torch.Tensor, kind: str, count: int, *dims: int) -> torch.Tensor:
     return torch.cat([x.chunk(count, dims[0])[0]] * count, dims[1])
 
 
-def wrong(program: Program, source: Captured, optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> str:
+def wrong(program: PlainProgram, source: Captured, optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> str:
     """The first result of one step that is not the model's, or that ranks do not agree on; "" if there is none."""
     source.restore()
     optimizer.state.clear()

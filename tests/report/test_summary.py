@@ -18,7 +18,7 @@ from meshc.ir import Record, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.report.summary import collapsed, collectives, gradient_shardings, summary
 from tests.models import mlp, nanogpt
 
@@ -127,7 +127,7 @@ def test_shares_of_work_can_be_worked_out_by_hand() -> None:
     assert "tp splits nothing of aten.mm backward in middle: " in told and "which another entry of the plan may split" in told
 
 
-def program_summary_of_disk(program: Program) -> str:
+def program_summary_of_disk(program: PlainProgram) -> str:
     """The summary of the program after it was saved and loaded, which must be the same."""
     with tempfile.TemporaryDirectory() as folder:
         save(program, f"{folder}/program")
@@ -153,7 +153,7 @@ ROWS = Part("rows", 8, ("dp",))
 X = Sharding(((ROWS,), (Part("columns", 100),)))
 
 
-def by_hand() -> Program:
+def by_hand() -> PlainProgram:
     sizes = {"dp": 2}
     graph = Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -172,7 +172,7 @@ def by_hand() -> Program:
     ports = (Port("input", "x", (8, 100), torch.float32, X), Port("parameter", "w", (8, 10), torch.float32, w_lies))
     outputs = (Port("output", "d", (100, 10), torch.float32), Port("output", "b", (100, 4), torch.float32))
     stage = Stage("main", graph, ("input:x", "parameter:w"), ("output:d", "output:b"))
-    return Program({"main": stage}, Mesh("dp=2"), Plan("dp: rows"), ports, outputs, (Instruction("run", "main"),), axis_sizes=sizes)
+    return PlainProgram({"main": stage}, Mesh("dp=2"), Plan("dp: rows"), ports, outputs, (Instruction("run", "main"),), axis_sizes=sizes)
 
 
 def test_the_peak_counts_each_storage_once_while_it_is_alive() -> None:

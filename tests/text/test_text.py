@@ -19,7 +19,7 @@ from meshc.ir import Record, Source, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.text import allowed
 from meshc.text.parse import parse_stage, parse_type
 from meshc.text.show import DTYPES, hash_program, hash_stage, print_program, print_stage, print_type, side_table
@@ -42,7 +42,7 @@ def add(graph: Graph, name: str, record: Any, target: Any = None, *args: Any, **
     return node
 
 
-def mlp(local: bool = False) -> Program:
+def mlp(local: bool = False) -> PlainProgram:
     """y = x @ w, summed over dp: one matmul and one collective."""
     mesh = Mesh("dp=2,tp=4")
     graph = Graph()
@@ -66,7 +66,8 @@ def mlp(local: bool = False) -> Program:
     stage = Stage("main", graph, tuple(port.key for port in ports), ("output:y",))
     outputs = (Port("output", "y", (8, 10), F32, y_at, of="loss"),)
     plan = Plan("dp: hidden\ntp: ffn")
-    return Program({"main": stage}, mesh, plan, ports, outputs, (Instruction("run", "main"),), {"mask": torch.ones(2)}, {"dp": 2, "tp": 4})
+    schedule = (Instruction("run", "main"),)
+    return PlainProgram({"main": stage}, mesh, plan, ports, outputs, schedule, {"mask": torch.ones(2)}, {"dp": 2, "tp": 4})
 
 
 MLP = """\
@@ -262,7 +263,7 @@ def stages(draw: st.DrawFn) -> Stage:
 @settings(max_examples=150)
 @given(stages())
 def test_reading_a_text_back_loses_nothing(stage: Stage) -> None:
-    program = Program({}, Mesh("dp=2"), Plan(""), (), (), axis_sizes=SIZES)
+    program = PlainProgram({}, Mesh("dp=2"), Plan(""), (), (), axis_sizes=SIZES)
     for owner in (None, program):
         text = print_stage(stage, owner)
         table = side_table(stage)

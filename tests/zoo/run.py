@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from meshc.cost import work
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from tests.captured import Captured
 from tests.models import Case
 from tests.zoo.plain import PLAIN
@@ -67,7 +67,7 @@ def outcome(verify: Callable[[str, str], Captured], name: str, mesh: str) -> tup
         return f"{type(error).__name__}: {error}", None
 
 
-def described(program: Program) -> dict[str, Any]:
+def described(program: PlainProgram) -> dict[str, Any]:
     """Shares of the arithmetic that each axis splits (of all, of what has a legal split), and what runs whole for want of a rule."""
     rows = work.of(program) or []
     axes = [axis.name for axis in program.mesh.axes]

@@ -12,7 +12,7 @@ import meshc
 from meshc.ir import record, spmd, trees
 from meshc.passes.driver.compile import specialised
 from meshc.passes.lower.specialise import specialise
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import verify
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
@@ -74,7 +74,7 @@ def compiled(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str =
 
 def compare(
     program: meshc.Program, model: nn.Module, kwargs: dict[str, Tensor], outputs: tuple[str, ...], tolerance: float = 1e-9
-) -> Program:
+) -> PlainProgram:
     """Gradients for backward from `outputs`, with seeded cotangents: those that torch gives, and no others."""
     made = specialised(program.compiled, program.lowered, outputs)
     reference = verify.Reference(model, lambda module, **inputs: module(**inputs), (), kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshc
 from meshc import artifact
 from meshc.ops import random
-from meshc.program.program import Program
+from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
 from tests.models import mlp, resnet
 
@@ -39,7 +39,7 @@ def compiled(
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=kwargs, plan=plan, **more)
 
 
-def step_of(program: Program, model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def step_of(program: PlainProgram, model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """What one call gives, by key, from the values of `model`."""
     tensors = {f"parameter:{name}": value.detach() for name, value in model.named_parameters()}
     tensors |= {f"buffer:{name}": value for name, value in model.named_buffers()}

@@ -16,7 +16,7 @@ from meshc.ir.mesh import Mesh
 from meshc.passes.lower.group_regions import grouped
 from meshc.plan.plan import Plan
 from meshc.program import packing
-from meshc.program.program import Instruction, Port, Program, Stage
+from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.executor import Executor
@@ -92,12 +92,12 @@ def test_what_may_be_written_after_its_stage() -> None:
     assert [packing.is_alone(found[f"part:{index}"]) for index in range(4)] == [True, True, False, False]
 
 
-def program(schedule: tuple[Instruction, ...]) -> Program:
+def program(schedule: tuple[Instruction, ...]) -> PlainProgram:
     stage = stage_of(part__0="product", part__1="turned")
     ports = tuple(Port(kind, name, (4, 4), torch.float32) for kind, name in (("input", "x"), ("constant", "y")))
     stage = Stage(stage.name, stage.graph, ("input:x", "constant:y"), stage.outputs)
     constants = {"y": torch.ones(4, 4)}
-    return Program({"each": stage}, Mesh("dp=1"), Plan("dp: -"), ports, (), schedule, constants, {"dp": 1, "mb": 2}, 2)
+    return PlainProgram({"each": stage}, Mesh("dp=1"), Plan("dp: -"), ports, (), schedule, constants, {"dp": 1, "mb": 2}, 2)
 
 
 RUN = [Instruction("run", "each", k) for k in range(2)]

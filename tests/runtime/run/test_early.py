@@ -10,7 +10,7 @@ import torch
 from meshc.errors import StateError
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
-from meshc.program.program import Instruction, Port, Program
+from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.comm.collectives import Pending
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import executor
@@ -54,18 +54,18 @@ STARTS = [
 ]
 
 
-def program(*schedule: Instruction) -> Program:
+def program(*schedule: Instruction) -> PlainProgram:
     stages = {stage.name: stage for stage in map(parse_stage, (EACH, START_B, START_C, AFTER))}
     ports = tuple(Port(kind, name, (4,), torch.float32) for kind, name in (("input", "x"), ("parameter", "y")))
     outputs = tuple(Port("output", name, (4,), torch.float32) for name in ("one", "two"))
-    return Program(stages, Mesh("dp=1"), Plan("dp: -"), ports, outputs, schedule, {}, {"dp": 1, "mb": 2}, 2)
+    return PlainProgram(stages, Mesh("dp=1"), Plan("dp: -"), ports, outputs, schedule, {}, {"dp": 1, "mb": 2}, 2)
 
 
-def whole() -> Program:
+def whole() -> PlainProgram:
     return program(*run(0), *run(1), *STARTS, Instruction("run", "after"))
 
 
-def load(made: Program) -> Executor:
+def load(made: PlainProgram) -> Executor:
     return Executor(made, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
 
 
