@@ -24,6 +24,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
 from meshc.ir.window import tile_bounds, tile_length, window_starts
 from meshc.program.program import Stage
+from meshc.runtime.simulator.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ def rank_program(
     """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
     env: dict[Node, Any] = {}
     dead = dying(last_reads(stage.graph.nodes))
+    memory = SharedMemory(stage.graph) if note is None else None  # what is looked at, perhaps later, is as it was made
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):
@@ -261,6 +263,8 @@ def rank_program(
     placeholders = iter(inputs)
     for node in stage.graph.nodes:
         if node.op == "output":
+            if memory is not None:
+                memory.leave()
             return [value(item) for item in node.args[0]]
         if node.op == "placeholder":
             result = next(placeholders)
@@ -273,6 +277,8 @@ def rank_program(
             result = _called(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
         if poison:
             result = _poison(node, result, coordinates, sizes)
+        if memory is not None:
+            result = memory.place(node, result, env)
         env[node] = result
         if note is not None:
             note(node, result)

@@ -1,0 +1,54 @@
+"""Memory that values share, as a program says it (`meshc/ir/sharing.py`), played on one simulated rank.
+
+    flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])              a and b are put into the memory of flat when they are made
+    r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")        flat is r from here on
+
+What a stage keeps belongs to its next call: once the stage is over nothing is left there. So a program that reads what another line has
+written over, or whose result lies in what is kept, gives other numbers here as it would on ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import record
+from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
+from meshc.program.packing import pieces
+
+
+class SharedMemory:
+    """Of one run of a stage on one rank."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.pieces = pieces(graph)
+        self.wholes: dict[Node, torch.Tensor] = {}
+        """Memory that parts are made in, by the `cat` that has it."""
+        self.kept: list[torch.Tensor] = []
+
+    def place(self, node: Node, made: Any, env: Mapping[Node, Any]) -> Any:
+        """A value that has just been made, in the memory that is said to have it. `env`: the values of its operands."""
+        if node in self.pieces:
+            made = self._inside(node, made)
+        elif node in self.wholes:
+            made = self.wholes.pop(node).view(made.shape)
+        elif OVER_OPERAND in sharing_of(node) and (operand := env[node.all_input_nodes[0]]).is_contiguous():
+            made = operand.copy_(made)
+        if KEPT in sharing_of(node):
+            self.kept.append(made)
+        return made
+
+    def _inside(self, node: Node, made: torch.Tensor) -> torch.Tensor:
+        piece = self.pieces[node]
+        if piece.whole not in self.wholes:
+            self.wholes[piece.whole] = made.new_empty(record(piece.whole).shape)
+        there = self.wholes[piece.whole][piece.start : piece.start + piece.size].view(made.shape)
+        return there.copy_(made)
+
+    def leave(self) -> None:
+        """The stage is over: its next call has what is kept."""
+        for memory in self.kept:
+            memory.fill_(float("nan") if memory.is_floating_point() else 0)
