@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 Function: TypeAlias = Callable[..., Any]
@@ -10,3 +10,6 @@ Function: TypeAlias = Callable[..., Any]
 
 Target: TypeAlias = Function | str
 """What a graph's node calls: a function, or by its name a method, a parameter, a submodule."""
+
+Keywords: TypeAlias = Mapping[str, object]
+"""Arguments by name, handed on to a function of which nothing is known."""

@@ -10,7 +10,6 @@ comes back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -49,7 +48,7 @@ class Channels:
     def groups(self) -> list[ProcessGroup]:
         return list(self._groups.values())
 
-    def send(self, step: Instruction, env: Mapping[str, Any]) -> None:
+    def send(self, step: Instruction, env: Mapping[str, torch.Tensor]) -> None:
         """Posts the values of a message."""
         group = self._groups[self.here, step.peer]
         values = [env[slot(key, step.microbatch)] for key in step.keys]
@@ -65,7 +64,7 @@ class Channels:
         pending = collectives.receive_all(into, group, _other(group))
         self._coming |= {name: (one, step.peer, number) for name, one in zip(slots, pending, strict=True)}
 
-    def arrived(self, slots: Sequence[str], env: dict[str, Any]) -> list[str]:
+    def arrived(self, slots: Sequence[str], env: dict[str, torch.Tensor]) -> list[str]:
         """Waits for those of these values that are on their way; they are returned."""
         late = [name for name in slots if name in self._coming]
         for name in late:
@@ -75,7 +74,7 @@ class Channels:
                 _wait(sent)
         return late
 
-    def finish(self, env: dict[str, Any]) -> None:
+    def finish(self, env: dict[str, torch.Tensor]) -> None:
         """Waits for what no stage of this rank reads: values that leave the program here."""
         self.arrived(list(self._coming), env)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ class Accumulator:
         assert found is not None
         self._combine, self._whole, self._shared = ACCUMULATES[found[0]], found[1], shared
 
-    def __call__(self, env: MutableMapping[str, Any], part: torch.Tensor, done: Callable[[str], None] | None = None) -> None:
+    def __call__(self, env: MutableMapping[str, torch.Tensor], part: torch.Tensor, done: Callable[[str], None] | None = None) -> None:
         whole = env.get(self._whole)
         if whole is not None:
             self._combine(whole, part, out=whole)

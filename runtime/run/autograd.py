@@ -6,7 +6,7 @@ What a call saves is what the backward from all outputs needs, so that the forwa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,17 +25,26 @@ class Call:
         self.parameters = list(parameters)
         self.inputs = list(inputs)
         self.scale = dict(scale)
-        self.saved: dict[str, Any] = {}
+        self.saved: dict[str, torch.Tensor] = {}
         self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
         self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
         self.results = session.results
+
+
+class _Context(Protocol):
+    """What torch hands to a function of its autograd, with what `forward` leaves in it for `backward`."""
+
+    call: Call
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+    def mark_non_differentiable(self, *args: torch.Tensor) -> None: ...
 
 
 class ProgramFunction(torch.autograd.Function):
     """forward(call, tensors, parameters..., inputs that need gradients...) -> outputs."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: _Context, call: Call, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
@@ -50,8 +59,8 @@ class ProgramFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[object, ...]:
-        call: Call = ctx.call
+    def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[object, ...]:
+        call = ctx.call
         session = call.session
         env = dict(call.saved)
         received = set()

@@ -9,13 +9,11 @@ compiler does for it, which the program's text then says, in `passes/lower/group
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from meshc.errors import StateError
-from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.codegen import RunStage, generate
 from meshc.runtime.run.inductor import compile_regions
-
-RunStage: TypeAlias = Callable[..., list[Any]]
 
 MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "inductor": compile_regions}
 

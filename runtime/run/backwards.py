@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from meshc.program.program import Instruction, PlainProgram
 from meshc.runtime.agreement.compare import agree
 from meshc.runtime.run.executor import Executor, LoadedStage
@@ -28,7 +30,7 @@ class Backwards:
         self._loaded: dict[frozenset[str], LoadedStage] = {key: executor.stages["backward"] for key in self.programs}
         self._last: frozenset[str] | None = None
 
-    def run(self, received: frozenset[str], env: dict[str, object], step: int) -> tuple[str, ...]:
+    def run(self, received: frozenset[str], env: dict[str, torch.Tensor], step: int) -> tuple[str, ...]:
         """`env` has the tangents and what the forward call saved; gradients are added to it. All ranks call it with the same set.
 
         Raises StateError, or PeerError, on ranks that differ in the set.

@@ -18,16 +18,17 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import MeshcError
 from meshc.ir import record, spmd
+from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
@@ -38,6 +39,9 @@ from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.accumulator import Accumulator
+
+RunStage = Callable[..., list[torch.Tensor]]
+"""`run(inputs, mb, env, done)` -> outputs; one that starts early comes as a collective on its way."""
 
 
 def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
@@ -83,7 +87,7 @@ def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable
     return lambda x: exchange.tiles(x, dim)  # type: ignore[arg-type]
 
 
-def function_of(node: Node, device: torch.device, origin: Origin | None = None) -> Callable[..., Any]:
+def function_of(node: Node, device: torch.device, origin: Origin | None = None) -> Function:
     """What a node that is no collective calls; of a stage that was read from a text, after its guard."""
     if node.target is torch.ops.aten.mm.default and KEPT in sharing_of(node):
         made = record(node)
@@ -102,7 +106,7 @@ class Source:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, object] = {}
         self.makes: list[str] = []
         """What each line makes, as far as it calls an operator."""
 
@@ -110,12 +114,12 @@ class Source:
         """The lines that have been added since make the value of this name."""
         self.makes += [name] * (len(self.lines) - len(self.makes))
 
-    def bind(self, value: Any, prefix: str) -> str:
+    def bind(self, value: object, prefix: str) -> str:
         name = f"{prefix}{len(self.names)}"
         self.names[name] = value
         return name
 
-    def literal(self, value: Any, env: Mapping[Node, str]) -> str:
+    def literal(self, value: object, env: Mapping[Node, str]) -> str:
         if isinstance(value, Node):
             return env[value]
         if isinstance(value, list):
@@ -126,12 +130,11 @@ class Source:
             return repr(value)
         return self.bind(value, "c")
 
-    def function(self, arguments: str) -> Callable[..., Any]:
+    def function(self, arguments: str) -> RunStage:
         text = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in self.lines)
-        scope = dict(self.names)
-        exec(compile(text, "<meshc stage>", "exec"), scope)  # made above from a checked graph, with numbered names only
-        made: Callable[..., Any] = scope["run"]
-        return made
+        made: dict[str, RunStage] = {}
+        exec(compile(text, "<meshc stage>", "exec"), dict(self.names), made)  # made above from a checked graph, with numbered names only
+        return made["run"]
 
 
 def generate(
@@ -142,7 +145,7 @@ def generate(
     here: Callable[[str], None] | None = None,
     overwrites: Collection[Node] = (),
     own: Collection[Node] = (),
-) -> Callable[..., list[Any]]:
+) -> RunStage:
     """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failures).
 
     Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made, and `done`
@@ -193,7 +196,7 @@ class _Writer:
         self.last |= {value: output for value in self.returned if isinstance(value, Node)}
         self.dying = dying(self.last)
 
-    def function(self) -> Callable[..., list[Any]]:
+    def function(self) -> RunStage:
         lines = self.source.lines
         entered = placeholders(self.graph)
         for position, node in enumerate(entered):
@@ -265,7 +268,7 @@ class _Writer:
 
     def _call(self, node: Node) -> str:
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
-        arguments += [f"{key}={self.source.literal(_moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
+        arguments += [f"{key}={self.source.literal(moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
         return f"{self.source.bind(function_of(node, self.device, self.origin), 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
@@ -289,10 +292,10 @@ class _Writer:
             self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
 
 
-def _naming(run: Callable[..., list[Any]], origin: Origin, makes: Sequence[str]) -> Callable[..., list[Any]]:
+def _naming(run: RunStage, origin: Origin, makes: Sequence[str]) -> RunStage:
     """`run`, whose operators' errors name the line of the text that they stand on."""
 
-    def run_of_text(*args: Any, **kwargs: Any) -> list[Any]:
+    def run_of_text(*args: object, **kwargs: object) -> list[torch.Tensor]:
         try:
             return run(*args, **kwargs)
         except MeshcError:
@@ -311,6 +314,6 @@ def _place(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Te
     return memory[start : start + math.prod(shape)].view(shape)
 
 
-def _moved(key: str, value: Any, device: torch.device) -> Any:
+def moved(key: str, value: Argument, device: torch.device) -> Argument:
     """Constants are traced for the CPU and made on the device that runs."""
     return device if key == "device" and value is not None else value

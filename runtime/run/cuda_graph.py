@@ -11,7 +11,7 @@ as it is, with the reason in `status`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -31,8 +31,8 @@ class Step(Protocol):
 
     device: torch.device
 
-    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]: ...
-    def work(self, values: dict[str, object]) -> dict[str, object]: ...
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]: ...
+    def work(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
 
 def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False) -> str:
@@ -59,11 +59,11 @@ class GraphedStep:
         self.calls = 0
         self.status = f"warming up: {WARM_UP} calls"
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: dict[str, object] = {}
-        self.results: dict[str, Any] = {}
+        self.static: dict[str, torch.Tensor] = {}
+        self.results: dict[str, torch.Tensor] = {}
         self.baked: tuple[tuple[str, float], ...] = ()
 
-    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """One step; returns every value by key, as the session does."""
         values = self.step.values(tensors, numbers)
         self.calls += 1
@@ -82,16 +82,15 @@ class GraphedStep:
             self.baked = baked
         for key, static in self.static.items():
             fresh = values[key]
-            if isinstance(static, torch.Tensor) and static.is_cuda and fresh is not static:
+            if static.is_cuda and fresh is not static:
                 static.copy_(fresh, non_blocking=True)
         assert self.graph is not None
         self.graph.replay()
         return {key: value.clone() if is_a(key, "output", "metric") else value for key, value in self.results.items()}
 
-    def _record(self, values: dict[str, Any]) -> None:
+    def _record(self, values: dict[str, torch.Tensor]) -> None:
         self.static = {
-            key: value if is_a(key, *KEPT) or not isinstance(value, torch.Tensor) or not value.is_cuda else value.clone()
-            for key, value in values.items()
+            key: value if is_a(key, *KEPT) or not value.is_cuda else value.clone() for key, value in values.items()
         }
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -10,9 +10,10 @@ Nothing is chosen here: the starts of a run begin in the order in which they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Start:
     sums     of its sums those that its run adds to
     """
 
-    perform: Callable[[MutableMapping[str, Any]], None]
+    perform: Callable[[dict[str, torch.Tensor]], None]
     sums: frozenset[str]
 
 
-def watching(starts: Sequence[Start], env: MutableMapping[str, Any]) -> Callable[[str], None]:
+def watching(starts: Sequence[Start], env: dict[str, torch.Tensor]) -> Callable[[str], None]:
     """What is to be told of each sum that a run has added to."""
     added: set[str] = set()
     left = list(starts)

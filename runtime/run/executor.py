@@ -1,6 +1,7 @@
 """Walks a program's schedule on one rank.
 
 A value is known by a key: a port's (`parameter:w`, `input:x`), or one that a stage made for another (`value:...`, `part:...`, `sum:...`).
+Under the keys of what starts early lie collectives on their way instead of tensors: only stages read those, and wait for them.
 Nothing here is special to a program of one stage; a schedule of one instruction is a list like any other.
 """
 
@@ -10,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,8 +26,8 @@ from meshc.runtime.agreement.compare import all_refuse
 from meshc.runtime.comm.channels import Channels
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.failed_rank import FailureBoard
-from meshc.runtime.run.backends import RunStage, maker
-from meshc.runtime.run.codegen import generate
+from meshc.runtime.run.backends import maker
+from meshc.runtime.run.codegen import RunStage, generate
 from meshc.runtime.run.early import Start, watching
 from meshc.runtime.run.recorder import Recorder
 
@@ -44,7 +44,7 @@ class LoadedStage:
     run: RunStage
 
     def perform(
-        self, env: dict[str, Any], microbatch: int = 0, last: Collection[str] = (), done: Callable[[str], None] | None = None
+        self, env: dict[str, torch.Tensor], microbatch: int = 0, last: Collection[str] = (), done: Callable[[str], None] | None = None
     ) -> None:
         """`last`: what nothing reads any more after this; the stage frees it as it goes. `done` is told of each sum that has grown."""
         slots = [slot(key, microbatch) for key in self.inputs]
@@ -109,6 +109,8 @@ class Executor:
         self.plays = self._plays(listed)
         file = environment.trace_file()
         self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
+        self._rows: dict[str, dict[int, torch.Tensor]] = {}
+        """By the key of a whole, what the microbatches of this call have given to it so far."""
         self.constants = {key_of("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
@@ -134,9 +136,10 @@ class Executor:
         assert self.board is not None
         self.board.instruction = instruction
 
-    def run(self, values: dict[str, Any], step: int = 0) -> dict[str, Any]:
+    def run(self, values: dict[str, torch.Tensor], step: int = 0) -> dict[str, torch.Tensor]:
         """Run the whole schedule. `values` holds every input port by key; parameters and states are updated in place."""
         env = {**values, **self.constants}
+        self._rows.clear()  # of a call that failed
         if self.channels is not None:
             self.channels.begin()
         with self.recording(step):
@@ -168,7 +171,7 @@ class Executor:
         return nullcontext() if self.board is None else self.board.guard(step, text)
 
     def perform(
-        self, instruction: Instruction, env: dict[str, Any], last: Collection[str] = (), done: Callable[[str], None] | None = None
+        self, instruction: Instruction, env: dict[str, torch.Tensor], last: Collection[str] = (), done: Callable[[str], None] | None = None
     ) -> None:
         """One instruction of the list. `last`: values that no later one reads. `done` is told of each sum that has grown."""
         arrived = self._await(instruction, env)
@@ -180,7 +183,7 @@ class Executor:
                     error.everywhere = all_refuse(self.board, error)
                 raise
 
-    def _await(self, instruction: Instruction, env: dict[str, Any]) -> Collection[str]:
+    def _await(self, instruction: Instruction, env: dict[str, torch.Tensor]) -> Collection[str]:
         """Waits for the messages that an instruction needs."""
         if self.channels is None or instruction.op not in ("run", "send"):
             return ()
@@ -190,14 +193,16 @@ class Executor:
             self.channels.settle()  # what it sent it may write now
         return arrived
 
-    def _do(self, instruction: Instruction, env: dict[str, Any], last: Collection[str], done: Callable[[str], None] | None) -> None:
+    def _do(
+        self, instruction: Instruction, env: dict[str, torch.Tensor], last: Collection[str], done: Callable[[str], None] | None
+    ) -> None:
         if instruction.op == "run":
             self.stages[instruction.stage].perform(env, instruction.microbatch, last, done)
         elif instruction.op == "join":
-            rows = env.setdefault(f"{instruction.into} so far", {})
+            rows = self._rows.setdefault(instruction.into, {})
             rows[instruction.microbatch] = env.pop(instruction.value)
             if len(rows) == self.program.microbatches:
-                del env[f"{instruction.into} so far"]
+                del self._rows[instruction.into]
                 env[instruction.into] = torch.cat([rows[k] for k in sorted(rows)])
         elif instruction.op == "send" and self.channels is not None:
             self.channels.send(instruction, env)

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -37,6 +36,9 @@ from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import codegen
 
+Given = torch.Tensor | int
+"""What a region reads; integers are places in the microbatch."""
+
 
 def compile_regions(
     stage: Stage,
@@ -44,7 +46,7 @@ def compile_regions(
     coordinates: Mapping[str, int],
     device: torch.device,
     here: Callable[[str], None] | None = None,
-) -> Callable[..., list[Any]]:
+) -> codegen.RunStage:
     """The same function as `codegen.generate` gives, its regions compiled at their first call."""
     known = codegen.integers(stage, coordinates)
     added = {value for key, value in stage.results().items() if is_added(key)}
@@ -102,7 +104,7 @@ def _add_region(
                 copies[operand] = inner.call_function(operator.getitem, (box, len(inputs)))
                 inputs.append(operand)
     for node in region:
-        kwargs = {key: codegen._moved(key, value, device) for key, value in node.kwargs.items()}
+        kwargs = {key: codegen.moved(key, value, device) for key, value in node.kwargs.items()}
         copies[node] = inner.call_function(
             node.target,  # type: ignore[arg-type]
             torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else copies[n]),
@@ -133,12 +135,12 @@ class _Region:
     def __init__(self, module: GraphModule, own: Sequence[int]) -> None:
         self.module = module
         self.own = own
-        self.compiled: Callable[[list[Any]], Any] | None = None
+        self.compiled: Callable[[list[Given]], list[torch.Tensor]] | None = None
         self.copied: list[int] = []
         """Those that Inductor makes in the memory of an input or of another result."""
         self.__name__ = "region"
 
-    def __call__(self, inputs: list[Any]) -> Any:
+    def __call__(self, inputs: list[Given]) -> list[torch.Tensor]:
         """Takes the inputs out of the list, so that each is gone after its last use."""
         if self.compiled is not None:
             results = self.compiled(inputs)

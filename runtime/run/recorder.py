@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -48,41 +48,72 @@ _LAST_WORDS_S: Final = 1.0
 
 
 class _Clock(Protocol):
-    def mark(self) -> Any:
-        """Now."""
+    def mark(self) -> int:
+        """Now: how many marks there were before it in this call."""
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Marks as seconds of this process's `time.perf_counter`."""
+    def seconds(self) -> list[float]:
+        """The marks of this call as seconds of this process's `time.perf_counter`."""
+
+    def begin(self) -> None:
+        """Before a call: marks are counted anew."""
 
 
 class _HostClock:
-    def mark(self) -> float:
-        return time.perf_counter()
+    def __init__(self) -> None:
+        self._marks: list[float] = []
 
-    def seconds(self, marks: Sequence[float]) -> list[float]:
-        return list(marks)
+    def mark(self) -> int:
+        self._marks.append(time.perf_counter())
+        return len(self._marks) - 1
+
+    def seconds(self) -> list[float]:
+        return list(self._marks)
+
+    def begin(self) -> None:
+        self._marks.clear()
 
 
 class _StreamClock:
     """Of the current CUDA stream: a mark is passed when everything before it has run."""
 
-    def mark(self) -> torch.cuda.Event:
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+
+    def mark(self) -> int:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        self._marks.append(event)
+        return len(self._marks) - 1
 
-    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        end = self.mark()
+    def seconds(self) -> list[float]:
+        end = self._marks[self.mark()]
         end.synchronize()
         now = time.perf_counter()
-        return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
+        return [now - mark.elapsed_time(end) / 1e3 for mark in self._marks]
+
+    def begin(self) -> None:
+        self._marks.clear()
+
+
+_ON_ITS_WAY: Final = -1
+"""The mark that is still to come."""
 
 
 @dataclass
 class _Note:
+    """An item and the marks of the clock between which it was."""
+
     item: Item
-    start: Any
-    end: Any = None
+    start: int
+    end: int = _ON_ITS_WAY
+
+
+class _Report(TypedDict):
+    """What a rank tells: items from when to when, and when it entered and left each of the all-reduces; on its host's clock."""
+
+    rank: int
+    events: list[tuple[str, float, float]]
+    rounds: list[tuple[float, float]]
 
 
 class Recorder:
@@ -129,17 +160,17 @@ class Recorder:
         finally:
             end = self._clock.mark()
             if step.op in ("run", "send", "recv"):
-                note = _Note(self._label(step), start, None if step.op == "recv" else end)
+                note = _Note(self._label(step), start, _ON_ITS_WAY if step.op == "recv" else end)
                 self.notes.append(note)
                 if step.op == "recv":
                     self._coming |= {slot(key, step.microbatch): note for key in step.keys}
             else:  # of the stage before
                 self.notes[-1].end = end
 
-    def _came(self, name: str, now: Any) -> None:
+    def _came(self, name: str, now: int) -> None:
         """A value is there; the first of a message's ends its receive."""
         note = self._coming.pop(name)
-        note.end = now if note.end is None else note.end
+        note.end = now if note.end == _ON_ITS_WAY else note.end
 
     def _label(self, step: Instruction) -> Item:
         """Instructions that are alike (one value, for two stages of one rank) have their items in turn."""
@@ -154,6 +185,7 @@ class Recorder:
         """Around a call. What was recorded until a failure is written too, as far as the others can still say what they have."""
         self.notes, self._coming = [], {}
         self._used.clear()
+        self._clock.begin()
         try:
             yield
         except Exception:
@@ -167,7 +199,7 @@ class Recorder:
         rounds = [] if self.board is None else self._rounds()
         texts = to_rank_0(self.board, self._report(rounds))
         if texts is not None:
-            reports = [json.loads(text) for text in texts]
+            reports: list[_Report] = [json.loads(text) for text in texts]
             self._offsets = [_offset(reports[0]["rounds"], one["rounds"]) for one in reports]
             self._write(reports)
 
@@ -190,9 +222,10 @@ class Recorder:
         return found
 
     def _report(self, rounds: Sequence[tuple[float, float]]) -> str:
-        times = self._clock.seconds([mark for note in self.notes for mark in (note.start, note.end)])
-        rows = [[str(note.item), *times[2 * index : 2 * index + 2]] for index, note in enumerate(self.notes)]
-        return json.dumps({"rank": self.rank, "events": rows, "rounds": rounds})
+        times = self._clock.seconds()
+        rows = [(str(note.item), times[note.start], times[note.end]) for note in self.notes]
+        report: _Report = {"rank": self.rank, "events": rows, "rounds": list(rounds)}
+        return json.dumps(report)
 
     def _leave_behind(self) -> None:
         self._close()
@@ -201,7 +234,7 @@ class Recorder:
             if texts is not None:
                 self._write([json.loads(text) for text in texts])
 
-    def _write(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, reports: Sequence[_Report]) -> None:
         mesh, pipeline = self.program.mesh, self.program.pipeline
         offsets = self._offsets or [(0.0, float("inf"))] * mesh.world_size  # of a call that failed before any was over
         rows = [(one["rank"], *row) for one in reports for row in one["events"]]

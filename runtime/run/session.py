@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
@@ -34,8 +33,8 @@ from meshc.runtime.state.store import Store
 class _EmptyIsNothing(TorchFunctionMode):
     """Caches are rebuilt by appending to an empty plain tensor, which torch refuses for DTensors: the result is the DTensor itself."""
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.cat:
+    def __torch_function__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
+        if func is torch.cat and isinstance(args[0], (list, tuple)):
             kept = [x for x in args[0] if isinstance(x, DTensor) or x.numel()]
             if len(kept) == 1 and isinstance(kept[0], DTensor):
                 return kept[0]
@@ -90,13 +89,13 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------------------- inputs
 
-    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """Every input by key, for the executor."""
         self.store.check_filled()
         self.store.adopt_changes()
         if self.stream is not None:
             self._note(self.stream, numbers)
-        values: dict[str, Any] = dict(self._buffers)
+        values: dict[str, torch.Tensor] = dict(self._buffers)
         for port, tensor in zip(self.inputs, tensors, strict=True):
             values[port.key] = self._input(port, tensor)
         for key, tensor in self.numbers.items():
@@ -131,7 +130,7 @@ class Session:
         places = layouts.torch_placements(port.sharding, self.program.mesh)
         return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
 
-    def check(self, tensors: Sequence[Any]) -> None:
+    def check(self, tensors: Sequence[object]) -> None:
         """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
         self.store.refuse_unfilled()
         self.store.refuse_changed_model()
@@ -172,7 +171,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
 
-    def finish(self, env: Mapping[str, Any]) -> None:
+    def finish(self, env: Mapping[str, torch.Tensor]) -> None:
         """Write back what a stage made anew, and note what has changed."""
         for key in self._owned:
             buffer, value = self._buffers[key], env[key]
@@ -181,16 +180,16 @@ class Session:
         if self._written:
             self.store.mark_written(self._written)
 
-    def outputs(self, env: Mapping[str, Any]) -> Any:
+    def outputs(self, env: Mapping[str, torch.Tensor]) -> object:
         """The program's outputs, in the model's own structure."""
         leaves = [self.output(port, env[port.key]) for port in self.results]
         return self.structured(leaves)
 
-    def metrics(self, env: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, env: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a step tells beside its loss, by name."""
         return {port.name: self.output(port, env[port.key]) for port in self.program.outputs if port.kind == "metric"}
 
-    def structured(self, leaves: Sequence[Any]) -> Any:
+    def structured(self, leaves: Sequence[torch.Tensor]) -> object:
         """Output tensors in the model's own structure, or by path if that is not known."""
         if self.output_tree is None:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
@@ -220,7 +219,7 @@ class Session:
         """A gradient as autograd wants it: like its parameter."""
         return self._dtensor(gradient, value)
 
-    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, Any]:
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """One call: values, schedule, write-back. Returns every value by key."""
         if self._graphed is None:
             return self.work(self.values(tensors, numbers))
@@ -228,7 +227,7 @@ class Session:
         self.cuda_graph = self._graphed.status
         return env
 
-    def work(self, values: dict[str, Any]) -> dict[str, Any]:
+    def work(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The schedule on given values, and the write-back."""
         with torch.no_grad():
             env = self.executor.run(values, self.store.step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ class Loaded:
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One call. Returns outputs and metrics by key, whole, on every rank; all ranks call it."""
-        values: dict[str, Any] = {**self.buffers, **self.numbers, **inputs}
+        values: dict[str, Tensor] = {**self.buffers, **self.numbers, **inputs}
         for port in self.program.inputs:
             if port.kind == "random":
                 values[port.key] = seed_step(self.seed, self.step, self.device)
