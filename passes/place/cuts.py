@@ -1,0 +1,166 @@
+"""Cuts: where dims fall into factors, by what the relations of all operators ask.
+
+    [24] = [4, 6]     [24] = [2, 12]     [24] = [3, 8]     the dim is cut at 6 and at 12; 8 does not nest with 12: the last is dropped
+
+A cut of a dim is one of its suffix products. Cuts of a dim fit if each divides the next. A class of dims is cut as one, and is a number.
+What is done is near linear in relations, as cuts are carried on from each new one alone, and taken back if it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from meshc.passes.rules.rule import Relation
+
+Side = list[tuple[int | None, int]]
+"""The dims along one side of a relation, major to minor: the class, or None for a letter that is only a number; the size."""
+
+
+@dataclass
+class Demand:
+    """What a relation asks of the dims of its operator; `active` says whether it holds."""
+
+    node: Node
+    relation: Relation
+    inside: Side
+    outside: Side
+    active: bool = True
+
+    def asked(self) -> dict[int, set[int]] | None:
+        """The cuts of each class, if nothing else is cut; None if the two sides have no factors in common."""
+        wanted = self.suffixes({})
+        merged: dict[int, set[int]] = defaultdict(set)
+        for side in (self.inside, self.outside):
+            inner = _inner(side, wanted)
+            if inner is None or not _chain(wanted):
+                return None
+            for dim, found in inner.items():
+                merged[dim] |= found
+        return merged
+
+    def suffixes(self, cuts: dict[int, frozenset[int]]) -> set[int]:
+        """Where the product of either side is cut, if dims are cut so."""
+        return _suffixes(self.inside, cuts) | _suffixes(self.outside, cuts)
+
+
+def cut_dims(demands: list[Demand], dropped: list[str]) -> dict[int, frozenset[int]]:
+    """The cuts of each class of dims. Hard relations first, the most supported first; a soft one only joins if it adds no cut."""
+    support: Counter[tuple[int, int]] = Counter()
+    asked = [(demand, demand.asked()) for demand in demands]
+    for demand, cuts in asked:
+        if cuts is None:
+            demand.active = False
+            dropped.append(f"{demand.node.name}: a reshape without common factors keeps its dims whole")
+        elif not demand.relation.soft:
+            support.update((dim, cut) for dim, found in cuts.items() for cut in found)
+
+    def weight(entry: tuple[Demand, dict[int, set[int]] | None]) -> tuple[object, ...]:
+        """The support of what is least asked for; equals are told apart by what they ask, so that the graph's order says nothing."""
+        demand, cuts = entry
+        found = sorted((support[dim, cut], cut) for dim, wanted in (cuts or {}).items() for cut in wanted)
+        sides = [[size for _, size in side] for side in (demand.inside, demand.outside)]
+        return found[0] if found else (1 << 30, 0), found, sides
+
+    live = [entry for entry in asked if entry[0].active]
+    hard = [e[0] for e in sorted((e for e in live if not e[0].relation.soft), key=weight, reverse=True)]
+    soft = [e[0] for e in sorted((e for e in live if e[0].relation.soft), key=weight, reverse=True)]
+    known = _Cuts()
+    for demand in hard:
+        if not known.add(demand):
+            demand.active = False
+            dropped.append(f"{demand.node.name}: {demand.node.target} asks for factors that do not nest with those of other operators")
+    for demand in soft:
+        demand.active = False
+    changed = True
+    while changed:
+        changed = False
+        for demand in soft:
+            if not demand.active and known.has(demand) and known.add(demand):
+                demand.active = changed = True
+    return known.cuts
+
+
+class _Cuts:
+    """The cuts of classes of dims under the relations added so far, carried through all of them to the fixpoint."""
+
+    def __init__(self) -> None:
+        self.cuts: dict[int, frozenset[int]] = {}
+        self._touching: dict[int, list[Demand]] = defaultdict(list)
+
+    def has(self, demand: Demand) -> bool:
+        """Whether what a relation asks of its one side is cut already."""
+        inner = _inner(demand.inside, demand.suffixes({}))
+        return inner is not None and all(found <= self.cuts.get(dim, frozenset()) for dim, found in inner.items())
+
+    def add(self, demand: Demand) -> bool:
+        """Whether the relation fits: if cuts stop nesting under it, all is as it was before."""
+        dims = {dim for dim, _ in (*demand.inside, *demand.outside) if dim is not None}
+        for dim in dims:
+            self._touching[dim].append(demand)
+        before: dict[int, frozenset[int]] = {}
+        if self._carry(demand, before):
+            return True
+        for dim in dims:
+            self._touching[dim].pop()
+        self.cuts.update(before)
+        return False
+
+    def _carry(self, last: Demand, before: dict[int, frozenset[int]]) -> bool:
+        """Carry cuts on from a new relation; `before` receives what each changed class had."""
+        work = [last]
+        while work:
+            demand = work.pop()
+            wanted = demand.suffixes(self.cuts)
+            if not _chain(wanted):
+                return False
+            for side in (demand.inside, demand.outside):
+                inner = _inner(side, wanted)
+                if inner is None:
+                    return False
+                for dim, found in inner.items():
+                    had = self.cuts.get(dim, frozenset())
+                    if found <= had:
+                        continue
+                    if not _chain(had | found):
+                        return False
+                    before.setdefault(dim, had)
+                    self.cuts[dim] = had | found
+                    work += self._touching[dim]
+        return True
+
+
+def _suffixes(side: Side, cuts: dict[int, frozenset[int]]) -> set[int]:
+    """Suffix products at which one side of a relation is cut: between its dims, and inside them."""
+    found, after = set(), 1
+    for dim, size in reversed(side):
+        found.add(after)
+        if dim is not None:
+            found |= {after * cut for cut in cuts.get(dim, frozenset())}
+        after *= size
+    found.add(after)
+    return found
+
+
+def _inner(side: Side, wanted: set[int]) -> dict[int, set[int]] | None:
+    """Cuts that `wanted` suffix products mean for each dim of a side; None if one falls across a dim."""
+    found: dict[int, set[int]] = defaultdict(set)
+    after = 1
+    for dim, size in reversed(side):
+        for cut in wanted:
+            if after < cut < after * size:
+                if cut % after or size % (cut // after):
+                    return None
+                if dim is None:
+                    return None
+                found[dim].add(cut // after)
+        after *= size
+    return found
+
+
+def _chain(cuts: Iterable[int]) -> bool:
+    ordered = sorted(cuts)
+    return all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False))
