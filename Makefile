@@ -32,7 +32,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not processes and not gpu and not broad"
 	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "processes and not alone and not gpu and not broad"
-	$(RUN) -m pytest --durations 20 -m "alone and not gpu and not broad"
+	$(RUN) -m pytest -n 3 --dist worksteal --durations 20 -m "alone and not gpu and not broad"
 
 test-broad: $(STAMP)
 	$(RUN) -m pytest --durations 20 -m "broad and not gpu"

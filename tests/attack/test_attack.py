@@ -14,7 +14,6 @@ from tests.attack.pages import Fenced
 
 
 @pytest.mark.processes
-@pytest.mark.alone
 def test_no_attack_of_a_sample_does_harm() -> None:
     told = [sys.executable, "-m", "tests.attack", "--cases", "300", "--seed", "20"]
     found = subprocess.run(told, capture_output=True, text=True, timeout=400)
@@ -41,7 +40,6 @@ def planted(number: int) -> str | None:
 
 
 @pytest.mark.processes
-@pytest.mark.alone
 def test_what_is_planted_is_found() -> None:
     found = {one.index: one.what for one in children.run(planted, range(6), hang_s=2)}
     assert found == {1: "SIGSEGV", 2: "SIGSEGV", 3: "KeyError: \"none of meshc's\"", 4: "hang"}

@@ -127,7 +127,6 @@ sys.exit(main(["calibrate", "--device", "cpu", *sys.argv[1:]]))
 
 
 @pytest.mark.processes
-@pytest.mark.alone
 def test_the_command_measures_links_under_a_launcher(tmp_path: Path) -> None:
     script, path = tmp_path / "quick.py", tmp_path / "devices.toml"
     script.write_text(SCRIPT)

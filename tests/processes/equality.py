@@ -25,13 +25,15 @@ class Sample:
 
 
 TWO = (
-    Sample("llama", "dp=2"),
-    Sample("gpt2", "tp=2"),
     Sample("mlp", "dp=2", "zero2", "sgd", 2),
     Sample("nanogpt", "cp=2"),
     Sample("vit", "tp=2", "megatron_sp"),
-    Sample("resnet", "dp=2", "fsdp", "sgd"),
     Sample("resnet", "cp=2", "cp: height", "sgd"),
+)
+MORE_OF_TWO = (
+    Sample("llama", "dp=2"),
+    Sample("gpt2", "tp=2"),
+    Sample("resnet", "dp=2", "fsdp", "sgd"),
 )
 INDUCTOR = (
     Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),
@@ -41,13 +43,19 @@ INDUCTOR_LLAMA = (
     Sample("llama", "tp=2", "megatron_sp", backend="inductor"),
 )
 FOUR = (
-    Sample("llama", "dp=2,tp=2"),
     Sample("gpt2", "dp_shard=2,tp=2"),
-    Sample("bert", "dp_replicate=2,dp_shard=2"),
     Sample("nanogpt", "dp=2,cp=2", "zero1+ulysses", microbatches=3),
-    Sample("resnet", "dp=4", optimizer="sgd"),
     Sample("mlp", "tp=4"),
 )
+MORE_OF_FOUR = (
+    Sample("llama", "dp=2,tp=2"),
+    Sample("bert", "dp_replicate=2,dp_shard=2"),
+    Sample("resnet", "dp=4", optimizer="sgd"),
+)
+SAMPLES = {
+    "two": TWO, "more of two": MORE_OF_TWO, "four": FOUR, "more of four": MORE_OF_FOUR,
+    "inductor": INDUCTOR, "inductor_llama": INDUCTOR_LLAMA,
+}  # fmt: skip
 
 
 def check(sample: Sample) -> str:
@@ -81,7 +89,7 @@ def _loss_of(case):  # type: ignore[no-untyped-def]
 
 def run(which: str) -> None:
     dist.init_process_group("gloo")
-    for sample in {"two": TWO, "four": FOUR, "inductor": INDUCTOR, "inductor_llama": INDUCTOR_LLAMA}[which]:
+    for sample in SAMPLES[which]:
         line = check(sample)
         if line:
             print(line, flush=True)

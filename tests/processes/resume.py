@@ -51,10 +51,14 @@ def _square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def run(mesh: str, plan: str, folder: str, do: str) -> None:
+CASES = {"draws": draws, "gpt2": lambda: gpt2(torch.float64, batch=4, layers=1)}
+
+
+def run(mesh: str, plan: str, folder: str, do: str, *cases: str) -> None:
     """do: `save` trains STEPS steps and saves; `load` loads, trains STEPS more and compares with training that never stopped."""
     dist.init_process_group("gloo")
-    for case in (draws(), gpt2(torch.float64, batch=4, layers=1)):
+    for name in cases:
+        case = CASES[name]()
         _run(case, mesh, plan, Path(folder) / case.name, do)
     dist.barrier()
     dist.destroy_process_group()

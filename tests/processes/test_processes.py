@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshc.ir.mesh import Mesh
+from tests.processes.equality import SAMPLES
 from tests.runtime.launch import launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -21,10 +22,14 @@ def run(module: str, ranks: int, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "which, ranks, samples", [("two", 2, 7), ("four", 4, 6), ("inductor", 2, 2), pytest.param("inductor_llama", 2, 1, marks=BROAD)]
-)
-def test_training_equals_plain_pytorch(which: str, ranks: int, samples: int) -> None:
-    assert len(run("equality", ranks, which).splitlines()) == samples
+    "which, ranks",
+    [
+        ("two", 2), ("four", 4), ("inductor", 2),
+        *(pytest.param(*more, marks=BROAD) for more in (("more of two", 2), ("more of four", 4), ("inductor_llama", 2))),
+    ],
+)  # fmt: skip
+def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
+    assert len(run("equality", ranks, which).splitlines()) == len(SAMPLES[which])
 
 
 def test_module_mode_on_two_ranks() -> None:
@@ -95,8 +100,13 @@ def test_more_of_pipeline_stages_on_two_ranks() -> None:
 
 
 def test_pipeline_stages_beside_another_axis() -> None:
-    names = ("scheduled", "local_inputs", "as_they_lie")
+    names = ("local_inputs", "as_they_lie")
     assert run("pipeline", 4, "pp=2,dp=2", *names).split() == [*names]
+
+
+@pytest.mark.broad
+def test_more_of_pipeline_stages_beside_another_axis() -> None:
+    assert run("pipeline", 4, "pp=2,dp=2", "scheduled").split() == ["scheduled"]
 
 
 def test_a_local_batch_of_another_shape() -> None:
@@ -104,16 +114,17 @@ def test_a_local_batch_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    "route",
+    "cases, route",
     [
-        (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")),
-        (("tp=2", "auto"), ("dp=2", "fsdp"), ("pp=2", "auto")),
-        pytest.param((("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto")), marks=BROAD),
+        (("draws",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto"))),
+        (("draws", "gpt2"), (("tp=2", "auto"), ("dp=2", "fsdp"), ("pp=2", "auto"))),
+        pytest.param(("gpt2",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")), marks=BROAD),
+        pytest.param(("draws", "gpt2"), (("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto")), marks=BROAD),
     ],
-    ids=lambda route: " to ".join(mesh for mesh, _ in route),
+    ids=lambda words: " to ".join(mesh for mesh, _ in words) if isinstance(words[0], tuple) else " ".join(words),
 )
-def test_resume_under_another_mesh(route: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
+def test_resume_under_another_mesh(cases: tuple[str, ...], route: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     """GPT-2, whose fused c_attn lies by heads under tp, with dropout, and a model that draws in every way that there is: the losses
     are those of training that never stopped."""
     for (mesh, plan), do in zip(route, ("save", "load", "load"), strict=True):
-        run("resume", Mesh(mesh).world_size, mesh, plan, str(tmp_path), do)
+        run("resume", Mesh(mesh).world_size, mesh, plan, str(tmp_path), do, *cases)

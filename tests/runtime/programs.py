@@ -362,6 +362,7 @@ def does_not_come_back() -> None:
     watch.GRACE_S = SHORT_S
     board = _board("env")
     with board.guard(2, "stage 0"):
+        collectives.all_reduce(torch.ones(1), dist.group.WORLD).wait()  # both are here
         if board.rank == 1:
             raise ValueError("the planted error")
         threading.Event().wait()

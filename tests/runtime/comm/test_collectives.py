@@ -8,7 +8,7 @@ from meshc.errors import StateError
 from meshc.runtime.comm.groups import Groups
 from tests.runtime.launch import launch
 
-pytestmark = [pytest.mark.processes, pytest.mark.alone]
+pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
