@@ -10,15 +10,15 @@ message before it has left the channel; it takes the ranks no time.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from meshc.errors import ScheduleError
 from meshc.pipelining.activations import peaks
 from meshc.pipelining.events import Item, Run
-from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send
+from meshc.pipelining.player import Observer, Place, Player
+from meshc.pipelining.schedule import Action, Link, Message, Recv, Schedule, Send
 
 
 @dataclass(frozen=True)
@@ -120,81 +120,37 @@ def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None =
 
     start_s  when each rank begins; all at 0 if not given
     """
-    player = _Player(schedule, costs)
-    if start_s is not None:
-        player.clock = list(start_s)
-    while player.step():
-        pass
-    if any(at < len(items) for at, items in zip(player.at, schedule.lists, strict=True)):
-        stuck = [f"rank {r} at {items[at]}" for r, (at, items) in enumerate(zip(player.at, schedule.lists, strict=True)) if at < len(items)]
-        raise ScheduleError(f"the schedule stops before its end: {', '.join(stuck)}; `check` says what each of them waits for")
-    return Timeline(tuple(player.events), schedule.ranks, schedule.name)
+    player, clock = Player(schedule), _Clock(costs, start_s or [0.0] * schedule.ranks)
+    if stopped := player.play(clock):
+        stuck = ", ".join(f"rank {rank} at {schedule.lists[rank][player.at[rank]]}" for rank in stopped)
+        raise ScheduleError(f"the schedule stops before its end: {stuck}; `check` says what each of them waits for")
+    return Timeline(tuple(clock.events), schedule.ranks, schedule.name)
 
 
-@dataclass
-class _Channel:
-    """What was posted at either end: messages, and when."""
+class _Clock(Observer):
+    """When what is played happens, and how long it takes."""
 
-    sent: list[tuple[Message, float]] = field(default_factory=list)
-    awaited: list[tuple[Message, float]] = field(default_factory=list)
-    carried: int = 0
-    free_s: float = 0.0
-
-
-class _Player:
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule = schedule
+    def __init__(self, costs: Costs, start_s: Sequence[float]) -> None:
         self.costs = costs
         self.events: list[Event] = []
-        self.at = [0] * schedule.ranks
-        self.clock = [0.0] * schedule.ranks
+        self.now = list(start_s)
+        self.posts: dict[Place, float] = {}
         self.arrived: dict[tuple[int, Message], float] = {}
-        self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
-        self.needs: list[dict[Action, list[Message]]] = []
-        for items in schedule.lists:
-            needs: dict[Action, list[Message]] = defaultdict(list)
-            for item in items:
-                if isinstance(item, Recv):
-                    for user in item.message.users:
-                        needs[user].append(item.message)
-            self.needs.append(needs)
+        self.free_s: dict[tuple[int, int], float] = {}
 
-    def step(self) -> bool:
-        """Goes on with each rank as far as it can. False: none of them moved."""
-        moved = False
-        for rank, items in enumerate(self.schedule.lists):
-            while self.at[rank] < len(items) and self._run(rank, items[self.at[rank]]):
-                self.at[rank] += 1
-                moved = True
-        return moved
+    def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
+        start = max([self.now[rank], *(self.arrived[rank, message] for message in read)])
+        self.now[rank] = start + self.costs.of(action)
+        self.events.append(Event(rank, action, start, self.now[rank]))
 
-    def _run(self, rank: int, item: Instruction) -> bool:
-        if isinstance(item, Send):
-            other = self.schedule.rank_of(item.message.to)
-            self.channels[rank, other].sent.append((item.message, self.clock[rank]))
-            self._carry(rank, other)
-        elif isinstance(item, Recv):
-            other = self.schedule.rank_of(item.message.of.stage)
-            self.channels[other, rank].awaited.append((item.message, self.clock[rank]))
-            self._carry(other, rank)
-        else:
-            messages = self.needs[rank][item]
-            if any((rank, message) not in self.arrived for message in messages):
-                return False
-            start = max([self.clock[rank], *(self.arrived[rank, message] for message in messages)])
-            self.clock[rank] = start + self.costs.of(item)
-            self.events.append(Event(rank, item, start, self.clock[rank]))
-        return True
+    def posted(self, place: Place) -> None:
+        self.posts[place] = self.now[place[0]]
 
-    def _carry(self, source: int, target: int) -> None:
-        """Moves what both ends have posted. An end that takes another message than the one that comes never gets it."""
-        channel = self.channels[source, target]
-        while channel.carried < min(len(channel.sent), len(channel.awaited)):
-            (message, sent_s), (wanted, awaited_s) = channel.sent[channel.carried], channel.awaited[channel.carried]
-            channel.carried += 1
-            start = max(sent_s, awaited_s, channel.free_s)
-            channel.free_s = start + self.costs.of(message)
-            if message == wanted:
-                self.arrived[target, message] = channel.free_s
-                self.events.append(Event(source, Send(message), start, channel.free_s))
-                self.events.append(Event(target, Recv(message), awaited_s, channel.free_s))
+    def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
+        channel = source, target = sent[0], taken[0]
+        start = max(self.posts[sent], self.posts[taken], self.free_s.get(channel, 0.0))
+        end = self.free_s[channel] = start + self.costs.of(message)
+        if comes:
+            self.arrived[target, message] = end
+            self.events.append(Event(source, Send(message), start, end))
+            self.events.append(Event(target, Recv(message), self.posts[taken], end))

@@ -79,7 +79,7 @@ class _Rank:
 
     def faults(self) -> Iterator[str]:
         for step in steps_of(self.program, self.coordinates):
-            for key in self._reads(step):
+            for key in step.reads(self.program.stages):
                 if slot(key, step.microbatch) not in self.there:
                     yield f"rank {self.rank}: {_said(step)} needs {key}, which is not there"
             if step.op in ("join", *ACCUMULATES):
@@ -95,9 +95,6 @@ class _Rank:
 
     def _stage(self, step: Instruction) -> Stage:
         return self.program.stages[step.stage]
-
-    def _reads(self, step: Instruction) -> tuple[str, ...]:
-        return self._stage(step).inputs if step.op in RUNS else step.keys if step.op == "send" else ()
 
     def _makes(self, step: Instruction) -> tuple[str, ...]:
         return self._stage(step).outputs if step.op in RUNS else (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys

@@ -117,6 +117,10 @@ class Instruction:
     peer: int = 0
     during: str = ""
 
+    def reads(self, stages: Mapping[str, Stage]) -> tuple[str, ...]:
+        """Keys of the values that a stage takes for it, or that it sends. What it adds or joins belongs to the run before it."""
+        return stages[self.stage].inputs if self.op in RUNS else self.keys if self.op == "send" else ()
+
 
 RUNS: Final = ("run", "start")
 """The instructions that have a stage do its work."""

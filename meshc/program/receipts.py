@@ -20,14 +20,12 @@ def receipts(steps: Sequence[Instruction], stages: Mapping[str, Stage], rank: in
     coming: dict[str, int] = {}
     found: list[int] = []
     for step in steps:
-        slots = [slot(key, step.microbatch) for key in (stages[step.stage].inputs if step.op == "run" else step.keys)]
         if step.op == "recv" and step.peer == rank:
-            coming |= dict.fromkeys(slots, len(used))
+            coming |= dict.fromkeys((slot(key, step.microbatch) for key in step.keys), len(used))
             used.append(0)
-        elif step.op in ("run", "send"):
-            for name in slots:
-                if name in coming:
-                    used[coming.pop(name)] = 1
+        for key in step.reads(stages):
+            if (name := slot(key, step.microbatch)) in coming:
+                used[coming.pop(name)] = 1
         if step.op == "send" and step.peer == rank:
             found.append(used.index(0) if 0 in used else len(used))
     return found

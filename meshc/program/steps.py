@@ -14,8 +14,8 @@ from meshc.pipelining.cut import Move, Pipeline, Start, slot, stage_name
 from meshc.pipelining.events import Handed, Item, Run
 from meshc.pipelining.schedule import Action, Instruction, Recv
 from meshc.program.accumulate import WHOLES, whole_of
-from meshc.program.program import RUNS, PlainProgram, Stage
 from meshc.program.program import Instruction as Step
+from meshc.program.program import PlainProgram, Stage
 
 
 class Listed(Protocol):
@@ -67,8 +67,7 @@ def last_reads(program: PlainProgram, steps: Sequence[Step]) -> list[frozenset[s
     found: list[frozenset[str]] = []
     seen: set[str] = set()
     for step in reversed(steps):
-        keys = program.stages[step.stage].inputs if step.op in RUNS else step.keys if step.op == "send" else ()
-        slots = {slot(key, step.microbatch) for key in keys if is_a(key, "flow", "early", *WHOLES)}
+        slots = {slot(key, step.microbatch) for key in step.reads(program.stages) if is_a(key, "flow", "early", *WHOLES)}
         found.append(frozenset(slots - seen))
         seen |= slots
     return found[::-1]

@@ -72,7 +72,7 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, Any], poison: bool) -
             coming |= dict.fromkeys(slots, Wait(rank, peer, name))
             continue
         stage = program.stages.get(step.stage)
-        read = [slot(key, step.microbatch) for key in stage.inputs] if step.op in RUNS and stage is not None else list(slots)
+        read = [slot(key, step.microbatch) for key in step.reads(program.stages)]
         if step.op in ("join", *ACCUMULATES):
             _collect(program, step, env)
         while late := [key for key in read if key in coming]:

@@ -1,0 +1,99 @@
+"""Plays a schedule: ranks go through their lists, messages through their channels, and an observer is told of each thing as it can happen.
+
+    0: F0.0 SEND:F0.0>1           ran F0.0   posted SEND:F0.0>1   posted RECV:F0.0>1   carried F0.0>1   ran F1.0
+    1: RECV:F0.0>1 F1.0
+
+It knows the order and no clock: `timing` puts one to it, and `waiting` looks at where ranks stand when nothing happens any more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from meshc.pipelining.schedule import Action, Message, Recv, Schedule, Send
+
+Place: TypeAlias = tuple[int, int]
+"""(rank, position in its list)."""
+
+
+class Observer:
+    """Hears of what happens, and does nothing about it."""
+
+    def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
+        """An action, all of whose messages have come."""
+
+    def posted(self, place: Place) -> None:
+        """One end of a transfer."""
+
+    def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
+        """A transfer of which both ends are posted. The end that takes another message than the one that comes never gets it."""
+
+
+class Player:
+    """A schedule that is played once; `at` is how far each rank is."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.at = [0] * schedule.ranks
+        self._come: list[set[Message]] = [set() for _ in schedule.lists]
+        self._channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self._needs: list[dict[Action, list[Message]]] = []
+        for items in schedule.lists:
+            needs: dict[Action, list[Message]] = {}
+            for item in items:
+                if isinstance(item, Recv):
+                    for user in item.message.users:
+                        needs.setdefault(user, []).append(item.message)
+            self._needs.append(needs)
+
+    def play(self, observer: Observer) -> list[int]:
+        """Goes on with each rank as far as it can, in turn, until none moves. Returns the ranks that are not at their end."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, items in enumerate(self.schedule.lists):
+                while self.at[rank] < len(items) and self._step(rank, observer):
+                    self.at[rank] += 1
+                    moved = True
+        return [rank for rank, items in enumerate(self.schedule.lists) if self.at[rank] < len(items)]
+
+    def awaited(self, rank: int) -> Message | None:
+        """The message for which the action at which the rank stands waits."""
+        item = self.schedule.lists[rank][self.at[rank]]
+        needs = self._needs[rank].get(item, ()) if isinstance(item, Action) else ()
+        return next((message for message in needs if message not in self._come[rank]), None)
+
+    def _step(self, rank: int, observer: Observer) -> bool:
+        item = self.schedule.lists[rank][self.at[rank]]
+        if isinstance(item, Action):
+            needs = self._needs[rank].get(item, ())
+            if not self._come[rank].issuperset(needs):
+                return False
+            observer.ran(rank, item, needs)
+        else:
+            observer.posted((rank, self.at[rank]))
+            self._post((rank, self.at[rank]), item, observer)
+        return True
+
+    def _post(self, place: Place, item: Send | Recv, observer: Observer) -> None:
+        rank, sends = place[0], isinstance(item, Send)
+        other = self.schedule.rank_of(item.message.to if sends else item.message.of.stage)
+        channel = self._channels[(rank, other) if sends else (other, rank)]
+        (channel.sent if sends else channel.wanted).append((place, item.message))
+        if channel.carried < min(len(channel.sent), len(channel.wanted)):
+            (sent, message), (taken, wanted) = channel.sent[channel.carried], channel.wanted[channel.carried]
+            channel.carried += 1
+            if message == wanted:
+                self._come[taken[0]].add(message)
+            observer.carried(sent, taken, message, message == wanted)
+
+
+class _Channel:
+    """What was posted at either end, and how much of it has been carried."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Place, Message]] = []
+        self.wanted: list[tuple[Place, Message]] = []
+        self.carried = 0
