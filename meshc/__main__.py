@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has read enough, as `| head` has; what is left in its buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (MeshcError, OSError) as error:
         if environment.debugging():
             traceback.print_exc()
@@ -84,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--backend", default=["eager"], type=_backends, help=told)
     one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
     one.add_argument("--seed", type=int, help="of the program's random numbers")
-    one.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zbv, ...; by default the one predicted to be fastest")
+    one.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zb_v, ...; by default the one predicted to be fastest")
     told = "modules at which the second and further stages of a pipeline begin; by default stages of equal time"
     one.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
     one.add_argument("--stages-per-rank", metavar="N", type=int, help="of a pipeline; by default as many as the schedule wants")
@@ -92,8 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--no-weights", action="store_true", help="save the program alone")
     one.set_defaults(run=_compile)
 
+    saved = "the folder of a saved program"
     one = commands.add_parser("show", help="print a saved program")
-    one.add_argument("path")
+    one.add_argument("path", metavar="PATH", help=saved)
     one.add_argument("--stage", help="only this stage")
     one.add_argument("--summary", action="store_true", help="tables instead of text")
     one.add_argument("--device", metavar="NAME", help="whose times the summary predicts (a100, h100, h200, b200); default: the mesh's")
@@ -102,13 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=_show)
 
     two = commands.add_parser("verify", help="compare a saved program with its model, all ranks simulated in this process")
-    two.add_argument("path")
-    two.add_argument("--model", required=True, metavar="FILE.py:FUNCTION")
+    two.add_argument("path", metavar="PATH", help=saved)
+    two.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help="returns the model and example inputs")
     two.add_argument("--dtype", choices=("float32", "float64"), help="float64 compares in that precision, after each of three steps")
     two.set_defaults(run=_verify)
 
     three = commands.add_parser("run", help="run a saved program; under torchrun, one process a rank")
-    three.add_argument("path")
+    three.add_argument("path", metavar="PATH", help=saved)
     told = "safetensors: each input, the whole batch, under its path; of several files each is a call (a training step)"
     three.add_argument("--inputs", metavar="FILE", nargs="+", default=[], help=told)
     three.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
@@ -327,7 +333,8 @@ def _edited(saved: PlainProgram, compiled: PlainProgram) -> str:
     if not found:
         return "  every line is one that the model compiles to now: lines are missing, or stand in another order"
     stage, value = found[0]
-    told = f"the first of {len(found)} lines that the model does not compile to now"
+    lines = f"the first of {len(found)} lines" if len(found) > 1 else "the one line"
+    told = f"{lines} that the model does not compile to now"
     return f"  {stage.origin.fault(value, told) if stage.origin is not None else value}"
 
 

@@ -10,9 +10,11 @@ import ast
 import importlib
 import importlib.util
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,7 +27,7 @@ PLACES = ("", "meshc", "meshc/passes", "meshc/runtime", "docs")
 """Where a page may begin when it names a file."""
 FOLDERS = {folder.name for top in ("meshc", "passes", "runtime", "tests", "docs", "examples", "bench")
            for folder in [ROOT / top, *(ROOT / top).rglob("*/")]}  # fmt: skip
-MADE_UP = {"tests/passes/test_transposes.py", "passes/lower/transposes.py", "passes/transposes.py", "meshc/devices.toml"}
+MADE_UP = {"tests/passes/lower/test_transposes.py", "passes/lower/transposes.py", "meshc/devices.toml"}
 """What docs/add-a-pass.md lets its reader write, and a file among a user's settings."""
 PROGRAM = re.compile(r': "\w+\[|\breturn \{|^schedule = \[')
 """Part of a program's text."""
@@ -105,6 +107,21 @@ def test_a_partial_run_leaves_the_page_alone(words: list[str], missing: int, alo
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     assert left_alone(parser, parser.parse_args(words), missing) is alone
     assert ("is as it was" in capsys.readouterr().out) is alone
+
+
+def test_the_pass_of_the_page_passes_its_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/add-a-pass.md: the file and its test, as a reader would write them; the place that it is given in the list is there."""
+    page = (ROOT / "docs" / "add-a-pass.md").read_text()
+    written, place, test = (block for kind, block in BLOCK.findall(page) if kind == "python")
+    module = ModuleType("meshc.passes.lower.transposes")
+    exec(written, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(test, names := {})
+    tests = [function for name, function in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for function in tests:
+        function()
+    assert place.strip().splitlines()[1].strip() in (ROOT / "passes" / "driver" / "pipeline.py").read_text()
 
 
 def test_the_spine_has_the_lengths_that_the_page_says() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ else:
     import tomli as tomllib
 
 TABLE: Final = Path(__file__).with_name("devices.toml")
-ANEW: Final = "delete the file, and `meshc calibrate` writes it anew"
+ANEW: Final = "put it right (docs/cost-model.md), or delete the file, and `meshc calibrate` writes it anew"
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 NUMBERS: Final = ("memory_Bps", "memory_bytes", "launch_s", "collective_s", "attention_keys", "ranks_per_node")
 COSTS: Final = ("launch_s", "collective_s", "latency_s")
@@ -184,15 +184,15 @@ def _device(name: str, section: Any, path: Path) -> Device:
     where = f"{path}, section [{name}"
     if not isinstance(section, Mapping):
         raise ArtifactError(f"{path}: {name} stands in no section; {ANEW}")
-    try:
-        given = dict(section)
-        for key, kind in (("inside_node", Link), ("between_nodes", Link), ("efficiency", Efficiency)):
-            if key in given:
-                given[key] = kind(**_numbers(given[key], f"{where}.{key}]"))
-        given["flops_per_s"] = _numbers(given.get("flops_per_s", {}), f"{where}.flops_per_s]")
-        one = Device(name=name, **given)
-    except TypeError as error:
-        raise ArtifactError(f"{where}]: {error}; {ANEW}") from error
+    given = dict(section)
+    _refuse_keys(given, Device, f"{where}]")
+    for key, kind in (("inside_node", Link), ("between_nodes", Link), ("efficiency", Efficiency)):
+        if key in given:
+            numbers = _numbers(given[key], f"{where}.{key}]")
+            _refuse_keys(numbers, kind, f"{where}.{key}]")
+            given[key] = kind(**numbers)
+    given["flops_per_s"] = _numbers(given["flops_per_s"], f"{where}.flops_per_s]")
+    one = Device(name=name, **given)
     missing = [dtype for dtype in DTYPES if dtype not in one.flops_per_s]
     if missing:
         raise ArtifactError(f"{where}.flops_per_s]: {', '.join(missing)} missing; {ANEW}")
@@ -203,6 +203,16 @@ def _device(name: str, section: Any, path: Path) -> Device:
     if not isinstance(one.source, str):
         raise ArtifactError(f"{where}]: source is text; {ANEW}")
     return one
+
+
+def _refuse_keys(given: Mapping[str, Any], kind: type[Device] | type[Link] | type[Efficiency], where: str) -> None:
+    """A section has a key for each field, those with a default aside, and no other."""
+    wanted = {field.name: field.default is MISSING for field in fields(kind) if field.name != "name"}
+    missing = [key for key, needed in wanted.items() if needed and key not in given]
+    unknown = [key for key in given if key not in wanted]
+    if missing or unknown:
+        said = ([f"{', '.join(missing)} missing"] if missing else []) + ([f"{', '.join(unknown)} unknown"] if unknown else [])
+        raise ArtifactError(f"{where}: {', '.join(said)}; {ANEW}")
 
 
 def _numbers(given: object, where: str) -> dict[str, float]:
@@ -217,7 +227,10 @@ def _numbers(given: object, where: str) -> dict[str, float]:
 
 def _pick(name: str, known: Mapping[str, Device]) -> Device:
     if name not in known:
-        raise PlanError(f"nothing is known of a device {name!r}; there are {', '.join(known)}")
+        raise PlanError(
+            f"nothing is known of a device {name!r}; there are {', '.join(known)}\n"
+            "  what to do: give it a section in your own file of devices (docs/cost-model.md)"
+        )
     return known[name]
 
 

@@ -58,7 +58,7 @@ class Event:
     end_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """What happened when, simulated or measured. Seconds count from the first event's clock.
 
@@ -70,6 +70,10 @@ class Timeline:
     ranks: int
     name: str = ""
     pipelines: tuple[tuple[int, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        return f"<Timeline of {self.name or 'a schedule'}: {ranks}, {len(self.events)} events, {self.call_s:.3g} s>"
 
     @cached_property
     def ran(self) -> tuple[tuple[Event, ...], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshc.ir import records
+from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.one_row import interests_of_rows
@@ -49,9 +49,16 @@ def _replicated(placed: Placed) -> list[str]:
                     count *= placed.real(extent)
                 size += count
         name = str(node.target).removesuffix(".default")
-        times, total, where = seen.get(name, (0, 0, str(records(node)[0].source)))
+        times, total, where = seen.get(name, (0, 0, _place(records(node)[0])))
         seen[name] = (times + 1, total + size, where)
     return [
-        f"{name} has no rule: it runs whole on every rank ({times}x, {total:,} bytes of results), first at {where}"
+        f"{name} has no rule: it runs whole on every rank ({times}x, {total:,} bytes of results){where}"
         for name, (times, total, where) in seen.items()
     ]
+
+
+def _place(record: Record) -> str:
+    """Where a value is made first, as far as a line of the user's is behind it."""
+    if str(record.source):
+        return f", first at {record.source}"
+    return ", in the optimizer's step" if record.phase == "update" else ""

@@ -84,7 +84,7 @@ def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = 
                 "(docs/add-a-schedule.md); a ScheduleError says that the numbers do not suit"
             ) from error
         if len(made) != ranks:
-            raise ScheduleError(f"{asked} made lists for {len(made)} ranks; the pipeline has {ranks}")
+            raise ScheduleError(f"{asked} made lists for {len(made)} rank{'s' * (len(made) != 1)}; the pipeline has {ranks}")
         for rank, position, item in ((r, p, item) for r, actions in enumerate(made) for p, item in enumerate(actions)):
             if not isinstance(item, Action):
                 raise ScheduleError(f"{asked}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards")

@@ -112,7 +112,8 @@ def _ranks(lowered: Lowered, kind: Kind | str, stages: int | None) -> tuple[int,
         written = parse(kind, ())
         if written.ranks != axis.size or written.microbatches != count:
             raise PlanError(
-                f"the schedule is for {written.ranks} ranks and {written.microbatches} microbatches, the program for {axis} and {count}\n"
+                f"the schedule is for {written.ranks} rank{'s' * (written.ranks != 1)} and {written.microbatches} "
+                f"microbatch{'es' * (written.microbatches != 1)}, the program for {axis} and {count}\n"
                 "  what to do: give each rank a line, and each microbatch its actions"
             )
         if stages not in (None, written.stages):

@@ -127,6 +127,21 @@ def test_show_prints_the_program_a_stage_or_the_summary(folder: Path, capsys: py
     assert "it has main" in failing(capsys, "show", "m", "--stage", "forward")
 
 
+def test_a_reader_that_has_read_enough_hears_nothing_of_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meshc show m | head -3`."""
+    main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
+    capsys.readouterr()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["show", "m"]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+
+
 def test_verify_compares_with_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compile", "model.py:build", "--mesh", "tp=2", "--out", "m"])
     main(["compile", "model.py:train", "--mesh", "dp=2", "--out", "t"])

@@ -53,6 +53,16 @@ def test_efficiency_stands_apart_from_peaks() -> None:
     assert one.links[0] == Link(1.9e-6, pytest.approx(0.8 * 450e9))
 
 
+def test_the_device_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/cost-model.md, A device of your own: the section as it stands there, beside those of the table."""
+    page = (TABLE.parent.parent.parent / "docs" / "cost-model.md").read_text()
+    path = tmp_path / "devices.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    monkeypatch.setenv(environment.DEVICES, str(path))
+    assert devices.named("mi300x").rate(torch.bfloat16) == pytest.approx(0.5 * 1307.4e12)
+    assert devices.named("b200") == device("b200")
+
+
 def test_an_unknown_device_lists_those_that_there_are() -> None:
     with pytest.raises(PlanError, match="device 'h300'; there are cpu, a100, h100, h200, b200"):
         device("h300")
@@ -105,7 +115,10 @@ def test_the_file_lies_where_settings_lie(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "change, said",
     [
-        (("memory_Bps", "memory_bps"), r"\[cpu\]: .*memory_bps"),
+        (("memory_Bps", "memory_bps"), r"\[cpu\]: memory_Bps missing, memory_bps unknown; put it right \(docs/cost-model.md\), or"),
+        (("[cpu.inside_node]", "[cpu.within_node]"), r"\[cpu\]: inside_node missing, within_node unknown"),
+        (("latency_s = ", "latency = "), r"\[cpu.inside_node\]: latency_s missing, latency unknown"),
+        (("[cpu]", '[cpu]\nname = "cpu"'), r"\[cpu\]: name unknown"),
         (("bfloat16 = ", "bf16 = "), r"\[cpu.flops_per_s\]: bfloat16 missing"),
         (("[cpu]", "[cpu"), "delete the file, and `meshc calibrate`"),
     ],

@@ -28,6 +28,7 @@ def test_equal_stages_and_messages_that_take_nothing() -> None:
         "B0.1": (7, 9),
     }
     assert timeline.makespan_s == 9
+    assert repr(timeline) == "<Timeline of a schedule: 2 ranks, 16 events, 9 s>"
     assert timeline.idle_s == (3, 3)
     assert timeline.bubble == 6 / 18
     assert timeline.peaks() == (2, 1)

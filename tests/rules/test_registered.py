@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,7 +111,9 @@ def test_an_operator_may_be_named_in_any_of_torchs_ways(op: Any) -> None:
 
 def test_right_rules_are_proved_and_say_what_was_split() -> None:
     x, weight = f(5, 3, 7), f(7)
-    assert prove_rule(NORM, [(x, weight), (x[0], weight)]).letters == ("*0", "*1")
+    proof = prove_rule(NORM, [(x, weight), (x[0], weight)])
+    assert proof.letters == ("*0", "*1")
+    assert f"    {proof}\n" in (Path(__file__).parents[2] / "docs" / "add-a-rule.md").read_text()
     assert prove_rule("mylib::my_rmsnorm_backward", [(x, x + 1, weight)]).letters == ("+*0", "+*1")
     assert prove_rule("mylib::my_gate", [(x,)]).splits > 10, "torch's tag is enough"
     numbers = torch.tensor(0.1), torch.tensor(0.9)
@@ -242,3 +246,15 @@ def test_a_step_of_own_operators_is_split_and_equal_to_one_device() -> None:
     assert any("mylib.my_rmsnorm" in use.reason for use in uses), "reasons name the user's operator"
     assert all(port.sharding.split_axes() for port in program.compiled.inputs if port.kind == "state" and len(port.shape) == 2)
     meshc.verify(program)
+
+
+def test_what_has_no_rule_is_named_with_its_place_and_an_update_has_none_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in (torch.ops.mylib.my_rmsnorm.default, torch.ops.mylib.my_update.default):
+        monkeypatch.delitem(registered.RULES, op)
+    step, args, kwargs = imported("train").build()
+    program = meshc.compile(step, meshc.Mesh("dp=2"), args=args, kwargs=kwargs)
+    notes = [note for note in program.compiled.notes if "has no rule" in note]
+    assert [re.sub(r"[\d,]+ bytes|(?<=py:)\d+", "N", note) for note in notes] == [
+        "mylib.my_rmsnorm has no rule: it runs whole on every rank (1x, N of results), first at train.py:N",
+        "mylib.my_update has no rule: it runs whole on every rank (5x, N of results), in the optimizer's step",
+    ]
