@@ -314,6 +314,13 @@ def _somewhere(o: Operands) -> str | None:
     return None if near else f"grid holds what is no place: all lie within {FARTHEST:.0e} of the middle"
 
 
+NEGATED: Final = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+}  # fmt: skip
+"""What `neg` has a kernel for. A negated view calls it where somebody reads, by then without a line to name."""
+
+
 TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     aten._adaptive_avg_pool2d_backward.default: _adaptive(2),
     aten._adaptive_avg_pool3d_backward.default: _adaptive(3),
@@ -331,6 +338,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
     **_PADS,
     **_SMOOTHED,
     aten.mvlgamma.default: (_terms,),
+    aten._neg_view.default: (holds("self is of a dtype that has negatives", lambda o: o["self"].dtype in NEGATED),),
     **{
         getattr(aten, f"grid_sampler_{space}d_backward").default: (
             gives(

@@ -73,6 +73,9 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (aten.replication_pad1d_backward.default, (torch.randn(1, 3, 6), torch.randn(5, 1, 3), [1, 2]), "the shape that"),
     (aten._pdist_backward.default, (torch.randn(3), torch.randn(5, 2), 2.0, torch.randn(10)), "each pair of rows"),
     (aten.view.dtype, (torch.randn(2, 2), -1), "must be a dtype"),
+    (aten._neg_view.default, (torch.ones(2, dtype=torch.bool),), "a dtype that has negatives"),
+    (aten._neg_view.default, (torch.ones(2, dtype=torch.uint16),), "a dtype that has negatives"),
+    (aten._neg_view.default, (torch.ones(2).to(torch.float8_e5m2),), "a dtype that has negatives"),
     (aten._fft_r2c.default, (torch.randn(1, 2, 10), [-2], 2, True), "counted from 0"),
     (aten._fft_c2c.default, (torch.randn(4, 4, dtype=torch.complex64), [1, 1], 0, True), "others each"),
 ]
