@@ -17,6 +17,7 @@ from meshc import artifact
 from meshc.__main__ import main
 from meshc.files.seal import sealed
 from meshc.runtime.saved.state_folder import load_model
+from tests.broad import broad
 from tests.models import llama, mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +272,7 @@ def trained(inputs: list[dict[str, torch.Tensor]]) -> tuple[list[dict[str, float
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("two", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("two", [broad("tp=2"), "pp=2"])
 def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_its_model(
     two: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

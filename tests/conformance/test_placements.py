@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshc.testing.brute_force import Sample
+from tests.broad import broad
 from tests.conformance import dtensor
 from tests.conformance.ours import placements
 from tests.conformance.placements import operators, said
@@ -44,8 +45,8 @@ def test_a_mean_over_a_split_dim_is_the_average_of_the_parts_means() -> None:
     assert {said for said in known(aten.mean.dim, f(4, 6), [1]) if "S" in said} == {"S(0) -> S(0)", "S(1) -> P(avg)"}
 
 
-NAMES = ("mm", "nn_functional_channel_shuffle", "take")
-MORE = ("maximum", "nn_functional_mse_loss", "lerp")
+NAMES = ("nn_functional_channel_shuffle", "take")
+MORE = ("mm", "maximum", "nn_functional_mse_loss", "lerp")
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.broad) for name in MORE)])
+@pytest.mark.parametrize("name", [*NAMES, *map(broad, MORE)])
 def test_what_we_say_is_valid(name: str) -> None:
     """Of operators that a rank runs alone, whatever is split."""
     (operator,) = operators(ENTRIES[name])

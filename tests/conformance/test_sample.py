@@ -11,24 +11,28 @@ from torch.fx import Node
 
 from meshc.passes.rules import reduction
 from meshc.passes.rules.rule import Rule
+from tests.broad import broad
 from tests.conformance.run import EXACT, WRONG, Conformance
 from tests.conformance.torch_samples import entries
 
 ENTRIES = entries()
-EVERY_TIME = ("add", "mm", "softmax", "cumsum", "argmax", "scatter_add", "index_put", "linalg_solve", "nn_functional_group_norm", "var")
-DRAWN = random.Random(2).sample(sorted(set(ENTRIES) - set(EVERY_TIME)), 30)
+EVERYDAY = ("add", "mm", "softmax", "cumsum", "argmax", "scatter_add", "nn_functional_group_norm", "var")
+EVERY_TIME = ("index_put", "linalg_solve")
+DRAWN = random.Random(2).sample(sorted(set(ENTRIES) - {*EVERYDAY, *EVERY_TIME}), 30)
+FEWER = 15
+"""So many of those drawn, in each run of the tests."""
 
 
-@pytest.mark.parametrize("name", [*EVERY_TIME, *DRAWN])
+@pytest.mark.parametrize("name", [*EVERY_TIME, *DRAWN[:FEWER], *map(broad, DRAWN[FEWER:])])
 def test_nothing_is_wrong(name: str) -> None:
     row = Conformance().run(name, ENTRIES[name], count=2)
     assert row["wrong"] == []
 
 
-@pytest.mark.parametrize("name", ["add", "mm", "softmax", "cumsum", "argmax", "scatter_add", "nn_functional_group_norm", "var"])
+@pytest.mark.parametrize("name", EVERYDAY)
 def test_everyday_operators_are_exact(name: str) -> None:
     row = Conformance().run(name, ENTRIES[name], count=3)
-    assert row["status"] == EXACT
+    assert row["status"] == EXACT and row["wrong"] == []
     assert row["splits"] > 10
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from meshc.cost import memory
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.executor import Executor
+from tests.broad import broad
 from tests.models import Case, llama, mlp, nanogpt
 
 
@@ -56,9 +58,12 @@ def live_peak(program: PlainProgram, inputs: dict[str, Any]) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("case", [mlp(), nanogpt(), llama()], ids=["mlp", "nanogpt", "llama"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_peak_of_a_training_step(case: Case, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    "make, microbatches", [(mlp, 1), (mlp, 2), (nanogpt, 1), (nanogpt, 2), broad(llama, 1), (llama, 2)],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_the_peak_of_a_training_step(make: Callable[[], Case], microbatches: int) -> None:
+    case = make()
     optimizer = torch.optim.AdamW(case.model.parameters())
     step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=microbatches)
     program = meshc.compile(step, meshc.Mesh("dp=1"), kwargs=case.call_kwargs).compiled

@@ -17,6 +17,7 @@ from meshc.errors import CompileError, InputError, PlanError
 from meshc.program import instance
 from meshc.text import show
 from meshc.text.parse import parse_stage
+from tests.broad import broad
 from tests.models import IGNORED, gpt2, llama
 
 SIZES = ((8, 12), (7, 13), (2, 3))
@@ -81,7 +82,7 @@ def test_a_batch_that_two_axes_split_is_uneven_at_each() -> None:
     "build, mesh, plan, microbatches",
     [
         (llama, "dp=2,tp=2", "fsdp+megatron_sp", 2),
-        (llama, "cp=3", "auto", None),
+        broad(llama, "cp=3", "auto", None),
         (gpt2, "tp=2", "auto", None),  # dropout: the same draws at any size
     ],
 )
@@ -99,16 +100,17 @@ def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str, microbatches:
     assert show.hash_program(program.general) == before
 
 
-def test_a_modules_outputs_and_gradients_serve_all_sizes() -> None:
+@pytest.mark.parametrize("mesh", ["cp=3", broad("dp=2,tp=2")])
+def test_a_modules_outputs_and_gradients_serve_all_sizes(mesh: str) -> None:
     case = llama(layers=1)
     inputs = {"input_ids": case.kwargs["input_ids"]}
     options = meshc.Options(dynamic=open_dims(inputs))
-    program = meshc.compile(case.model, meshc.Mesh("dp=2,tp=2"), kwargs=inputs, options=options)
+    program = meshc.compile(case.model, meshc.Mesh(mesh), kwargs=inputs, options=options)
     for batch, seq in SIZES:
         assert meshc.verify(program, {"input_ids": tokens(65, batch, seq)["input_ids"]}, dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("mesh, plan", [("dp=3", "auto"), ("dp=2,cp=2", "dp: batch\ncp: length")])
+@pytest.mark.parametrize("mesh, plan", [broad("dp=3", "auto"), ("dp=2,cp=2", "dp: batch\ncp: length")])
 def test_windows_and_means_of_open_dims(mesh: str, plan: str) -> None:
     def inputs(batch: int, seq: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(batch)
@@ -146,11 +148,12 @@ def test_rows_that_are_taken_off_open_dims_are_flattened(seen: Any) -> None:
         assert meshc.verify(program, {"input_ids": tokens(65, *sizes)["input_ids"]}).ok
 
 
-def test_no_decision_hangs_on_the_integers_that_stand_for_sizes() -> None:
+@pytest.mark.parametrize("layers", [1, broad(2)])
+def test_no_decision_hangs_on_the_integers_that_stand_for_sizes(layers: int) -> None:
     """Other example inputs, and so other primes, give the same program but for those primes."""
 
     def printed(batch: int, seq: int) -> list[str]:
-        case = llama()
+        case = llama(layers=layers)
         options = meshc.Options(dynamic=open_dims(case.kwargs))
         mesh, inputs = meshc.Mesh("dp=2,tp=2"), tokens(65, batch, seq)
         program = meshc.compile(step(case.model), mesh, kwargs=inputs, plan="fsdp+megatron_sp", options=options)

@@ -15,6 +15,7 @@ from torch.fx import _pytree as of_fx
 from torch.utils import _pytree as pytree
 
 import meshc
+from tests.broad import broad
 from tests.zoo.run import case
 
 
@@ -96,7 +97,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", [broad("llama"), "mixtral"])
 def test_a_process_is_as_before_when_a_stock_model_has_been_compiled(name: str) -> None:
     import torch.nn.attention.flex_attention
     from torch._dynamo import functional_export  # noqa: F401

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import meshc
 from meshc.errors import MeshcError
 from meshc.frontend.reference import ReferenceRandom
+from tests.broad import broad
 from tests.meaning.checks import MESHES, calls_alike, module_means_itself, step_means_itself
 from tests.models import gpt2, llama
 
@@ -51,8 +52,7 @@ class Checkpointed(nn.Module):
         return self.drop(y), total
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("p, mesh", [(0.0, MESHES[0]), (0.4, MESHES[1]), broad(0.0, MESHES[1]), broad(0.4, MESHES[0])])
 def test_regions_mean_what_they_compute(p: float, mesh: str) -> None:
     torch.manual_seed(0)
     program = module_means_itself(Checkpointed(p), X, mesh)
@@ -81,7 +81,7 @@ def test_a_call_on_a_real_rank() -> None:
     calls_alike(Checkpointed(), X)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [broad(llama), gpt2])
 def test_gradient_checkpointing_of_transformers(make: Any) -> None:
     """GPT-2 with its stock dropout, attention's included."""
     case = make(batch=3, seq=7, layers=1)

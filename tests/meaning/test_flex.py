@@ -17,6 +17,7 @@ import meshc
 from meshc.errors import CaptureError, CompileError
 from meshc.passes.trace import known_values
 from meshc.report import summary
+from tests.broad import broad
 from tests.captured import Captured
 from tests.meaning.checks import calls_alike, module_means_itself, one_rank, step_means_itself
 from tests.meaning.test_masks import attentions
@@ -107,6 +108,7 @@ CASES: dict[str, Heads] = {
     "statistics": with_statistics,
     "narrow": narrow_values,
 }
+EVERY_TIME = ("mask by head", "documents", "table", "statistics", "narrow")
 LEARNED = {"table"}
 """Cases that read the table."""
 
@@ -133,7 +135,7 @@ def differentiable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in EVERY_TIME else broad(name) for name in CASES])
 def test_every_mesh_means_what_the_model_means(name: str) -> None:
     """Heads over three, which do not divide, and batch; queries in tiles of four and three, which know where they begin."""
     source = Captured(case(name), train=True, double=True)
@@ -141,7 +143,7 @@ def test_every_mesh_means_what_the_model_means(name: str) -> None:
         source.verify_training(mesh, plan, lambda p: torch.optim.SGD(p, lr=0.1), steps=1)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "statistics"])
+@pytest.mark.parametrize("name", [name if name in EVERY_TIME else broad(name) for name in CASES if name != "statistics"])
 def test_against_the_operator_itself(name: str, differentiable: None) -> None:
     """What `verify` compares with is torch's form of it written out; here it is the operator, called as a user calls it."""
     calls_alike(block(name), inputs(), calls=1)
@@ -222,7 +224,7 @@ class Cast(nn.Module):
             return self.block(x, document)
 
 
-@pytest.mark.parametrize("name", ["causal", "soft cap", "table"])
+@pytest.mark.parametrize("name", ["causal", broad("soft cap"), "table"])
 def test_under_autocast(name: str) -> None:
     """Queries, keys and values are cast; scores are float32, as torch keeps them."""
     program = meshc.compile(Cast(name), meshc.Mesh("tp=2"), kwargs=inputs())
@@ -286,7 +288,7 @@ def test_a_mask_as_an_input() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [broad(False), True])
 def test_a_stock_model(padded: bool) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

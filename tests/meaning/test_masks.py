@@ -16,6 +16,7 @@ import meshc
 from meshc.passes.trace import known_values
 from meshc.passes.trace.fold_masks import Pattern, pattern_of
 from meshc.report import summary
+from tests.broad import broad
 from tests.captured import Captured
 from tests.models import Case, bert, gpt2, llama
 
@@ -47,8 +48,12 @@ def attentions(graph: Graph) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "make,causal,extent",
-    [(llama, True, ()), (gpt2, True, ()), (mistral, True, (4, 0)), (bert, False, ())],
-    ids=["llama", "gpt2", "mistral", "bert"],
+    [
+        pytest.param(llama, True, (), id="llama"),
+        broad(gpt2, True, (), id="gpt2"),
+        pytest.param(mistral, True, (4, 0), id="mistral"),
+        broad(bert, False, (), id="bert"),
+    ],
 )
 def test_stock_models_without_a_padding_mask(make: Callable[..., Case], causal: bool, extent: tuple[int, ...]) -> None:
     """No dense mask is left; queries are split under `cp: seq`, each rank's from where its tile begins."""
@@ -70,7 +75,7 @@ def _numel(node: Any) -> int:
     return torch.Size(node.meta["meshc"].shape).numel()
 
 
-@pytest.mark.parametrize("make,extent", [(llama, ()), (mistral, (4, 0))], ids=["llama", "mistral"])
+@pytest.mark.parametrize("make,extent", [broad(llama, (), id="llama"), pytest.param(mistral, (4, 0), id="mistral")])
 def test_training_under_a_folded_mask(make: Callable[..., Case], extent: tuple[int, ...]) -> None:
     source = Captured(make(batch=2, layers=1), train=True, double=True)
     found = attentions(source.traced.operators().graph)

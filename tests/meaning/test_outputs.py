@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import meshc
+from tests.broad import broad
 from tests.meaning.checks import MESHES, calls_alike, module_means_itself, step_means_itself
 
 X = {"x": torch.randn(7, 6, generator=torch.Generator().manual_seed(1))}
@@ -35,7 +36,7 @@ class Aliases(Linear):
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("leaf", [False, True], ids=["input", "differentiable input"])
+@pytest.mark.parametrize("leaf", [broad(False, id="input"), pytest.param(True, id="differentiable input")])
 def test_outputs_that_share_memory(leaf: bool) -> None:
     """Each takes its own gradient, also those that are views of an input or of another output."""
     torch.manual_seed(0)
@@ -86,7 +87,7 @@ class Nested(Linear):
         return {"layers": [(h, None), 3, {"mode": mode, "best": h.argmax(-1)}], "pair": Pair(h.sum(), times), "nothing": ()}
 
 
-@pytest.mark.parametrize("mode", ["none", "relu"])
+@pytest.mark.parametrize("mode", [broad("none"), "relu"])
 def test_structures_with_constants_among_the_tensors(mode: str) -> None:
     torch.manual_seed(0)
     inputs = {**X, "times": 3, "shift": mode == "relu", "mode": mode}

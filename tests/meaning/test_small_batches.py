@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from tests.broad import broad
 from tests.meaning.checks import module_means_itself
 
 GENERATOR = torch.Generator().manual_seed(2)
@@ -39,9 +40,9 @@ def trained(mesh: str, plan: str, rows: int, microbatches: int | None) -> meshc.
 @pytest.mark.parametrize(
     "mesh,plan,rows,microbatches",
     [
-        ("dp=2", "dp: batch", 1, 1),
+        broad("dp=2", "dp: batch", 1, 1),
         ("dp=3", "fsdp", 1, 2),
-        ("dp_replicate=2,dp_shard=2", "dp_replicate: batch\ndp_shard: batch; store params, grads, state", 1, 1),
+        broad("dp_replicate=2,dp_shard=2", "dp_replicate: batch\ndp_shard: batch; store params, grads, state", 1, 1),
         ("dp=4", "dp: batch", 3, 2),
         ("dp=8", "zero2", 3, 3),
         ("pp=2", "auto", 1, 2),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.report.summary import collectives
+from tests.broad import broad
 from tests.models import resnet
 from tests.window_models import CausalMixer, UNet
 
@@ -47,10 +48,10 @@ def moved(program: meshc.Program) -> Counter[str]:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        ("cp=2", "cp: height"),
-        ("cp=3", "cp: width"),
+        broad("cp=2", "cp: height"),
+        broad("cp=3", "cp: width"),
         ("h=2,w=2", "h: height\nw: width"),
-        ("dp=2,cp=2", "dp: batch\ncp: height"),
+        broad("dp=2,cp=2", "dp: batch\ncp: height"),
         ("a=2,b=2", "a: height\nb: height"),
         ("tp=2,cp=2", "tp: blocks.*.weight.0\ncp: height"),
     ],
@@ -72,9 +73,11 @@ def test_unet(mesh: str, plan: str) -> None:
     assert not moved(program)["all_gather"]
 
 
-@pytest.mark.parametrize("plan", ["sp: seq", "sp: ffn > seq", "auto"])
-@pytest.mark.parametrize("seq", [10, 3])
-def test_causal_mixer(plan: str, seq: int) -> None:
+@pytest.mark.parametrize(
+    "seq, plan",
+    [(10, "sp: seq"), (3, "sp: ffn > seq"), (3, "auto"), broad(10, "sp: ffn > seq"), broad(10, "auto"), broad(3, "sp: seq")],
+)
+def test_causal_mixer(seq: int, plan: str) -> None:
     """Tiles shorter than the kernel, too."""
     inputs = states(seq)
     program = compiled(nn.Sequential(CausalMixer(), CausalMixer()), "sp=2", plan, inputs, F.mse_loss)

@@ -18,6 +18,7 @@ from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import seed_step
 from meshc.ops.random_calls import RAISED, draws
+from tests.broad import broad
 
 COUNT = 200_000
 
@@ -205,8 +206,10 @@ class Recurrent(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "kind, first",
+    [(nn.LSTM, True), (nn.GRU, False), broad(nn.LSTM, False), broad(nn.GRU, True), broad(nn.RNN, True), broad(nn.RNN, False)],
+)
 def test_recurrent_layers_with_dropout_between_them(kind: type[nn.RNNBase], first: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 3, 5) if first else torch.randn(3, 7, 5)

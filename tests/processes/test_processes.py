@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from meshc.ir.mesh import Mesh
+from tests.broad import broad
 from tests.processes.equality import SAMPLES
 from tests.runtime.launch import launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
-BROAD = pytest.mark.broad
 
 
 def run(module: str, ranks: int, *arguments: str) -> str:
@@ -25,7 +25,7 @@ def run(module: str, ranks: int, *arguments: str) -> str:
     "which, ranks",
     [
         ("two", 2), ("four", 4), ("inductor", 2),
-        *(pytest.param(*more, marks=BROAD) for more in (("more of two", 2), ("more of four", 4), ("inductor_llama", 2))),
+        broad("more of two", 2), broad("more of four", 4), broad("inductor_llama", 2),
     ],
 )  # fmt: skip
 def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
@@ -40,12 +40,12 @@ def test_module_mode_on_two_ranks() -> None:
     assert run("module_mode", 2, "dp=2", *names).split() == [*names]
 
 
-def test_module_mode_split_over_heads() -> None:
-    names = ("caches", "some_outputs", "several_sets", "three_steps")
+@pytest.mark.parametrize("names", [("caches", "several_sets"), broad(("some_outputs", "three_steps"))], ids=" ".join)
+def test_module_mode_split_over_heads(names: tuple[str, ...]) -> None:
     assert run("module_mode", 2, "tp=2", *names).split() == [*names]
 
 
-@pytest.mark.parametrize("mesh, ranks", [pytest.param("dp_shard=2", 2, marks=BROAD), ("tp=2", 2), ("dp_shard=2,tp=2", 4)])
+@pytest.mark.parametrize("mesh, ranks", [broad("dp_shard=2", 2), ("tp=2", 2), broad("dp_shard=2,tp=2", 4)])
 def test_verify_under_a_process_group(mesh: str, ranks: int) -> None:
     names = ("train_step", "module", "wrong_program")
     assert run("verify", ranks, mesh, *names).split() == [*names]
@@ -118,8 +118,8 @@ def test_a_local_batch_of_another_shape() -> None:
     [
         (("draws",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto"))),
         (("draws", "gpt2"), (("tp=2", "auto"), ("dp=2", "fsdp"), ("pp=2", "auto"))),
-        pytest.param(("gpt2",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto")), marks=BROAD),
-        pytest.param(("draws", "gpt2"), (("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto")), marks=BROAD),
+        broad(("gpt2",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto"))),
+        broad(("draws", "gpt2"), (("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto"))),
     ],
     ids=lambda words: " to ".join(mesh for mesh, _ in words) if isinstance(words[0], tuple) else " ".join(words),
 )

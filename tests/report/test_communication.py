@@ -24,6 +24,7 @@ from meshc.program.program import PlainProgram
 from meshc.report import summary
 from meshc.runtime.simulator import verify as verification
 from tests import models
+from tests.broad import broad
 from tests.captured import Captured
 
 SMALL = 1024
@@ -69,7 +70,7 @@ def per_layer(kind: str, mesh: str, plan: str) -> dict[tuple[str, str, str], int
     return {key: two[key] - one[key] for key in {*one, *two} if two[key] != one[key]}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "nanogpt"])
+@pytest.mark.parametrize("kind", [broad("llama"), "gpt2", "nanogpt"])
 def test_megatron_two_all_reduces_each_way(kind: str) -> None:
     assert per_layer(kind, "tp=2", "megatron") == {("forward", "all_reduce", "tp"): 2, ("backward", "all_reduce", "tp"): 2}
 

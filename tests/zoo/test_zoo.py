@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.broad import broad
 from tests.coverage_page import put
 from tests.zoo.operators import operators, used
 from tests.zoo.run import MESHES, NAMES, run
@@ -18,11 +19,11 @@ SAMPLE = (
 """One of each way to be unlike a decoder: two caches, channels, levels with skips, torch's own layers, bags, scatters, states."""
 
 
-SLOW = ("t5", "unet")
+SLOW = ("t5", "unet", "mamba")
 
 
 @pytest.mark.parametrize(
-    "name, mesh", [pytest.param(*cell, id=key(*cell), marks=[pytest.mark.broad] * (cell[0] in SLOW)) for cell in SAMPLE]
+    "name, mesh", [(broad if cell[0] in SLOW else pytest.param)(*cell, id=key(*cell)) for cell in SAMPLE]
 )
 def test_a_family_means_what_it_means_and_is_split(name: str, mesh: str) -> None:
     row = run(name, mesh)

@@ -14,6 +14,7 @@ import meshc
 from meshc.passes.lower import windows
 from meshc.report import summary
 from tests import models
+from tests.broad import broad
 from tests.passes.stepped import around, body, changed
 
 
@@ -212,12 +213,12 @@ def gpt(batch: int) -> models.Case:
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("mesh, plan, backend, microbatches, gathers", [
-    ("dp_shard=3", "fsdp", "eager", 1, 4),
+    broad("dp_shard=3", "fsdp", "eager", 1, 4),
     ("dp_shard=2", "fsdp", "inductor", 2, 8),
     ("dp=3", "zero2", "eager", 1, 28),
-    ("dp_replicate=2,dp_shard=2", "hsdp", "eager", 1, 4),
+    broad("dp_replicate=2,dp_shard=2", "hsdp", "eager", 1, 4),
     ("pp=2,dp_shard=2", "auto", "eager", 2, 8),
-    ("dp_shard=2,tp=2", "auto", "eager", 1, 4),
+    broad("dp_shard=2,tp=2", "auto", "eager", 1, 4),
 ])  # fmt: skip
 def test_windows_mean_what_single_gathers_meant(mesh: str, plan: str, backend: str, microbatches: int, gathers: int) -> None:
     """Uneven tiles, microbatches, reductions over two axes after each other, stages that gather before their first microbatch."""

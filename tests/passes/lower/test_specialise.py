@@ -17,6 +17,7 @@ from meshc.runtime.simulator import verify
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
 from meshc.text.show import hash_program, print_stage
+from tests.broad import broad
 from tests.models import FLOAT32_INSIDE, Case, llama, nanogpt
 from tests.two_outputs import two_outputs
 
@@ -129,8 +130,9 @@ def test_what_is_not_needed_costs_no_collective() -> None:
     assert sent == {("length",): 96 + 72 + 1, ("score",): 96 + 48 + 4, ("length", "score"): 96 + 72 + 1 + 48 + 4}
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "cp=2"])
-@pytest.mark.parametrize("make", [llama, nanogpt])
+@pytest.mark.parametrize(
+    "make, mesh", [(llama, "dp_shard=2,tp=2"), (nanogpt, "cp=2"), broad(llama, "cp=2"), broad(nanogpt, "dp_shard=2,tp=2")]
+)
 def test_models_with_logits_and_a_loss(make: object, mesh: str) -> None:
     case: Case = make(torch.float64, layers=1)  # type: ignore[operator]
     program = compiled(case.model, case.kwargs, mesh)

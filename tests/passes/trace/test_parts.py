@@ -17,6 +17,7 @@ from meshc import artifact
 from meshc.ops import random
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
+from tests.broad import broad
 from tests.models import mlp, resnet
 
 SEED = 5
@@ -70,8 +71,9 @@ def agree(found: dict[str, Tensor], loss: float, after: nn.Module) -> None:
             assert torch.allclose(found[f"{kind}:{name}"].double(), value.double(), rtol=1e-9, atol=1e-11), name
 
 
-@pytest.mark.parametrize("plan, axis", [("ddp", "dp"), ("fsdp", "dp_shard")])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "plan, axis, ranks", [("ddp", "dp", 3), ("fsdp", "dp_shard", 2), broad("ddp", "dp", 2), broad("fsdp", "dp_shard", 3)]
+)
 def test_batch_norm_sees_one_microbatch_and_all_its_ranks(plan: str, axis: str, ranks: int, tmp_path: Path) -> None:
     case = resnet(torch.float64, batch=8)
     program = compiled(case.model, case.loss, case.call_kwargs, f"{axis}={ranks}", plan, 2)  # type: ignore[arg-type]

@@ -1,0 +1,12 @@
+"""Marks what `make test-broad` runs beside what `make test` samples; docs/tests.md has the list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def broad(*values: Any, id: str | None = None) -> Any:
+    """The values of one case of a parametrized test that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.broad, id=id)
