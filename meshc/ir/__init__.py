@@ -13,6 +13,7 @@ from meshc.ir.nodes import (
     is_getitem,
     is_integer,
     is_tensor,
+    leaves,
     local_bytes,
     op_name,
     operands,
@@ -24,6 +25,6 @@ from meshc.ir.nodes import (
 )
 
 __all__ = [
-    "KEY", "PHASES", "Record", "Source", "calls", "has_record", "is_getitem", "is_integer", "is_tensor", "local_bytes", "op_name",
-    "operands", "record", "records", "set_record", "update", "value_of",
+    "KEY", "PHASES", "Record", "Source", "calls", "has_record", "is_getitem", "is_integer", "is_tensor", "leaves", "local_bytes",
+    "op_name", "operands", "record", "records", "set_record", "update", "value_of",
 ]  # fmt: skip

@@ -104,23 +104,21 @@ def value_of(node: Node) -> tuple[Node, int]:
     return node, 0
 
 
+def leaves(argument: object) -> Iterator[object]:
+    """What stands in an argument of a call, in order: lists, tuples and dicts are gone through."""
+    if isinstance(argument, list | tuple):
+        for item in argument:
+            yield from leaves(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from leaves(item)
+    else:
+        yield argument
+
+
 def operands(node: Node) -> list[Node]:
     """Nodes among the arguments, in order, with repetitions, lists flattened."""
-    found: list[Node] = []
-
-    def visit(argument: Any) -> None:
-        if isinstance(argument, Node):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            for item in argument:
-                visit(item)
-        elif isinstance(argument, dict):
-            for item in argument.values():
-                visit(item)
-
-    visit(node.args)
-    visit(node.kwargs)
-    return found
+    return [leaf for leaf in leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
 
 
 def is_tensor(node: Node) -> bool:

@@ -25,14 +25,9 @@ KERNEL_BYTES = 16
 """The multiple of torch's grouped kernel."""
 
 
-@torch.library.custom_op("meshc::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    _fit_mm(rows, matrices, ends)
-    return mm_of_runs(rows, matrices, ends)
-
-
 def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_mm`."""
+    _fit_mm(rows, matrices, ends)
     if _has_kernel(rows):
         found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=_safe(ends, rows))[:, : matrices.shape[2]]
         kept = torch.arange(rows.shape[0], device=rows.device) < _safe(ends, rows)[-1:]
@@ -43,6 +38,9 @@ def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+grouped_mm = torch.library.custom_op("meshc::grouped_mm", mm_of_runs, mutates_args=())
+
+
 @grouped_mm.register_fake
 def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     _fit_mm(rows, matrices, ends)
@@ -50,20 +48,14 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    fits = (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
-    if not fits or not _ends(ends) or ends.shape[0] != matrices.shape[0]:
+    if not meet(rows, matrices) or not _ends(ends) or ends.shape[0] != matrices.shape[0]:
         rule = "rows [r, k] meet matrices [g, k, n] of their dtype, in runs that end at integers [g]"
         raise misfit("grouped_mm", rule, rows=rows, matrices=matrices, ends=ends)
 
 
-@torch.library.custom_op("meshc::grouped_outer", mutates_args=())
-def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    _fit_outer(left, right, ends)
-    return outer_of_runs(left, right, ends)
-
-
 def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_outer`."""
+    _fit_outer(left, right, ends)
     if _has_kernel(left):
         found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=_safe(ends, left))
         return found[:, : left.shape[1], : right.shape[1]].contiguous()
@@ -73,6 +65,9 @@ def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+grouped_outer = torch.library.custom_op("meshc::grouped_outer", outer_of_runs, mutates_args=())
+
+
 @grouped_outer.register_fake
 def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     _fit_outer(left, right, ends)
@@ -80,10 +75,19 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
-    fits = (left.dim(), right.dim()) == (2, 2) and left.shape[0] == right.shape[0] and left.dtype == right.dtype
-    if not fits or not _ends(ends):
+    if not pair(left, right) or not _ends(ends):
         rule = "left [r, k] and right [r, n] have as many rows and one dtype, in runs that end at integers [g]"
         raise misfit("grouped_outer", rule, left=left, right=right, ends=ends)
+
+
+def meet(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether every row could go with every matrix."""
+    return (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
+
+
+def pair(left: Tensor, right: Tensor) -> bool:
+    """Whether each row of one has one of the other."""
+    return (left.dim(), right.dim()) == (2, 2) and left.shape[0] == right.shape[0] and left.dtype == right.dtype
 
 
 def _ends(ends: Tensor) -> bool:

@@ -17,22 +17,47 @@ The arithmetic is that of `torch.optim`'s single-tensor implementations, in thei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from meshc.ops.operands import misfit
 
-_ADAM_NUMBERS = "Tensor lr, Tensor beta1, Tensor beta2, Tensor eps, Tensor weight_decay, bool decoupled, bool maximize"
-_SGD_NUMBERS = "Tensor lr, Tensor momentum, Tensor dampening, Tensor weight_decay, bool nesterov, bool maximize"
-_SGD_PLAIN_NUMBERS = "Tensor lr, Tensor weight_decay, bool maximize"
+
+class _Adam(NamedTuple):
+    """The numbers and flags of an update, as they stand last in its schema."""
+
+    lr: Tensor
+    beta1: Tensor
+    beta2: Tensor
+    eps: Tensor
+    weight_decay: Tensor
+    decoupled: bool
+    maximize: bool
+
+
+class _SGD(NamedTuple):
+    lr: Tensor
+    momentum: Tensor
+    dampening: Tensor
+    weight_decay: Tensor
+    nesterov: bool
+    maximize: bool
+
+
+class _PlainSGD(NamedTuple):
+    lr: Tensor
+    weight_decay: Tensor
+    maximize: bool
+
 
 # name: (operands that the update writes, in the order of the results; the numbers and flags). `grad` stands second in every schema.
-_FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
-    "adam": (("param", "exp_avg", "exp_avg_sq", "step"), _ADAM_NUMBERS),
-    "adam_amsgrad": (("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"), _ADAM_NUMBERS),
-    "sgd": (("param", "momentum_buffer", "first"), _SGD_NUMBERS),
-    "sgd_plain": (("param",), _SGD_PLAIN_NUMBERS),
+_FAMILIES: dict[str, tuple[tuple[str, ...], type[_Adam | _SGD | _PlainSGD]]] = {
+    "adam": (("param", "exp_avg", "exp_avg_sq", "step"), _Adam),
+    "adam_amsgrad": (("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"), _Adam),
+    "sgd": (("param", "momentum_buffer", "first"), _SGD),
+    "sgd_plain": (("param",), _PlainSGD),
 }
 
 
@@ -48,28 +73,18 @@ def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
-def _adam_one(
-    written: Sequence[Tensor],
-    grad: Tensor,
-    lr: Tensor,
-    beta1: Tensor,
-    beta2: Tensor,
-    eps: Tensor,
-    weight_decay: Tensor,
-    decoupled: bool,
-    maximize: bool,
-) -> None:
+def _adam_one(written: Sequence[Tensor], grad: Tensor, of: _Adam) -> None:
     """One parameter's update in place; `written` is (param, exp_avg, exp_avg_sq, [max_exp_avg_sq,] step)."""
     step = written[-1]
     param, *moments, grad = _as_real([*written[:-1], grad])
-    rate, b1, b2, epsilon, decay = (_number(n) for n in (lr, beta1, beta2, eps, weight_decay))
+    rate, b1, b2, epsilon, decay = map(_number, of[:5])
     exp_avg, exp_avg_sq = moments[:2]
-    if maximize:
+    if of.maximize:
         grad = -grad
     step += 1
     count = step.item()
     if decay != 0:
-        if decoupled:
+        if of.decoupled:
             param.mul_(1 - rate * decay)
         else:
             grad = grad.add(param, alpha=decay)
@@ -81,20 +96,11 @@ def _adam_one(
     param.addcdiv_(exp_avg, denominator, value=-rate / (1 - b1**count))
 
 
-def _sgd_one(
-    written: Sequence[Tensor],
-    grad: Tensor,
-    lr: Tensor,
-    momentum: Tensor,
-    dampening: Tensor,
-    weight_decay: Tensor,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
+def _sgd_one(written: Sequence[Tensor], grad: Tensor, of: _SGD) -> None:
     """One parameter's update in place; `written` is (param, momentum_buffer, first)."""
     param, buffer, first = written
-    mass, damping, decay = (_number(n) for n in (momentum, dampening, weight_decay))
-    if maximize:
+    mass, damping, decay = map(_number, of[1:4])
+    if of.maximize:
         grad = -grad
     if decay != 0:
         grad = grad.add(param, alpha=decay)
@@ -105,18 +111,18 @@ def _sgd_one(
     else:  # reading the flag would make the host wait for the device
         buffer.copy_(torch.where(first != 0, grad, buffer * mass + grad * (1 - damping)))
     first.zero_()
-    direction = grad.add(buffer, alpha=mass) if nesterov else buffer
-    param.add_(direction, alpha=-_number(lr))
+    direction = grad.add(buffer, alpha=mass) if of.nesterov else buffer
+    param.add_(direction, alpha=-_number(of.lr))
 
 
-def _sgd_plain_one(written: Sequence[Tensor], grad: Tensor, lr: Tensor, weight_decay: Tensor, maximize: bool) -> None:
+def _sgd_plain_one(written: Sequence[Tensor], grad: Tensor, of: _PlainSGD) -> None:
     (param,) = written
-    if maximize:
+    if of.maximize:
         grad = -grad
-    decay = _number(weight_decay)
+    decay = _number(of.weight_decay)
     if decay != 0:
         grad = grad.add(param, alpha=decay)
-    param.add_(grad, alpha=-_number(lr))
+    param.add_(grad, alpha=-_number(of.lr))
 
 
 def _same_layout(tensor: Tensor, param: Tensor) -> bool:
@@ -185,18 +191,8 @@ def _split(
     return list(together.values()), alone
 
 
-def _adam_many(
-    columns: Sequence[Sequence[Tensor]],
-    grads: Sequence[Tensor],
-    lr: Tensor,
-    beta1: Tensor,
-    beta2: Tensor,
-    eps: Tensor,
-    weight_decay: Tensor,
-    decoupled: bool,
-    maximize: bool,
-) -> None:
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+def _adam_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _Adam) -> None:
+    kernel = torch._fused_adamw_ if of.decoupled else torch._fused_adam_
     together, alone = _split(columns, grads, len(columns) - 1)
     for indices in together:
         params, exp_avgs, exp_avg_sqs, *largest = ([column[i] for i in indices] for column in columns[:-1])
@@ -209,31 +205,22 @@ def _adam_many(
             exp_avg_sqs,
             largest[0] if largest else [],
             [s if s.dtype == torch.float32 and s.device == params[0].device else s.to(params[0].device, torch.float32) for s in steps],
-            lr=_scalar_for_kernel(lr),
-            beta1=_number(beta1),
-            beta2=_number(beta2),
-            weight_decay=_number(weight_decay),
-            eps=_number(eps),
+            lr=_scalar_for_kernel(of.lr),
+            beta1=_number(of.beta1),
+            beta2=_number(of.beta2),
+            weight_decay=_number(of.weight_decay),
+            eps=_number(of.eps),
             amsgrad=bool(largest),
-            maximize=maximize,
+            maximize=of.maximize,
         )
     for i in alone:
-        _adam_one([column[i] for column in columns], grads[i], lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+        _adam_one([column[i] for column in columns], grads[i], of)
 
 
-def _sgd_many(
-    columns: Sequence[Sequence[Tensor]],
-    grads: Sequence[Tensor],
-    lr: Tensor,
-    momentum: Tensor,
-    dampening: Tensor,
-    weight_decay: Tensor,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
+def _sgd_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _SGD) -> None:
     params, buffers, firsts = columns
     together, alone = _split(columns, grads, 2, halves=False)
-    undamped = _number(dampening) == 0
+    undamped = _number(of.dampening) == 0
     for indices in together:
         by_first: dict[bool, list[int]] = {}
         for i in indices:
@@ -246,22 +233,22 @@ def _sgd_many(
                 [params[i] for i in members],
                 [_laid_out_like(grads[i], params[i]) for i in members],
                 [buffers[i] for i in members],
-                weight_decay=_number(weight_decay),
-                momentum=_number(momentum),
-                lr=_scalar_for_kernel(lr),
-                dampening=_number(dampening),
-                nesterov=nesterov,
-                maximize=maximize,
+                weight_decay=_number(of.weight_decay),
+                momentum=_number(of.momentum),
+                lr=_scalar_for_kernel(of.lr),
+                dampening=_number(of.dampening),
+                nesterov=of.nesterov,
+                maximize=of.maximize,
                 is_first_step=is_first,
             )
             written = [firsts[i] for i in members if is_first or firsts[i].device.type != "cpu"]
             if written:
                 torch._foreach_zero_(written)
     for i in alone:
-        _sgd_one([params[i], buffers[i], firsts[i]], grads[i], lr, momentum, dampening, weight_decay, nesterov, maximize)
+        _sgd_one([params[i], buffers[i], firsts[i]], grads[i], of)
 
 
-def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, maximize: bool) -> None:
+def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _PlainSGD) -> None:
     params = columns[0]
     together, alone = _split(columns, grads, 1, halves=False)
     for indices in together:
@@ -269,29 +256,30 @@ def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor]
             [params[i] for i in indices],
             [_laid_out_like(grads[i], params[i]) for i in indices],
             [],
-            weight_decay=_number(weight_decay),
+            weight_decay=_number(of.weight_decay),
             momentum=0.0,
-            lr=_scalar_for_kernel(lr),
+            lr=_scalar_for_kernel(of.lr),
             dampening=0.0,
             nesterov=False,
-            maximize=maximize,
+            maximize=of.maximize,
             is_first_step=False,
         )
     for i in alone:
-        _sgd_plain_one([params[i]], grads[i], lr, weight_decay, maximize)
+        _sgd_plain_one([params[i]], grads[i], of)
 
 
 _LIBRARY = torch.library.Library("meshc", "FRAGMENT")
 
 
 def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> None:
-    """Register the three forms of one update: `one(written, grad, *numbers)` and `many(columns, grads, *numbers)` work in place."""
+    """Register the three forms of one update: `one(written, grad, numbers)` and `many(columns, grads, numbers)` work in place."""
     operands, numbers = _FAMILIES[name]
+    last = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(numbers).items())
     others, count = operands[1:], len(operands)
     letters = "abcdefgh"
 
     def schema(kind: str, returns: str, form: Callable[[int, str], str], grad: str) -> None:
-        parts = [form(0, operands[0]), grad, *(form(i, operand) for i, operand in enumerate(others, 1)), numbers]
+        parts = [form(0, operands[0]), grad, *(form(i, operand) for i, operand in enumerate(others, 1)), last]
         _LIBRARY.define(f"{kind}({', '.join(parts)}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
 
     returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -307,20 +295,20 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
 
     def in_place(param, grad, *rest):  # type: ignore[no-untyped-def]
         fit(param, grad, *rest)
-        many([[t] for t in (param, *rest[: count - 1])], [grad], *rest[count - 1 :])
+        many([[t] for t in (param, *rest[: count - 1])], [grad], numbers(*rest[count - 1 :]))
 
     def in_place_many(params, grads, *rest):  # type: ignore[no-untyped-def]
         fit(params, grads, *rest)
         if params:
-            many([params, *rest[: count - 1]], grads, *rest[count - 1 :])
+            many([params, *rest[: count - 1]], grads, numbers(*rest[count - 1 :]))
 
     def functional(param, grad, *rest):  # type: ignore[no-untyped-def]
         fit(param, grad, *rest)
         written = [t.clone() for t in (param, *rest[: count - 1])]
         if param.device.type == "cpu":
-            one(written, grad, *rest[count - 1 :])
+            one(written, grad, numbers(*rest[count - 1 :]))
         else:  # the fused kernel needs no step count on the host
-            many([[t] for t in written], [grad], *rest[count - 1 :])
+            many([[t] for t in written], [grad], numbers(*rest[count - 1 :]))
         return written[0] if count == 1 else tuple(written)
 
     def functional_fake(param, grad, *rest):  # type: ignore[no-untyped-def]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshc.ops.grouped import mm_of_runs, outer_of_runs
+from meshc.ops.grouped import meet, mm_of_runs, outer_of_runs, pair
 from meshc.ops.operands import misfit
 
 
@@ -31,8 +31,7 @@ def _(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
 
 
 def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> None:
-    fits = (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
-    if not fits or not _chooses(choice, rows):
+    if not meet(rows, matrices) or not _chooses(choice, rows):
         rule = "rows [r, k] meet matrices [g, k, n] of their dtype, each the one that integers [r] choose"
         raise misfit("routed_mm", rule, rows=rows, matrices=matrices, choice=choice)
 
@@ -51,8 +50,7 @@ def _(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
 
 
 def _fit_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> None:
-    fits = (left.dim(), right.dim()) == (2, 2) and left.shape[0] == right.shape[0] and left.dtype == right.dtype
-    if not fits or not _chooses(choice, left) or count < 0:
+    if not pair(left, right) or not _chooses(choice, left) or count < 0:
         rule = f"left [r, k] and right [r, n] are of one dtype, and integers [r] choose one of {count}, 0 or more"
         raise misfit("routed_outer", rule, left=left, right=right, choice=choice)
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from meshc.errors import CompileError
-from meshc.ir import op_name
+from meshc.ir import leaves, op_name
 from meshc.ir.sizes import Dynamic, Size, at, worlds
 
 
@@ -41,7 +41,7 @@ class OpenShapes:
         return tuple(found)
 
     def _size(self, extents: tuple[int, ...], near: Sequence[tuple[int, ...]], arguments: Any, dim: int, node: Node) -> int:
-        for candidate in _candidates(near, list(_numbers(arguments)), dim):
+        for candidate in _candidates(near, [leaf for leaf in leaves(arguments) if isinstance(leaf, Size)], dim):
             if not isinstance(candidate, Size):
                 continue
             values = tuple(world(candidate) for world in self.worlds)
@@ -54,8 +54,9 @@ class OpenShapes:
                 factors = {divmod(a, b) for a, b in zip(whole, part, strict=True) if b}
                 if len(factors) == 1 and (factor := factors.pop())[1] == 0 and factor[0]:
                     return candidate * factor[0] if whole is extents else candidate // factor[0]
+        strides = sorted({leaf for leaf in leaves(arguments) if type(leaf) is int and 1 < leaf <= 64})
         for candidate in _candidates(near, [], dim):
-            for stride in sorted(set(_strides(arguments))):
+            for stride in strides:
                 for shift in range(stride):
                     windows = (candidate + shift) // stride
                     steps = {extent - world(windows) for extent, world in zip(extents, self.worlds, strict=True)}
@@ -74,26 +75,6 @@ def _world(sizes: Mapping[str, int]) -> Callable[[object], object]:
         return at(value, sizes)
 
     return put
-
-
-def _numbers(arguments: object) -> Iterator[int]:
-    if isinstance(arguments, Size):
-        yield arguments
-    elif isinstance(arguments, list | tuple):
-        for item in arguments:
-            yield from _numbers(item)
-    elif isinstance(arguments, dict):
-        for item in arguments.values():
-            yield from _numbers(item)
-
-
-def _strides(arguments: object) -> Iterator[int]:
-    """Small integers among arguments."""
-    if isinstance(arguments, list | tuple):
-        for item in arguments:
-            yield from _strides(item)
-    elif type(arguments) is int and 1 < arguments <= 64:
-        yield arguments
 
 
 def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: int) -> Iterator[int]:

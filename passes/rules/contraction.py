@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integers, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, by_text, einsum, integers, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -28,10 +27,6 @@ TEXTS = {
 
 
 ROLES = {aten.mm.default: WEIGHT, aten.bmm.default: {"b": "multiplies", **WEIGHT}}
-
-
-def _text(text: str, roles: Mapping[str, str]) -> RuleFunction:
-    return lambda node, tensors: einsum(text, node, tensors, roles=roles)
 
 
 def _addmm(node: Node, tensors: list[Node]) -> Rule:
@@ -79,10 +74,12 @@ def _trilinear(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(map(' '.join, letters))} -> {' '.join(made)}", node, tensors)
 
 
-RULES: dict[object, RuleFunction] = {op: _text(text, ROLES.get(op, {})) for op, text in TEXTS.items()}
-RULES[aten._trilinear.default] = _trilinear
-RULES[aten.addmm.default] = _addmm
-RULES[aten.baddbmm.default] = _baddbmm
-RULES[aten.addbmm.default] = _addbmm
-RULES[aten.addmv.default] = _addmv
-RULES[aten.addr.default] = _addr
+RULES: dict[object, RuleFunction] = {
+    **{op: by_text(text, roles=ROLES.get(op)) for op, text in TEXTS.items()},
+    aten._trilinear.default: _trilinear,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten.addbmm.default: _addbmm,
+    aten.addmv.default: _addmv,
+    aten.addr.default: _addr,
+}

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, pointwise, result_shapes, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, by_text, einsum, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -35,10 +35,6 @@ TEXTS = {
     aten.triangular_solve.default: f"... n! k, {MATRIX} -> ... n! k | {OTHER}",
 }
 """In padding matrices are zero: the operators that would refuse those (a Cholesky factorisation without a report) have no rule."""
-
-
-def _text(text: str) -> RuleFunction:
-    return lambda node, tensors: einsum(text, node, tensors, clean=tuple(range(len(tensors))))
 
 
 def _solve_triangular(node: Node, tensors: list[Node]) -> Rule:
@@ -103,12 +99,14 @@ def _cross(node: Node, tensors: list[Node]) -> Rule:
     return replace(pointwise(node, tensors), whole=frozenset({f"*{dim % rank}"}))
 
 
-RULES: dict[object, RuleFunction] = {op: _text(text) for op, text in TEXTS.items()}
-RULES[aten.linalg_solve_triangular.default] = _solve_triangular
-RULES[aten.linalg_lu_solve.default] = _lu_solve
-RULES[aten.linalg_ldl_solve.default] = _ldl_solve
-RULES[aten.ormqr.default] = _ormqr
-RULES[aten.lu_unpack.default] = _lu_unpack
-RULES[aten._linalg_solve_ex.default] = _solve_ex
-RULES[aten.linalg_cross.default] = _cross
-RULES[aten.linalg_pinv.atol_rtol_tensor] = _pinv
+RULES: dict[object, RuleFunction] = {
+    **{op: by_text(text, clean=range(text.count(",") + 1)) for op, text in TEXTS.items()},
+    aten.linalg_solve_triangular.default: _solve_triangular,
+    aten.linalg_lu_solve.default: _lu_solve,
+    aten.linalg_ldl_solve.default: _ldl_solve,
+    aten.ormqr.default: _ormqr,
+    aten.lu_unpack.default: _lu_unpack,
+    aten._linalg_solve_ex.default: _solve_ex,
+    aten.linalg_cross.default: _cross,
+    aten.linalg_pinv.atol_rtol_tensor: _pinv,
+}

@@ -6,14 +6,14 @@ part of a list of tensors stands for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.fx import Node
 
 from meshc.errors import CompileError, MeshcError
-from meshc.ir import op_name, operands, records
+from meshc.ir import leaves, op_name, operands, records
 from meshc.ops.registered import RULES
 from meshc.passes.rules.rule import ALONE, ROLES, Rule, einsum, shape_of, together
 from meshc.private import OpOverload
@@ -88,16 +88,8 @@ def fitting(text: str, node: Node) -> str:
     operands, results = parts_of(text)
     part = {name: words for (name, _), words in zip(tensor_arguments(op), operands, strict=True)}
     named = [(argument.name, value) for argument, value in zip(op._schema.arguments, node.args, strict=False)]
-    chosen = [part[name] for name, value in (*named, *node.kwargs.items()) if name in part for _ in _tensors(value)]
-    return f"{', '.join(chosen)} -> {' | '.join(results)}"
-
-
-def _tensors(value: object) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    given = [name for name, value in (*named, *node.kwargs.items()) for leaf in leaves(value) if isinstance(leaf, Node)]
+    return f"{', '.join(part[name] for name in given if name in part)} -> {' | '.join(results)}"
 
 
 def _check(made: Any, node: Node, tensors: list[Node]) -> None:

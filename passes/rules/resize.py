@@ -66,15 +66,26 @@ def _places(local: Local) -> list[tuple[int, str]]:
     return [(rank - space + int(letter[1:]), letter) for letter in local.rule.windows]
 
 
+def _reached(local: Local, large: Node) -> Node:
+    """The tile of the larger side that a tile of the smaller stands for."""
+    for dim, letter in _places(local):
+        large = local.window(large, dim, letter)
+    return large
+
+
+def _back(local: Local, large: Node) -> Node:
+    """What a tile of the smaller side has made of the larger: brought to where that lies, and added up."""
+    for dim, letter in _places(local):
+        large = local.sum_of_windows(large, dim, letter)
+    return large
+
+
 def _upsample(node: Node, tensors: list[Node]) -> Rule:
     return _windowed(node, tensors, shape_of(tensors[0]), result_shapes(node)[0], "small -> large", _lower_upsample)
 
 
 def _lower_upsample(local: Local) -> Node:
-    y = local.emit(local.node.target, *local.operands, *local.node.args[1:])
-    for dim, letter in _places(local):
-        y = local.sum_of_windows(y, dim, letter)
-    return y
+    return _back(local, local.emit(local.node.target, *local.operands, *local.node.args[1:]))
 
 
 def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
@@ -82,10 +93,7 @@ def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_upsample_backward(local: Local) -> Node:
-    (grad,) = local.operands
-    for dim, letter in _places(local):
-        grad = local.window(grad, dim, letter)
-    return local.emit(local.node.target, grad, *local.node.args[1:])
+    return local.emit(local.node.target, _reached(local, local.operands[0]), *local.node.args[1:])
 
 
 def _adaptive_mean(node: Node, tensors: list[Node]) -> Rule:
@@ -93,9 +101,7 @@ def _adaptive_mean(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_adaptive_mean(local: Local) -> Node:
-    (x,) = local.operands
-    for dim, letter in _places(local):
-        x = local.window(x, dim, letter)
+    x = _reached(local, local.operands[0])
     count = len(integers(local.node.args[1]))
     return local.emit(local.node.target, x, list(local.out_shape(0))[-count:])
 
@@ -113,10 +119,7 @@ def _lower_adaptive_mean_backward(local: Local) -> Node:
             shape[dim] = local.rule.windows[letter][1].length(local.local_size(letter))
     if shape != list(local.shape(x)):
         x = local.emit(aten.new_zeros.default, grad, shape)
-    made = local.emit(local.node.target, grad, x)
-    for dim, letter in _places(local):
-        made = local.sum_of_windows(made, dim, letter)
-    return made
+    return _back(local, local.emit(local.node.target, grad, x))
 
 
 def _torch_upsample_backward(node: Node, tensors: list[Node]) -> Rule:

@@ -203,6 +203,11 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
     return Rule(tuple(operands), results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
 
 
+def by_text(text: str, clean: Sequence[int] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:
+    """The rule of an operator whose text is the same for all its calls."""
+    return lambda node, tensors: einsum(text, node, tensors, clean=tuple(clean), roles=roles or {})
+
+
 def undivided(node: Node, tensors: Sequence[Node]) -> Rule:
     """Nothing to split: for calls on scalars of operators whose rule speaks of a dim."""
     operands = tuple(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))) for k, t in enumerate(tensors))

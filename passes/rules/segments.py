@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from meshc.ops import grouped as _grouped_operators  # noqa: F401 - registers th
 from meshc.ops import routed as _routed_operators  # noqa: F401 - registers them
 from meshc.passes.rules.contraction import WEIGHT
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, integer, result_shapes, shape_of
+from meshc.passes.rules.rule import Rule, RuleFunction, by_text, dtype_of, einsum, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -112,10 +111,6 @@ def _searched(node: Node, tensors: list[Node]) -> Rule | None:
     return einsum(f"{lead} s!, {lead} v -> {lead} v", node, tensors) if len(values) == len(rows) else None
 
 
-def _text(text: str, clean: tuple[int, ...] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:
-    return lambda node, tensors: einsum(text, node, tensors, clean=clean, roles=roles or {})
-
-
 def _bucketize(node: Node, tensors: list[Node]) -> Rule:
     """bucketize(values, borders): how many borders lie below, so that tiles of the borders add up."""
     return einsum("..., s -> ... +s", node, tensors, lower=_lower_bucketize, self_masked=True, major=frozenset("s"))
@@ -140,10 +135,10 @@ RULES: dict[object, RuleFunction] = {
     aten.segment_reduce.default: _segment_reduce,
     aten._segment_reduce_backward.default: _segment_reduce_backward,
     aten._grouped_mm.default: _grouped_mm,
-    meshc.grouped_mm.default: _text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT),
-    meshc.grouped_outer.default: _text("r! k, r! n, g! -> g! k n"),
-    meshc.routed_mm.default: _text("r k, g! k n, r -> r n +k", (2,), WEIGHT),
-    meshc.routed_outer.default: _text("r k, r n, r -> g! k n +r", clean=(2,)),
+    meshc.grouped_mm.default: by_text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT),
+    meshc.grouped_outer.default: by_text("r! k, r! n, g! -> g! k n"),
+    meshc.routed_mm.default: by_text("r k, g! k n, r -> r n +k", (2,), WEIGHT),
+    meshc.routed_outer.default: by_text("r k, r n, r -> g! k n +r", clean=(2,)),
     aten.searchsorted.Tensor: _searched,
     aten.bucketize.Tensor: _bucketize,
 }

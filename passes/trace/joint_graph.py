@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from meshc.frontend import capture
 from meshc.frontend.capture import JointGraph, TorchGraph, source_of
-from meshc.ir import KEY, Record, is_getitem, record, records, set_record, update
+from meshc.ir import KEY, Record, is_getitem, leaves, record, records, set_record, update
 from meshc.ir.graph import equal_calls, give, output_of, placeholders
 from meshc.passes.phases.traced import Joint
 from meshc.passes.trace.decompositions import decompositions
@@ -106,7 +106,7 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
         )
         node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
     output = output_of(graph)
-    flat = _flat(output.args[0])
+    flat = [*leaves(output.args[0])]
     kept: list[Node] = []
     outputs: list[Port] = []
     for value, (given, name) in zip(flat, joint.outputs, strict=True):
@@ -122,12 +122,6 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
 def _identifier(name: str) -> str:
     text = "".join(c if c.isalnum() else "_" for c in name)
     return text if text[0].isalpha() else f"_{text}"
-
-
-def _flat(value: object) -> list[object]:
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
 
 
 def _record_all(graph: Graph) -> None:

@@ -91,11 +91,7 @@ class KnownValues:
 
 def _holds_open_size(arguments: object) -> bool:
     """Whether a number among the arguments is one that calls choose: what is made of it is not known while compiling."""
-    if isinstance(arguments, list | tuple):
-        return any(_holds_open_size(item) for item in arguments)
-    if isinstance(arguments, dict):
-        return any(_holds_open_size(item) for item in arguments.values())
-    return isinstance(arguments, Size | Ratio)
+    return any(isinstance(leaf, Size | Ratio) for leaf in ir.leaves(arguments))
 
 
 def _repeats_itself(target: torch._ops.OpOverload) -> bool:
