@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
+from meshc.ir.regions import region_of
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, sharing_of
 from meshc.program.packing import escapes, may_hold_its_parts, may_overwrite, may_stay
 from meshc.program.program import Stage
@@ -31,6 +32,8 @@ def _why_not(node: Node, word: str) -> str:
         return "that is for an all-reduce of what an operator has just made, and what nothing else reads, whatever lies in its memory"
     if word == KEPT and escapes(node):
         return "it leaves the stage, or what lies in its memory does: the next call would write over a result"
+    if word == KEPT and (region := region_of(node)) is not None:
+        return f"it is in region {region}, whose memory is the compiler's"
     if word == KEPT and not may_stay(node):
         return "that is for a product that is only reduced in place, and for a cat that has its parts inside"
     if word == KEPT and may_hold_its_parts(node) and PARTS_INSIDE not in sharing_of(node):

@@ -2,9 +2,9 @@
 
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
 share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
-buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted. A message between
-pipeline
-stages counts on its sender until the last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
+buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted, nor what a compiled
+region never has in memory (`fused.py`). A message between pipeline stages counts on its sender until the last instruction there that reads
+it, as if it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
+from meshc.cost.fused import is_fused
 from meshc.ir import sharing
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import local_shape
@@ -204,7 +205,7 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
             home[node] = home.get(_lies_in(node), node)
         if home[node] is node:
             made = node.op == "call_function" and ir.has_record(node)
-            size[node] = sum(map(ir.local_bytes, ir.records(whole))) if made else freed.get(entering.get(node, ""), 0)
+            size[node] = _made_bytes(node, whole) if made else freed.get(entering.get(node, ""), 0)
         for operand in node.all_input_nodes:
             last[home[operand]] = position
     grown = {home[node] for node in gradients if node in home}
@@ -229,6 +230,11 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
             alive -= size[dead]
             growing -= size[dead] if dead in grown else 0
     return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+
+
+def _made_bytes(node: Node, whole: Node) -> int:
+    """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of."""
+    return 0 if is_fused(node) else sum(map(ir.local_bytes, ir.records(whole)))
 
 
 def _lies_in(node: Node) -> Node:

@@ -3,7 +3,9 @@
     seconds = max(flops / rate of its dtype, bytes read and written / memory bandwidth) + launch
 
 Operands and results are each read or written once: what a composite operator (attention, an optimizer's update of all parameters) makes
-inside is not memory traffic of its own. Views and integers take nothing. Williams, Waterman, Patterson: Roofline (CACM 52(4), 2009).
+inside is not memory traffic of its own. Views and integers take nothing. In a compiled region, lines whose values are made for one another
+are one kernel (`fused.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson: Roofline (CACM
+52(4), 2009).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops
+from meshc.cost.fused import is_fused
 from meshc.ir import spmd
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
@@ -36,7 +39,8 @@ def seconds(node: Node, device: Device) -> float:
     if node.op != "call_function" or ir.is_getitem(node) or spmd.is_collective(node.target) or not _runs(node):
         return 0.0
     rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
-    return max(_work(node, device) / rate, moved_bytes(node) / device.bytes_per_s) + device.launch_s
+    launch_s = 0.0 if is_fused(node) else device.launch_s
+    return max(_work(node, device) / rate, moved_bytes(node) / device.bytes_per_s) + launch_s
 
 
 def moved_bytes(node: Node) -> float:
@@ -44,7 +48,7 @@ def moved_bytes(node: Node) -> float:
     written = _overwritten(node)
     name = ir.op_name(node)
     made = 0 if written or name in MAKE_NOTHING else sum(map(ir.local_bytes, ir.records(node)))
-    total = float(made)
+    total = 0.0 if is_fused(node) else float(made)
     picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
     for operand in dict.fromkeys(ir.operands(node)):
         total += min(made, _read_bytes(operand)) if operand is picked else _read_bytes(operand)
@@ -75,12 +79,12 @@ def _bytes(value: Node) -> int:
 
 
 def _read_bytes(value: Node) -> int:
-    """Bytes behind an operand: of an expanded view no more than what it looks at."""
+    """Bytes behind an operand: of an expanded view no more than what it looks at, of what is never in memory none."""
     size = _bytes(value)
     while packing.is_view(value) and not ir.is_getitem(value):
         value = value.all_input_nodes[0]
         size = min(size, _bytes(value))
-    return size
+    return 0 if is_fused(value) else size
 
 
 def _dtype(node: Node) -> torch.dtype:

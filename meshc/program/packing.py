@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, local_bytes, op_name, record, spmd
+from meshc.ir.regions import region_of
 from meshc.ir.sharing import PARTS_INSIDE, sharing_of
 
 aten = torch.ops.aten
@@ -52,7 +53,8 @@ def may_hold_its_parts(cat: Node) -> bool:
         return False
     if cat.kwargs or len(cat.args) > 1 and cat.args[1] != 0:
         return False
-    return all(_is_flattened(node, cat) for node in cat.args[0])  # type: ignore[arg-type, union-attr]
+    parts: list[Node] = cat.args[0]  # type: ignore[assignment]
+    return len(set(parts)) == len(parts) and all(_is_flattened(node, cat) for node in parts)
 
 
 def _is_flattened(node: Node, whole: Node) -> bool:
@@ -84,7 +86,10 @@ LARGE = 8 * 1024 * 1024
 
 
 def may_stay(node: Node) -> bool:
-    """Whether a value can be made in the same memory at each call: a product that is only reduced in place, or the parts of a cat."""
+    """Whether a value can be made in the same memory at each call: a product that is only reduced in place, or the parts of a cat. In a
+    region memory is the compiler's."""
+    if region_of(node) is not None:
+        return False
     if node.target is aten.mm.default and len(node.users) == 1:
         (reader,) = node.users
         return may_overwrite(reader) and not escapes(node)

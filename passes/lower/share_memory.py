@@ -7,7 +7,7 @@
 
 What nothing else reads may be written over; what no result of the stage shares may lie at the same place at each call, and fresh pages cost
 more than what is written to them. `meshc/program/packing.py` says where that can be. In a region a `cat` is Inductor's, which makes what it
-joins in its memory too.
+joins in its memory too, and gives it back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Graph
 from meshc.ir.graph import copied
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.packing import escapes, may_hold_its_parts, may_overwrite, stays
+from meshc.program.packing import may_hold_its_parts, may_overwrite, may_stay, stays
 from meshc.program.program import Stage
 
 
@@ -39,7 +39,7 @@ def _say(graph: Graph) -> None:
     for node in graph.nodes:
         words = []
         if may_hold_its_parts(node):
-            words += [PARTS_INSIDE] if escapes(node) else [PARTS_INSIDE, KEPT]
+            words += [PARTS_INSIDE, KEPT] if may_stay(node) else [PARTS_INSIDE]
         elif may_overwrite(node):
             words.append(OVER_OPERAND)
         elif stays(node):

@@ -17,6 +17,7 @@ from meshc.cost.flops import flops
 from meshc.ir import Record, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.sharing import OVER_OPERAND, set_sharing
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.report.summary import collapsed, collectives, gradient_shardings, summary
@@ -162,6 +163,7 @@ def by_hand() -> PlainProgram:
     b = graph.call_function(aten.exp.default, (view,))
     c = graph.call_function(aten.mm.default, (view, w))
     d = graph.call_function(spmd.all_reduce, (c, ["dp"], "sum"))
+    set_sharing(d, [OVER_OPERAND])
     graph.output((d, b))
     w_lies = Sharding(((ROWS,), (Part("f", 10),)))
     for node, shape, sharding in (

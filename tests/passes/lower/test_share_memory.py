@@ -65,6 +65,7 @@ def test_a_text_keeps_it() -> None:
     ('exp: "f32[4, 4]"', 'exp: "f32[4, 4]; kept"', "exp", "that is for a product that is only reduced in place, and for a cat that has its parts inside"),
     ("; its parts inside, kept", "; kept", "flat", "its parts are not inside"),
     ("aten.sin(x)", "aten.sin(exp)", "flat", "that is for a cat of vectors, each made by reshape"),
+    ("[a, b]", "[a, a]", "flat", "that is for a cat of vectors, each made by reshape"),  # it can be in one place only
     ('"output:s": s', '"output:s": r', "flat", "it leaves the stage, or what lies in its memory does"),
     ('"output:s": s', '"output:s": large', "u", "what nothing else reads, whatever lies in its memory"),
 ])  # fmt: skip

@@ -1,0 +1,51 @@
+"""What a compiled region never has in memory: values that generated code makes for the one line that reads them.
+
+    with region(0):
+        mul: "f32[1024]" = aten.mul.Tensor(x, w)          one kernel, which reads x and w and writes tanh:
+        tanh: "f32[1024]" = aten.tanh(mul)                mul takes no memory, is not written, and is not read
+
+A region is not one kernel as a whole: products, attention and the like are kernels of libraries, before and behind which values lie in
+memory, and what several lines read Inductor keeps or makes again by rules of its own, which differ by device. Such values count as kept, so
+that the figures are not below what is there (docs/decisions/0030-what-a-region-keeps-in-memory.md has measurements).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir.regions import region_of
+from meshc.program import packing
+
+SUMS_UP: Final = frozenset(
+    ("aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim", "aten.amax", "aten.amin", "aten.any", "aten.any.dim", "aten.all")
+)
+"""Reductions that go through their operand once."""
+
+
+def is_fused(node: Node) -> bool:
+    """Whether a node's value is never in memory."""
+    if region_of(node) is None or not _is_pointwise(node):
+        return False
+    reader = _only_reader(node)
+    return reader is not None and (_is_pointwise(reader) or ir.op_name(reader) in SUMS_UP)
+
+
+def _is_pointwise(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return False
+    return torch.Tag.pointwise in node.target.tags or ir.op_name(node) == "aten._to_copy"
+
+
+def _only_reader(node: Node) -> Node | None:
+    """What alone reads a value, in its own region, in whatever way it looks at it."""
+    value = node
+    while len(value.users) == 1:
+        (user,) = value.users
+        if region_of(user) != region_of(node) or not packing.is_view(user):
+            return user if region_of(user) == region_of(node) else None
+        value = user
+    return None
