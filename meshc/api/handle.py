@@ -27,7 +27,7 @@ from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.report import summary
+from meshc.report import searched, summary
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.ownership import calls_allowed
@@ -158,8 +158,10 @@ class Program:
         return show.print_program(self.general)
 
     def summary(self, device: str | None = None) -> str:
-        """Tables: parameters with placements and bytes per rank; stages; collectives; memory; time, on `device` ("h100") or the mesh's."""
-        return summary.summary(self.compiled, device)
+        """Tables: parameters with placements and bytes per rank; stages; collectives; memory; time, on `device` ("h100") or the mesh's;
+        what was tried where a pipeline left a choice."""
+        tried = searched.searched(self.lowered.tried)
+        return summary.summary(self.compiled, device) + (f"\n{tried}" if tried else "")
 
     def timeline(self, path: str | Path | None = None) -> Timeline:
         """What a call is predicted to look like: when each rank of the pipeline runs which stage on which microbatch, and what it sends.

@@ -29,13 +29,13 @@ from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.tried import Tried
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.cut_stages import Uncut
 from meshc.passes.stages.fit import DoesNotFit, Need, budget_of, least, need_of
 from meshc.passes.stages.shape import Shape
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
+from meshc.pipelining.tried import Tried
 
 Answer = TypeVar("Answer")
 

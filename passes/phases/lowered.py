@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.tried import Tried
 from meshc.pipelining.cut import Pipeline
+from meshc.pipelining.tried import Tried
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 
 

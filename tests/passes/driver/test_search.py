@@ -7,7 +7,7 @@ import torch
 
 import meshc
 from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.tried import Tried
+from meshc.pipelining.tried import Tried
 from tests.models import nanogpt
 
 
@@ -53,6 +53,17 @@ def test_what_cannot_be_is_in_the_table_with_its_reason() -> None:
         "zb_v": "zb_v has 2 stages on each rank: 2 ranks take 4 stages, not 2",
     }
     assert taken(tried).schedule not in refused
+
+
+def test_the_summary_ends_with_what_was_tried() -> None:
+    program = compiled(schedule="1f1b")
+    found = taken(program.lowered.tried)
+    title, heads, _, *rows = program.summary().partition("tried for the stages: ")[2].splitlines()
+    assert title == "3 candidates (times of the microbatches alone)"
+    assert heads.split() == ["microbatches", "schedule", "stages", "predicted"]
+    assert [row.split()[0] for row in rows][0] == str(found.microbatches) and rows[0].endswith("  taken") and "1f1b" in rows[0]
+    assert len(rows) == 3 and all(row.endswith("  slower than what is taken") for row in rows[1:])
+    assert "tried for the stages" not in compiled(None, 2, mesh="dp=2").summary()
 
 
 def test_nothing_is_searched_where_there_is_no_choice() -> None:

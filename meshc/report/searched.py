@@ -1,0 +1,52 @@
+"""What was tried for the stages of a pipeline: a table of the candidates, the one that is taken first.
+
+    tried for the stages: 3 candidates
+      microbatches  schedule  stages  predicted  a rank holds
+      ------------  --------  ------  ---------  ------------  --------------------------------------------
+      4             zb_h1     2       1.3 ms     7.9 MB        taken
+      8             zb_h1     2       1.4 ms     7.6 MB        slower than what is taken
+      4             zb_v      4                  9.1 MB        more than a rank may hold, 8,000,000 bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tabulate import tabulate
+
+from meshc.pipelining.tried import Tried
+from meshc.report.summary import bytes_text, seconds_text
+
+SHOWN: Final = 20
+"""Rows at most."""
+
+HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "predicted", "a rank holds", "")
+
+
+def searched(tried: Sequence[Tried]) -> str:
+    """The table; nothing, if there was no choice. What fits stands before what does not."""
+    if not tried:
+        return ""
+    best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
+    rows = [_row(each) for each in best[:SHOWN]]
+    same = {column for column in (1, 5) if len({row[column] for row in rows} - {""}) <= 1}
+    keep = [column for column in range(len(HEADERS)) if column not in same]
+    text = tabulate([[row[column] for column in keep] for row in rows], headers=[HEADERS[column] for column in keep], disable_numparse=True)
+    lines = [f"tried for the stages: {len(tried)} candidate{'s' * (len(tried) > 1)} (times of the microbatches alone)"]
+    lines += [f"  {line}".rstrip() for line in text.splitlines()]
+    if len(tried) > SHOWN:
+        lines.append(f"  and {len(tried) - SHOWN} more, in program.lowered.tried")
+    return "\n".join(lines) + "\n"
+
+
+def _row(one: Tried) -> list[str]:
+    return [
+        str(one.microbatches),
+        ("once a call" if one.gather_once else "as they are read") if one.microbatches > 1 else "",
+        one.schedule,
+        str(len(one.cuts) + 1) if one.cuts else "",
+        "" if one.seconds is None else seconds_text(one.seconds),
+        "" if one.holds is None else bytes_text(one.holds),
+        one.dropped.partition("\n")[0] or "taken",
+    ]
