@@ -192,6 +192,7 @@ def torch_graph(
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
         apart(),
+        untraceable.said_once(),
     ):
         try:
             with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_flex(), observed() as seen:
@@ -345,9 +346,14 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., A
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(_dynamo_settings())
         stack.enter_context(trees.known())
-        joint = aot_export_joint_with_descriptors(
-            stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
-        )
+        stack.enter_context(untraceable.said_once())
+        try:
+            joint = aot_export_joint_with_descriptors(
+                stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
+            )
+        except RuntimeError as error:
+            untraceable.refuse_no_gradient(error, traced.module, source_of)
+            raise
     module = joint.graph_module
     settle_checks(module.graph)
     _drop_plain_inputs(module.graph)

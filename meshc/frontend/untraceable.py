@@ -6,8 +6,10 @@ looked for in the graph.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -33,9 +35,13 @@ _FIXED: Final = (
 )
 _BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
+_TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
 _SPLITTING: Final = "take it out: meshc calls backward and the optimizer itself (meshc.TrainStep)"
 
+_OWN: Final = "docs/add-a-rule.md has an example"
+
 ADVICE: Final[tuple[tuple[str, str], ...]] = (
+    (r"no fake impl registered", f"give the operator a fake (register_fake), which says what it makes of which shapes; {_OWN}"),
     (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
     (r"Tensor\.backward\(\)", _SPLITTING),
     (r"[Dd]ata-dependent branching|Data.dependent jump", _BRANCH),
@@ -93,11 +99,43 @@ def explained(error: Exception, signature: Callable[..., Any], args: Sequence[An
     raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
     lines = [line for line in text.splitlines() if line.strip()]
     reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
-    if "when making fake tensor call" in reason:
-        reason = f"{reason}: {_innermost(error)}"
+    refused = "when making fake tensor call" in reason
+    if refused and "no fake impl registered" in text:
+        reason = f"{_innermost(error)}".split(". ")[0]
+    elif refused:
+        reason = f"an operator does not take what it is given: {_innermost(error)}"
     seen = _code(error) if raised else f"{reason}\n{text}\n{_code(error)}"
-    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), "")
+    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), _TRY_IT if refused else "")
     return CaptureError(f"the model cannot be traced as one graph: {reason}{where}" + (f"\n  what to do: {advice}" if advice else ""))
+
+
+def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
+    """Raises CaptureError if autograd came to an operator of the user's that nobody has said the gradient of."""
+    found = re.search(r"backward through (\S+) but no autograd formula", str(error))
+    if found is None:
+        return
+    name = found[1].removesuffix(".default")
+    source = next((source_of(node) for node in graph.graph.nodes if str(node.target).removesuffix(".default") == name), None)
+    where = f" at {source}" if source is not None and source.file else ""
+    raise CaptureError(
+        f"{name}{where} has no gradient, and what takes one depends on it\n  what to do: give the operator one (register_autograd), an "
+        f"operator itself if it is to be split ({_OWN}); or call it under torch.no_grad()"
+    ) from error
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Around a trace: what torch writes to the log beside an error that it raises is left out."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_is_no_echo)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_echo)
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 def _returned(text: str) -> str:

@@ -87,7 +87,10 @@ def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = 
             raise ScheduleError(f"{asked} made lists for {len(made)} rank{'s' * (len(made) != 1)}; the pipeline has {ranks}")
         for rank, position, item in ((r, p, item) for r, actions in enumerate(made) for p, item in enumerate(actions)):
             if not isinstance(item, Action):
-                raise ScheduleError(f"{asked}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards")
+                raise ScheduleError(
+                    f"{asked}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards\n"
+                    "  what to do: return Action(op, stage, microbatch) (meshc.pipelining.schedule), or what `numbered` makes"
+                )
         missing = sorted(set(range(stages)) - {item.stage for actions in made for item in actions})
         if missing:
             raise ScheduleError(f"{asked}: no rank runs stage {missing[0]}")

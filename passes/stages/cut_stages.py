@@ -21,6 +21,7 @@ from meshc.cost.predict import costs_of
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.request import Request
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.forwarded import forwarded
@@ -46,9 +47,15 @@ def cut_stages(lowered: Lowered) -> Lowered:
     """Stages, messages and owners where the mesh has a pipeline axis, in the shape that is predicted to be fastest. Other programs are left
     alone. Where memory or the number of microbatches leaves a choice, `passes/driver/search.py` makes it."""
     if lowered.mesh.pipeline_axis is None:
-        return lowered
+        return lowered.noting(*_idle_options(lowered.request))
     uncut = Uncut(lowered)
     return uncut.cut(uncut.shapes.can[0])
+
+
+def _idle_options(request: Request) -> list[str]:
+    """What was asked of a pipeline where there is none."""
+    given = [f"{name}=" for name in ("schedule", "pp_splits", "stages_per_rank") if getattr(request, name)]
+    return [f"Options({', '.join(given)}) has no effect: the mesh {request.mesh} has no axis pp of two ranks or more"] if given else []
 
 
 class Uncut:

@@ -16,15 +16,17 @@ from torch.fx import Node
 
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
-from meshc.errors import DeadlockError, MeshcError
-from meshc.ir import Record, record, spmd
+from meshc.errors import CompileError, DeadlockError, MeshcError
+from meshc.ir import Record, record, records, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
 from meshc.ir.window import tile_bounds, tile_length, window_starts
+from meshc.private import OpOverload
 from meshc.program.program import Stage
 from meshc.runtime.simulator.shared_memory import SharedMemory
+from meshc.text.libraries import OWN
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ def rank_program(
             result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))
         else:
             result = _called(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
+            if isinstance(node.target, OpOverload) and node.target.namespace not in OWN:
+                _refuse_false_fake(node, result)
         if poison:
             result = _poison(node, result, coordinates, sizes)
         if memory is not None:
@@ -298,6 +302,24 @@ def _called(stage: Stage, node: Node, args: list[Any], kwargs: dict[str, Any]) -
         raise
     except Exception as error:
         raise failed(stage.origin, node.name, error) from error
+
+
+def _refuse_false_fake(node: Node, result: Any) -> None:
+    """An operator of a user's library gives what its fake has said that it gives: everything behind it was compiled for that."""
+    made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if isinstance(one, torch.Tensor)]
+    told = [one for one in records(node) if one.dtype is not None]
+    for number, (tensor, one) in enumerate(zip(made, told, strict=False)):
+        if tuple(tensor.shape) != tuple(one.shape) or tensor.dtype != one.dtype:
+            which = f"result {number} of " if len(made) > 1 else ""
+            where = f" at {one.source}" if str(one.source) else ""
+            raise CompileError(
+                f"{which}{str(node.target).removesuffix('.default')}{where} is {_told(tensor.dtype, tensor.shape)} on a rank, and its fake "
+                f"says {_told(one.dtype, one.shape)}\n  what to do: put the fake right (register_fake), or the operator"
+            )
+
+
+def _told(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
 
 
 def _poison(node: Node, value: Any, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> Any:

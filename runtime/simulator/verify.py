@@ -17,7 +17,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
 
-from meshc.errors import VerifyError
+from meshc.errors import StateError, VerifyError
 from meshc.frontend.capture import WIDER
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.reference import Microbatch, ReferenceRandom
@@ -277,10 +277,30 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     for child in module.modules():  # what hooks leave behind, as the weight that torch.nn.utils.weight_norm makes before each call
         made = [value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
         memo.update({id(value): value.detach().cpu().clone() for value in made})
-    twin = copy.deepcopy(module, memo)
+    known = dict(memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise StateError(_uncopied(module, known, error)) from error
     for child, original in zip(twin.modules(), module.modules(), strict=True):
         child.training = original.training
     return widen(twin) if double else twin
+
+
+def _uncopied(module: nn.Module, memo: Mapping[int, Any], error: Exception) -> str:
+    """What to say of a model that cannot be copied: which of its attributes cannot, if it is one of them."""
+    what = "the model"
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            try:
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    copy.deepcopy(value, dict(memo))
+            except Exception:
+                what = f"{path}.{name}".lstrip(".")
+    return (
+        f"{what} cannot be copied, and verify compares with a copy of the model: {type(error).__name__}: {error}\n"
+        "  what to do: keep it out of the model's attributes (name it in forward), or give its class a __deepcopy__"
+    )
 
 
 def widen(module: nn.Module) -> nn.Module:

@@ -149,3 +149,79 @@ def test_a_program_whose_process_group_is_gone() -> None:
         torch.distributed.destroy_process_group()
     with pytest.raises(meshc.StateError, match="compile again under the new group"):
         program(X["x"])
+
+
+@torch.library.custom_op("badlib::no_fake", mutates_args=())
+def no_fake(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("badlib::no_gradient", mutates_args=())
+def no_gradient(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("badlib::other_fake", mutates_args=())
+def other_fake(x: Tensor) -> Tensor:
+    return x.sum(-1)
+
+
+no_gradient.register_fake(torch.empty_like)
+other_fake.register_fake(torch.empty_like)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(24, 24), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "function, x, said",
+    [
+        (torch.relu, torch.ones(6, 23), [
+            "as one graph: an operator does not take what it is given: a and b must have same reduction dim, but got [6, 23] X [24, 24].\n"
+            "  in your model: ", "what to do: call the model itself with these inputs"]),
+        (lambda h: h.view(5, 7), torch.ones(6, 24), ["shape '[5, 7]' is invalid for input of size 144\n  in your model: "]),
+        (lambda h: no_fake(h), torch.ones(6, 24), [
+            "There was no fake impl registered for <CustomOpDef(badlib::no_fake)>\n  in your model: ",
+            "what to do: give the operator a fake (register_fake)"]),
+        (lambda h: no_gradient(h), torch.ones(6, 24), [
+            "badlib.no_gradient at test_bad_input.py:", "has no gradient", "what to do: give the operator one (register_autograd)"]),
+    ],
+)  # fmt: skip
+def test_what_the_model_cannot_be_called_with_is_said_once_with_its_line(
+    function: Callable[[Tensor], Tensor], x: Tensor, said: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(meshc.CaptureError) as raised:
+        meshc.compile(Calls(function), meshc.Mesh("dp=2"), kwargs={"x": x})
+    assert [words for words in said if words not in str(raised.value)] == []
+    assert "failed while attempting to run meta" not in capfd.readouterr().err, "torch's log of the same error"
+
+
+@pytest.mark.filterwarnings("ignore:badlib.other_fake has no rule")
+def test_a_fake_that_says_another_shape_than_its_operator_gives_is_named() -> None:
+    with torch.no_grad():
+        program = meshc.compile(Calls(lambda h: other_fake(h)), meshc.Mesh("dp=2"), kwargs={"x": torch.ones(6, 24)})
+        with pytest.raises(meshc.CompileError) as raised:
+            meshc.verify(program)
+    assert re.match(
+        r"badlib.other_fake at test_bad_input.py:\d+ is float32 \[6\] on a rank, and its fake says float32 \[6, 24\]", str(raised.value)
+    )
+
+
+def test_what_of_a_model_verify_cannot_copy_is_named() -> None:
+    with torch.no_grad():
+        program = meshc.compile(Calls(no_gradient), meshc.Mesh("dp=2"), kwargs={"x": torch.ones(6, 24)})
+        with pytest.raises(meshc.StateError, match="^function cannot be copied, and verify compares with a copy of the model: TypeError"):
+            meshc.verify(program)
+
+
+def test_options_of_a_pipeline_without_one_are_noted() -> None:
+    options = meshc.Options(schedule="1f1b", stages_per_rank=2)
+    program = meshc.compile(mlp().model, meshc.Mesh("dp=2"), kwargs=X, options=options)
+    said = "Options(schedule=, stages_per_rank=) has no effect: the mesh dp=2 has no axis pp of two ranks or more"
+    assert said in program.compiled.notes

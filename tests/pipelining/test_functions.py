@@ -71,7 +71,7 @@ def _raises(*given: Any) -> Any:
     [
         (_raises, r"_raises\(ranks=2, stages=2, microbatches=4, costs\) raised ZeroDivisionError: no ranks\n  what to do"),
         (lambda *given: None, "raised TypeError"),
-        (lambda *given: [[]], "made lists for 1 ranks; the pipeline has 2"),
+        (lambda *given: [[]], "made lists for 1 rank; the pipeline has 2"),
         (lambda *given: [["F0.0"], []], "rank 0, position 0 is 'F0.0', no Action"),
         (lambda *given: [[Action("F", 0, 0)], []], "no rank runs stage 1"),
     ],

@@ -282,11 +282,12 @@ def test_a_function_a_text_and_a_schedule_are_taken_alike() -> None:
         ("0: F0.0", "the schedule has lists for 1 ranks; the pipeline has 2"),
         (
             lambda ranks, stages, microbatches, costs: [[]],
-            "<lambda>(ranks=2, stages=2, microbatches=1, costs) made lists for 1 ranks; the pipeline has 2",
+            "<lambda>(ranks=2, stages=2, microbatches=1, costs) made lists for 1 rank; the pipeline has 2",
         ),
         (
             lambda ranks, stages, microbatches, costs: [[Action("F", 0, 0)], ["F1.0"]],
-            "<lambda>(ranks=2, stages=2, microbatches=1, costs): rank 1, position 0 is 'F1.0', no Action; messages are put in afterwards",
+            "<lambda>(ranks=2, stages=2, microbatches=1, costs): rank 1, position 0 is 'F1.0', no Action; messages are put in afterwards\n"
+            "  what to do: return Action(op, stage, microbatch) (meshc.pipelining.schedule), or what `numbered` makes",
         ),
     ],
 )

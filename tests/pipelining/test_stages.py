@@ -99,7 +99,7 @@ def test_cuts_at_named_modules() -> None:
         ({"pp_splits": ["layers.1", "layers.2"], "schedule": "1f1b"}, "2 ranks take 2 stages, not 3"),
         ({"schedule": "2f2b"}, "there is no schedule '2f2b': use one of 1f1b, dualpipe_v, gpipe"),
         ({"schedule": "inference"}, "the schedule inference is not one of a training step: use 1f1b"),
-        ({"schedule": "0: F0.0 B0.0\n1: F1.0 B1.0"}, "the schedule is for 2 ranks and 1 microbatches, the program for pp=2 and 2"),
+        ({"schedule": "0: F0.0 B0.0\n1: F1.0 B1.0"}, "the schedule is for 2 ranks and 1 microbatch, the program for pp=2 and 2"),
         ({"schedule": "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 X1.0 F1.1 B1.1"}, "line 2"),
         ({"schedule": "0: F0.0 F0.1 B0.0 B0.1\n1: B1.0 F1.0 F1.1 B1.1"}, "rank 1, position"),
     ],
