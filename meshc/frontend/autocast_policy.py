@@ -1,7 +1,7 @@
 """torch's autocast policy as data: which ATen operators of a region take which dtype, for each device.
 
 The lists say what torch registers for its `AutocastCPU` and `AutocastCUDA` dispatch keys (aten/src/ATen/autocast_mode.cpp and .h of torch
-2.13); a key tells which operators it holds, not with which policy. `tests/passes/trace/test_lower_autocast.py` is the canary: it compares
+2.13); a key tells which operators it holds, not with which policy. `tests/frontend/test_autocast_policy.py` is the canary: it compares
 the lists with the dispatcher, and each policy with what torch's own kernel does to fake tensors of the device.
 """
 

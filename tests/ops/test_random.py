@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from meshc.errors import MeshcError
-from meshc.frontend.reference import ReferenceRandom
 from meshc.ops import philox, random
-from meshc.ops.random_calls import RAISED, draws, is_random
-
-ops = torch.ops.meshc
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from tests.ops.drawn import FLOATS, ops, seeded
 
 # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, block.
 VECTORS = [
@@ -44,13 +35,6 @@ def numpy_uniform(seed: int, step: int, call: int, n: int) -> numpy.ndarray:
     names: dict[str, Any] = {}
     exec(text.split("```python\n")[1].split("```")[0], names)
     return names["uniform32"](seed, step, call, n)
-
-
-def seeded(seed: int = 1234567890123456789, step: int = 3) -> Tensor:
-    return random.seed_step(seed, step)
-
-
-# ------------------------------------------------------------------------------------------------------------------- the generator
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -84,9 +68,6 @@ def test_normal_float64_is_box_muller() -> None:
     radius, angle = math.sqrt(-2 * math.log((first[0] + 1) / 2**53)), 2 * math.pi * first[1] / 2**53
     drawn = random.normal(random.seed_step(0, 0), 0, (2,), torch.float64)
     assert drawn.tolist() == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], rel=1e-14)
-
-
-# ------------------------------------------------------------------------------------------------------------------------- tilings
 
 
 @st.composite
@@ -189,9 +170,6 @@ def test_wrong_arguments_are_named() -> None:
         random.uniform(seeded(), 0, (3,), torch.int32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- statistics
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_uniform_statistics(dtype: torch.dtype) -> None:
     n = 1 << 18
@@ -234,331 +212,3 @@ def test_calls_steps_seeds_and_neighbours_are_independent() -> None:
 
 def test_step_and_call_count_modulo_two_to_the_32() -> None:
     assert torch.equal(random.uniform(random.seed_step(1, 5), 7, (9,)), random.uniform(random.seed_step(1, 5 + 2**32), 7 + 2**32, (9,)))
-
-
-# ------------------------------------------------------------------------------------------------------------------------- dropout
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_dropout_keeps_one_minus_p(dtype: torch.dtype, p: float) -> None:
-    x = torch.randn(1 << 17).to(dtype)
-    out, mask = ops.dropout(x, seeded(), 1, p, x.shape, x.shape, [0])
-    assert out.dtype == dtype and mask.dtype == torch.bool
-    assert abs(mask.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / x.numel()) + 1e-12
-    assert torch.equal(mask, random.keep_mask(seeded(), 1, p, x.shape))
-    assert torch.equal(mask, random.uniform(seeded(), 1, x.shape) >= random.keep_threshold(1 - p) * 2.0**-24)
-    expected = torch.where(mask, x.double() / (1 - p), 0.0) if p < 1 else torch.zeros(x.shape, dtype=torch.float64)
-    torch.testing.assert_close(out, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_dropped_values_are_zero_whatever_they_were() -> None:
-    x = torch.full((1000,), math.nan)
-    assert (random.dropout(x, seeded(), 0, 0.5)[~random.keep_mask(seeded(), 0, 0.5, (1000,))] == 0).all()
-    assert (random.dropout(x, seeded(), 0, 1.0) == 0).all()
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.3, 0.5, 0.7, 0.999, 1.0, 2**-25, 3 * 2**-25, 1 / 3])
-def test_keeping_and_dropping_round_alike(p: float) -> None:
-    """torch's dropout hands 1 - p to bernoulli_, which the reference turns into keep_mask(1 - (1 - p))."""
-    assert random.keep_threshold(1.0 - p) == random.keep_threshold(1.0 - (1.0 - (1.0 - p)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dropout_derivative(dtype: torch.dtype) -> None:
-    x = torch.randn(6, 5, dtype=dtype).t().requires_grad_()  # not contiguous
-    out = random.dropout(x, seeded(), 0, 0.4)
-    grad = torch.randn(out.shape, dtype=dtype)
-    out.backward(grad)
-    torch.testing.assert_close(x.grad, torch.where(random.keep_mask(seeded(), 0, 0.4, x.shape), grad / 0.6, 0).to(dtype))
-
-
-def test_dropout_differentiates_twice() -> None:
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: random.dropout(x, seeded(), 0, 0.4), x)
-    assert torch.autograd.gradgradcheck(lambda x: random.dropout(x, seeded(), 0, 0.4), x)
-
-
-def test_operators_are_registered_as_torch_wants() -> None:
-    x = torch.randn(5, 7, requires_grad=True)
-    torch.library.opcheck(ops.dropout.default, (x, seeded(), 0, 0.3, [35], [35], [0]))
-    torch.library.opcheck(ops.dropout_backward.default, (x, x.detach() > 0, 0.3))
-    torch.library.opcheck(ops.keep_mask.default, (seeded(), 0, 0.3, [5, 7], [5, 7], [0, 0]))
-    torch.library.opcheck(ops.uniform.default, (seeded(), 0, [5, 7], [5, 7], [0, 0], torch.float32))
-    torch.library.opcheck(ops.normal.default, (seeded(), 0, [5, 7], [5, 7], [0, 0], torch.float64))
-
-
-def test_one_node_forward_and_one_backward() -> None:
-    from functorch.compile import make_boxed_func
-    from torch._functorch.aot_autograd import aot_function
-
-    targets: list[str] = []
-
-    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    x = torch.randn(4, 4, requires_grad=True)
-    compiled = aot_function(lambda x, s: random.dropout(x * 2, s, 0, 0.5), fw_compiler=record, bw_compiler=record)
-    compiled(x, seeded()).sum().backward()
-    assert targets.count("meshc.dropout.default") == targets.count("meshc.dropout_backward.default") == 1
-    assert len([target for target in targets if "bernoulli" in target or "where" in target]) == 0
-    torch.testing.assert_close(x.grad, random.keep_mask(seeded(), 0, 0.5, x.shape) * 4.0)
-
-
-# ------------------------------------------------------------------------------------------------------------------- the reference
-
-
-def test_eager_dropout_is_meshc_dropout() -> None:
-    x = torch.randn(8, 33, requires_grad=True)
-    with ReferenceRandom(7, 2) as reference:
-        first, second = F.dropout(x, 0.1), F.dropout(x, 0.6)
-        F.dropout(x, 0.0), F.dropout(x, 1.0), F.dropout(x, 0.5, training=False)
-        with torch.inference_mode():
-            third = F.dropout(x, 0.1)
-            F.dropout(x, 1.0)
-    assert reference.calls == 3
-    seed = random.seed_step(7, 2)
-    torch.testing.assert_close(first, random.dropout(x, seed, 0, 0.1))
-    torch.testing.assert_close(second, random.dropout(x, seed, 1, 0.6))
-    torch.testing.assert_close(third, random.dropout(x, seed, 2, 0.1))
-    (gradient,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(gradient, random.keep_mask(seed, 0, 0.1, x.shape) / 0.9)
-
-
-def test_eager_dropout_of_a_transposed_tensor_counts_rows_of_the_view() -> None:
-    x = torch.randn(9, 4).t()
-    with ReferenceRandom(7):
-        torch.testing.assert_close(F.dropout(x, 0.5), random.dropout(x, random.seed_step(7), 0, 0.5))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_dropout(causal: bool) -> None:
-    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    with ReferenceRandom(1) as reference:
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=causal)
-        F.scaled_dot_product_attention(q, k, v)
-    assert reference.drawn == [("aten.bernoulli_.float", (2, 3, 5, 5))]
-    scores = q @ k.transpose(-2, -1) / math.sqrt(8)
-    if causal:
-        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
-    expected = random.dropout(scores.softmax(-1), random.seed_step(1), 0, 0.1) @ v
-    torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_other_draws() -> None:
-    seed, p = random.seed_step(3, 4), torch.rand(6)
-    with ReferenceRandom(3, 4):
-        assert torch.equal(torch.rand(2, 3), random.uniform(seed, 0, (2, 3)))
-        assert torch.equal(torch.randn(5, dtype=torch.float64), random.normal(seed, 1, (5,), torch.float64))
-        assert torch.equal(torch.rand_like(p, dtype=torch.bfloat16), random.uniform(seed, 2, (6,), torch.bfloat16))
-        assert torch.equal(torch.randn_like(p), random.normal(seed, 3, (6,)))
-        assert torch.equal(torch.empty(4).uniform_(-1, 3), random.uniform(seed, 4, (4,)) * 4.0 - 1.0)
-        assert torch.equal(torch.empty(4).normal_(2.0, 0.5), random.normal(seed, 5, (4,)) * 0.5 + 2.0)
-        assert torch.equal(torch.bernoulli(p), (random.uniform(seed, 6, (6,)) >= 1 - p).float())
-        assert torch.equal(torch.empty(6).bernoulli_(0.25), random.keep_mask(seed, 7, 0.75, (6,)).float())
-        assert torch.equal(torch.normal(p, p), random.normal(seed, 8, (6,)) * p + p)
-        assert torch.equal(torch.native_dropout(p, 0.5, True)[1], random.keep_mask(seed, 9, 0.5, (6,)))
-
-
-def test_what_has_no_definition_is_refused() -> None:
-    x = torch.randn(2, 3, requires_grad=True)
-    with ReferenceRandom(0):
-        for undefined in (lambda: torch.poisson(x.abs()), lambda: torch.empty(3).random_(), lambda: torch.rand(2, out=torch.empty(2))):
-            with pytest.raises(MeshcError, match="does not define"):
-                undefined()
-        with pytest.raises(MeshcError, match="checkpointing"):
-            checkpoint(lambda x: F.dropout(x, 0.5) * x, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.drop, self.channel, self.alpha = nn.Dropout(0.2), nn.Dropout1d(0.3), nn.AlphaDropout(0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.alpha(self.channel(self.drop(torch.relu(self.first(x)))))
-        h = F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], dropout_p=0.1)[:, 0]
-        return self.second(h + torch.rand_like(h))
-
-
-def test_a_small_model_and_its_gradients() -> None:
-    torch.manual_seed(0)
-    model, x, s = Small().double(), torch.randn(3, 4, 6, dtype=torch.float64), random.seed_step(5, 6)
-    with ReferenceRandom(5, 6) as reference:
-        out = model(x)
-    assert [shape for _, shape in reference.drawn] == [(3, 4, 6), (3, 4, 1), (3, 4, 6), (3, 1, 4, 4), (3, 4, 6)]
-    h = random.dropout(torch.relu(model.first(x)), s, 0, 0.2)
-    h = RAISED[F.dropout1d](h, 0.3, seed_step=s, call=1)
-    h = RAISED[F.alpha_dropout](h, 0.4, True, seed_step=s, call=2)
-    h = random.dropout((h @ h.mT / math.sqrt(6)).softmax(-1)[:, None], s, 3, 0.1)[:, 0] @ h
-    expected = model.second(h + RAISED[torch.rand_like](h, seed_step=s, call=4))
-    torch.testing.assert_close(out, expected)
-    parameters = list(model.parameters())
-    for ours, theirs in zip(torch.autograd.grad(out.sum(), parameters), torch.autograd.grad(expected.sum(), parameters), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_gpt2_draws_in_a_fixed_order() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=50, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config).train()
-    ids = torch.randint(50, (2, 8))
-
-    def run(step: int) -> tuple[Tensor, list[Tensor], ReferenceRandom]:
-        torch.rand(3)  # torch's own generator has no part in it
-        model.zero_grad()
-        with ReferenceRandom(1, step) as reference:
-            loss = model(ids, labels=ids).loss
-        loss.backward()
-        return loss, [parameter.grad.clone() for parameter in model.parameters()], reference
-
-    loss, gradients, reference = run(0)
-    layer = [(2, 4, 8, 8), (2, 8, 32), (2, 8, 32)]  # attention, its projection, the feed-forward
-    assert [shape for _, shape in reference.drawn] == [(2, 8, 32), *layer, *layer]
-    again, gradients_again, _ = run(0)
-    assert torch.equal(loss, again) and all(map(torch.equal, gradients, gradients_again))
-    other, _, _ = run(1)
-    assert not torch.equal(loss, other)
-
-
-# --------------------------------------------------------------------------------------------------------------- torch-level targets
-
-
-class Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 6, num_layers=3, dropout=0.5)
-        self.attention = nn.MultiheadAttention(6, 2, dropout=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lstm(x)[0]
-        x = self.attention(x, x, x)[0]
-        x = F.dropout(F.dropout(F.dropout(x, 0.0), 1.0) + torch.randn(6), 0.1) + F.alpha_dropout(x, 0.3)
-        return x.bernoulli_(0.5) * F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
-
-
-def test_draws_counts_what_the_reference_sees() -> None:
-    class Count(torch.overrides.TorchFunctionMode):
-        total, depth = 0, 0
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.total += draws(func, args, kwargs)
-            return func(*args, **(kwargs or {}))
-
-    with ReferenceRandom(0) as reference, Count() as count:
-        model = Several()
-        before, count.total = reference.calls, 0
-        model(torch.randn(4, 3, 6))
-    assert count.total == reference.calls - before == 2 + 1 + 1 + 1 + 1 + 1 + 1
-
-
-def test_is_random() -> None:
-    for target in (F.dropout, torch.rand, torch.bernoulli, torch.randperm, "bernoulli_", torch.Tensor.normal_, F.dropout3d):
-        assert is_random(target)
-    for target in (F.relu, torch.add, "view", torch.Tensor.view, F.scaled_dot_product_attention, torch.zeros):
-        assert not is_random(target)
-    assert draws(F.scaled_dot_product_attention, (0, 0, 0), {"dropout_p": 0.1}) == 1
-    assert draws(F.dropout, (0, 0.1, False)) == draws(F.dropout, (0, 1.0)) == draws(F.alpha_dropout, (0, 0.1)) == 0
-    assert draws(F.dropout, (0, 0.1)) == draws(torch.dropout, (0, 0.1, True)) == draws(torch.native_dropout, (0, 0.0, True)) == 1
-
-
-RAISED_CALLS = [
-    (F.dropout, (0.3,), {}),
-    (torch.dropout, (0.3, True), {}),
-    (F.dropout1d, (0.3,), {}),
-    (F.dropout2d, (0.3,), {}),
-    (torch.feature_dropout, (0.3, True), {}),
-    (F.alpha_dropout, (0.3, True), {}),
-    (torch.native_dropout, (0.3, True), {}),
-    (torch.rand_like, (), {}),
-    (torch.randn_like, (), {"dtype": torch.float64}),
-    (torch.bernoulli, (0.25,), {}),
-]
-
-
-@pytest.mark.parametrize(("target", "args", "kwargs"), RAISED_CALLS)
-def test_raised_functions_mean_what_the_reference_draws(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    x = torch.randn(2, 3, 4)
-    with warnings.catch_warnings(), ReferenceRandom(1, 2) as reference:
-        warnings.simplefilter("ignore")  # dropout2d on three dims
-        expected = target(x, *args, **kwargs)
-    assert reference.calls == 1
-    ours = RAISED[target](x, *args, **kwargs, seed_step=random.seed_step(1, 2), call=0)
-    if target is torch.native_dropout:
-        expected, ours = expected[0], ours[0]
-    torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("target", [F.dropout1d, F.dropout3d])
-def test_raised_channel_dropout_without_batch(target: Any) -> None:
-    x = torch.ones(3, 4) if target is F.dropout1d else torch.ones(3, 4, 2, 2)
-    with ReferenceRandom(1):
-        expected = target(x, 0.5)
-    torch.testing.assert_close(RAISED[target](x, 0.5, seed_step=random.seed_step(1), call=0), expected)
-
-
-# ----------------------------------------------------------------------------------------------------------------------- the build
-
-
-def test_the_build_is_cached_and_named_by_its_source(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHC_CACHE", str(tmp_path / "cache"))
-
-    def built() -> list[Any]:
-        philox._compiled()
-        return sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "cache").glob("*.so"))
-
-    first = built()
-    assert len(first) == 1 and built() == first
-    changed = tmp_path / "philox.cpp"
-    changed.write_text(philox.SOURCE.read_text() + "\n// changed\n")
-    monkeypatch.setattr(philox, "SOURCE", changed)
-    assert len(built()) == 2 and first[0] in built()
-
-
-def test_no_compiler_warns_once_with_the_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    philox.library.cache_clear()
-    philox._warn_once.cache_clear()
-    try:
-        with pytest.warns(RuntimeWarning, match="cost: about 60 ns") as caught:
-            drawn = random.uniform(random.seed_step(0, 0), 0, (4,)), random.uniform(random.seed_step(0, 0), 0, (4,))
-        assert len(caught) == 1
-    finally:
-        monkeypatch.undo()
-        philox.library.cache_clear()
-        philox._warn_once.cache_clear()
-    assert torch.equal(drawn[0], random.uniform(random.seed_step(0, 0), 0, (4,)))
-
-
-TILES = [((1000,), (1000,), (0,)), ((50, 60, 64), (7, 13, 32), (3, 4, 32)), ((50, 60, 70), (7, 13, 3), (3, 4, 5))]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", TILES)
-def test_cuda_draws_the_same_bits(shape: tuple[tuple[int, ...], ...]) -> None:
-    here, there = seeded(), seeded().cuda()
-    for dtype in FLOATS:
-        assert torch.equal(ops.uniform(here, 1, *shape, dtype), ops.uniform(there, 1, *shape, dtype).cpu())
-        assert torch.equal(ops.normal(here, 1, *shape, dtype), ops.normal(there, 1, *shape, dtype).cpu())
-        x = torch.randn(shape[1]).to(dtype)
-        ours, theirs = ops.dropout(x, here, 1, 0.1, *shape), ops.dropout(x.cuda(), there, 1, 0.1, *shape)
-        assert torch.equal(ours[0], theirs[0].cpu()) and torch.equal(ours[1], theirs[1].cpu())
-        assert torch.equal(ops.dropout_backward(x, ours[1], 0.1), ops.dropout_backward(x.cuda(), theirs[1], 0.1).cpu())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_attention_dropout_needs_the_math_kernel() -> None:
-    q = torch.randn(2, 3, 16, 16, device="cuda", dtype=torch.float16)
-    with ReferenceRandom(0), pytest.raises(MeshcError, match="SDPBackend.MATH"):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
-    with ReferenceRandom(0) as reference, sdpa_kernel(SDPBackend.MATH):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
-    assert reference.calls == 1

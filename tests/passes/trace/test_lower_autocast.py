@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,358 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.errors import CompileError
-from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy
 from meshc.frontend.capture import TorchGraph, joint_graph, torch_graph
-from meshc.passes.trace.lower_autocast import ENTER, EXIT, as_casts
+from meshc.passes.trace.lower_autocast import ENTER, as_casts
 from tests.models import FACTORIES
-
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+from tests.passes.trace.autocast import BF16, F16, F32, F64, as_in_capture, call_of, region_of, same
 
 
 @pytest.fixture(autouse=True)
 def _as_in_capture() -> Iterator[None]:
-    """oneDNN off, as where meshc traces: with it, torch's LSTM is another operator, in another dtype."""
-    onednn = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch._C._set_mkldnn_enabled(onednn)
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-# ---------------------------------------------------------------------------------------------------------------- canary: torch's lists
-
-
-class Seen(Exception):
-    """What reached an operator: its tensors' dtypes and its dtype arguments."""
-
-
-class AtTheOperator(TorchDispatchMode):
-    """Stops where the autocast kernel hands over to the operator."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "prim" or function is torch.ops.aten.to.dtype:
-            return function(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs))
-        floating = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-        raise Seen(floating, {leaf for leaf in leaves if isinstance(leaf, torch.dtype)})
-
-
-def argument(kind: str, tensor: Callable[[], Tensor]) -> Any:
-    """Some value of a schema's type; an autocast kernel looks at tensors only."""
-    if kind in ("Tensor", "Optional[Tensor]"):
-        return tensor()
-    if kind == "List[Tensor]":
-        return [tensor(), tensor()]
-    if kind == "List[Optional[Tensor]]":
-        return [torch.ones(2, dtype=torch.int64)]
-    if kind.startswith("Optional"):
-        return None
-    scalars = {"int": 1, "number": 1, "SymInt": 1, "float": 1.0, "bool": False, "str": "same"}
-    return scalars[kind] if kind in scalars else [scalars[kind.removeprefix("List[").removesuffix("]")]]
-
-
-def reaches(device: str, name: str, dtype: torch.dtype) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """The dtypes with which torch's autocast kernel calls operator `name` when all its operands are `dtype`, in a bfloat16 region."""
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    function = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    with FakeTensorMode():
-        values = [(a, argument(str(a.type), lambda: torch.empty(2, dtype=dtype, device=device))) for a in function._schema.arguments]
-        torch.set_autocast_enabled(device, True)
-        torch.set_autocast_dtype(device, BF16)
-        try:
-            with torch._C._AutoDispatchBelowAutograd(), AtTheOperator():
-                function(*[v for a, v in values if not a.kwarg_only], **{a.name: v for a, v in values if a.kwarg_only})
-        except Seen as seen:
-            return seen.args  # type: ignore[return-value]
-        finally:
-            torch.set_autocast_enabled(device, before[0])
-            torch.set_autocast_dtype(device, before[1])
-    raise AssertionError(f"{name} was not called")
-
-
-BEHAVIOUR = {
-    # operands reach the operator as (from float32, from bfloat16), and with these dtype arguments
-    ((BF16, BF16), ()): Policy.LOWER,
-    ((F32, F32), ()): Policy.FLOAT32,
-    ((F32, BF16), (F32,)): Policy.FLOAT32_RESULT,
-    ((F32, BF16), ()): Policy.WIDEST,
-}
-
-
-@pytest.mark.parametrize("device", POLICIES)
-def test_canary_the_lists_are_torchs(device: str) -> None:
-    """If this fails after an update of torch: see TORCH_LIBRARY_IMPL(aten, Autocast...) in aten/src/ATen/autocast_mode.cpp."""
-    key = DISPATCH_KEYS[device]
-    registered = {name for name in torch._C._dispatch_get_all_op_names() if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
-    registered.discard("aten::_cudnn_rnn")  # in CUDA builds; Policy.CUDNN stands for it
-    assert {name for name, policy in POLICIES[device].items() if policy is not Policy.CUDNN} == registered
-    assert not INSIDE[device].keys() & POLICIES[device].keys()
-
-
-@pytest.mark.parametrize("device", POLICIES)
-def test_canary_each_policy_is_what_torchs_kernel_does(device: str) -> None:
-    wrong = {}
-    for name, policy in POLICIES[device].items():
-        if policy is Policy.CUDNN:
-            continue
-        if policy is Policy.REFUSED:
-            with pytest.raises(RuntimeError, match="unsafe to autocast"):
-                reaches(device, name, F32)
-            continue
-        (high, asked), (low, _) = reaches(device, name, F32), reaches(device, name, BF16)
-        assert len(high) == len(low) == 1, name
-        behaviour = BEHAVIOUR.get(((*high, *low), tuple(asked)))
-        if behaviour is not policy:
-            wrong[name] = behaviour
-    assert wrong == {}
-
-
-# ---------------------------------------------------------------------------------------------------------------- functions, one by one
-
-
-def region_of(function: Any, args: Any, kwargs: Any, device: str, dtype: torch.dtype = BF16) -> tuple[TorchGraph, list[Tensor]]:
-    """The graph of one call in one region, as Dynamo would leave it, and its inputs."""
-    mode, graph = FakeTensorMode(), torch.fx.Graph()
-    nodes: dict[int, torch.fx.Node] = {}
-    inputs = list({id(leaf): leaf for leaf in tensors((args, kwargs))}.values())
-    for position, leaf in enumerate(inputs):
-        node = nodes[id(leaf)] = graph.placeholder(f"x{position}")
-        node.meta["example_value"] = mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad)
-    wired = pytree.tree_map(lambda leaf: nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf, (tuple(args), dict(kwargs)))
-    enter = graph.call_function(ENTER, (device, dtype, True, None))
-    call = graph.call_function(function, *wired)
-    graph.call_function(EXIT, (enter,))
-    graph.output(call)
-    module = torch.fx.GraphModule({}, graph)
-    module.meta["fake_mode"] = mode
-    return TorchGraph(module, (), {}, [], {}, set(), {}, pytree.tree_structure(None), []), inputs
-
-
-def weighted(outputs: list[Tensor]) -> Tensor:
-    outputs = [out for out in outputs if out.requires_grad]
-    return sum((out.double() * torch.linspace(0.5, 1.5, out.numel(), dtype=F64).view(out.shape)).sum() for out in outputs)  # type: ignore
-
-
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
-
-
-Make = Callable[..., Tensor]
-
-
-def square(t: Make) -> Tensor:
-    return t(4, 4)
-
-
-def image(t: Make) -> Tensor:
-    return t(2, 4, 6, 6)
-
-
-LABELS = torch.tensor([1, 0, 2])
-SIGNS = torch.tensor([1, -1, 1])
-FUNCTIONS: dict[str, Callable[[Make], tuple[Any, ...]]] = {
-    # matrices
-    "linear": lambda t: (F.linear, t(3, 4), t(5, 4), t(5)),
-    "matmul": lambda t: (torch.matmul, t(2, 3, 4), t(4, 5)),
-    "operator @": lambda t: (torch.Tensor.__matmul__, t(3, 4), t(4, 5)),
-    "Tensor.mm": lambda t: (torch.Tensor.mm, t(3, 4), t(4, 5)),
-    "mm of one tensor": lambda t: (lambda x: torch.mm(x, x), square(t)),
-    "bmm": lambda t: (torch.bmm, t(2, 3, 4), t(2, 4, 5)),
-    "baddbmm": lambda t: (torch.baddbmm, t(2, 3, 5), t(2, 3, 4), t(2, 4, 5)),
-    "addmm": lambda t: (torch.addmm, t(5), t(3, 4), t(4, 5)),
-    "addbmm": lambda t: (torch.addbmm, t(3, 5), t(2, 3, 4), t(2, 4, 5)),
-    "addmv": lambda t: (torch.addmv, t(3), t(3, 4), t(4)),
-    "addr": lambda t: (torch.addr, t(3, 4), t(3), t(4)),
-    "mv": lambda t: (torch.mv, t(3, 4), t(4)),
-    "dot": lambda t: (torch.dot, t(4), t(4)),
-    "einsum": lambda t: (torch.einsum, "bij,bjk->bik", t(2, 3, 4), t(2, 4, 5)),
-    "tensordot": lambda t: (torch.tensordot, t(2, 3, 4), t(4, 5), 1),
-    "multi_dot": lambda t: (torch.linalg.multi_dot, [t(2, 3), t(3, 4), t(4, 2)]),
-    "inner": lambda t: (torch.inner, t(3, 4), t(5, 4)),
-    "inv": lambda t: (torch.linalg.inv, square(t)),
-    "cdist": lambda t: (torch.cdist, t(3, 4), t(5, 4)),
-    # convolutions, pooling, resampling
-    "conv1d": lambda t: (F.conv1d, t(2, 4, 6), t(3, 4, 3), t(3)),
-    "conv2d": lambda t: (F.conv2d, image(t), t(3, 4, 3, 3), t(3)),
-    "conv2d, same": lambda t: (lambda x, w: F.conv2d(x, w, padding="same"), image(t), t(3, 4, 3, 3)),
-    "conv3d": lambda t: (F.conv3d, t(1, 2, 4, 4, 4), t(3, 2, 3, 3, 3)),
-    "conv_transpose2d": lambda t: (F.conv_transpose2d, image(t), t(4, 3, 3, 3), t(3)),
-    "max_pool2d": lambda t: (F.max_pool2d, image(t), 2),
-    "avg_pool3d": lambda t: (F.avg_pool3d, t(1, 2, 4, 4, 4), 2),
-    "adaptive_avg_pool2d": lambda t: (F.adaptive_avg_pool2d, image(t), 2),
-    "interpolate, nearest": lambda t: (F.interpolate, image(t), 12),
-    "interpolate, bilinear": lambda t: (F.interpolate, image(t), 12, None, "bilinear", False),
-    "grid_sample": lambda t: (F.grid_sample, image(t), t(2, 3, 3, 2).tanh(), "bilinear", "zeros", False),
-    "pad, reflect": lambda t: (F.pad, image(t), (1, 1, 1, 1), "reflect"),
-    "pixel_shuffle": lambda t: (F.pixel_shuffle, image(t), 2),
-    # norms and softmax
-    "layer_norm": lambda t: (F.layer_norm, t(3, 4), (4,), t(4), t(4)),
-    "rms_norm": lambda t: (F.rms_norm, t(3, 4), (4,), t(4)),
-    "group_norm": lambda t: (F.group_norm, image(t), 2, t(4), t(4)),
-    "batch_norm": lambda t: (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), image(t), t(4), t(4)),
-    "normalize": lambda t: (F.normalize, t(3, 4)),
-    "norm": lambda t: (torch.norm, t(3, 4)),
-    "vector_norm": lambda t: (torch.linalg.vector_norm, t(3, 4)),
-    "softmax": lambda t: (F.softmax, t(3, 4), -1),
-    "softmax, dtype": lambda t: (lambda x: F.softmax(x, -1, dtype=BF16), t(3, 4)),
-    "log_softmax": lambda t: (torch.Tensor.log_softmax, t(3, 4), -1),
-    "logsumexp": lambda t: (torch.logsumexp, t(3, 4), -1),
-    "cosine_similarity": lambda t: (F.cosine_similarity, t(3, 4), t(3, 4)),
-    # reductions and pointwise
-    "sum": lambda t: (torch.sum, t(3, 4)),
-    "Tensor.sum": lambda t: (torch.Tensor.sum, t(3, 4), -1),
-    "mean": lambda t: (torch.mean, t(3, 4)),
-    "prod": lambda t: (torch.prod, t(3, 4)),
-    "cumsum": lambda t: (torch.cumsum, t(3, 4), 0),
-    "var": lambda t: (torch.var, t(3, 4)),
-    "exp": lambda t: (torch.exp, t(3, 4)),
-    "rsqrt": lambda t: (torch.rsqrt, t(3, 4).abs() + 1),
-    "operator **": lambda t: (torch.Tensor.pow, t(3, 4), 2),
-    "softplus": lambda t: (F.softplus, t(3, 4)),
-    "gelu": lambda t: (F.gelu, t(3, 4)),
-    "prelu": lambda t: (F.prelu, t(3, 4), t(1)),
-    "add": lambda t: (torch.add, t(3, 4), t(3, 4)),
-    "addcmul": lambda t: (torch.addcmul, t(3, 4), t(3, 4), t(3, 4)),
-    "atan2": lambda t: (torch.atan2, t(3, 4), t(3, 4)),
-    "fft": lambda t: (torch.fft.rfft, t(3, 4)),
-    # layout
-    "cat": lambda t: (torch.cat, [t(3, 4), t(2, 4)]),
-    "stack": lambda t: (torch.stack, [t(3, 4), t(3, 4)], 1),
-    "index_put": lambda t: (torch.index_put, t(3, 4), (LABELS,), t(3, 4)),
-    "scatter_add": lambda t: (torch.scatter_add, t(3, 4), 0, LABELS[:, None].expand(3, 4), t(3, 4)),
-    # losses
-    "cross_entropy": lambda t: (F.cross_entropy, t(3, 4), LABELS, t(4).abs()),
-    "cross_entropy, smoothed": lambda t: (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), t(3, 4), LABELS),
-    "cross_entropy, probabilities": lambda t: (lambda x, y: F.cross_entropy(x, y), t(3, 4), t(3, 4).abs()),
-    "nll_loss": lambda t: (F.nll_loss, t(3, 4), LABELS),
-    "mse_loss": lambda t: (F.mse_loss, t(3, 4), t(3, 4)),
-    "l1_loss": lambda t: (F.l1_loss, t(3, 4), t(3, 4)),
-    "smooth_l1_loss": lambda t: (F.smooth_l1_loss, t(3, 4), t(3, 4)),
-    "kl_div": lambda t: (F.kl_div, t(3, 4), t(3, 4).abs()),
-    "bce_with_logits": lambda t: (F.binary_cross_entropy_with_logits, t(3, 4), t(3, 4).abs()),
-    "cosine_embedding_loss": lambda t: (F.cosine_embedding_loss, t(3, 4), t(3, 4), SIGNS),
-    # attention, recurrence
-    "attention": lambda t: (F.scaled_dot_product_attention, t(2, 2, 3, 4), t(2, 2, 3, 4), t(2, 2, 3, 4), t(3, 3)),
-    "attention of one tensor": lambda t: (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), t(2, 2, 3, 4)),
-    "multi-head attention": lambda t: multi_head(t, None),
-    "multi-head attention, masked": lambda t: multi_head(t, t(3, 3)),
-    "gru_cell": lambda t: (torch.gru_cell, t(2, 4), t(2, 3), t(9, 4), t(9, 3), t(9), t(9)),
-    "lstm": lambda t: (
-        torch.lstm, t(3, 2, 4), (t(1, 2, 3), t(1, 2, 3)), [t(12, 4), t(12, 3), t(12), t(12)], True, 1, 0.0, True, False, False,
-    ),
-}  # fmt: skip
-
-
-def multi_head(t: Make, mask: Tensor | None) -> tuple[Any, ...]:
-    x = t(3, 2, 4)
-    in_weight, in_bias, out_weight, out_bias = t(12, 4), t(12), t(4, 4), t(4)
-
-    def function(x: Tensor, mask: Tensor | None, *weights: Tensor) -> Any:
-        w, b, v, c = weights
-        return F.multi_head_attention_forward(x, x, x, 4, 2, w, b, None, None, False, 0.0, v, c, attn_mask=mask)
-
-    return function, x, mask, in_weight, in_bias, out_weight, out_bias
-
-
-def call_of(name: str, inputs: str) -> tuple[Any, tuple[Any, ...]]:
-    """A function and its arguments: `inputs` is float32, bfloat16, or mixed, where they alternate."""
-    torch.manual_seed(0)
-    made = 0
-
-    def make(*shape: int) -> Tensor:
-        nonlocal made
-        made += 1
-        low = inputs == "bfloat16" or (inputs == "mixed" and made % 2)
-        return torch.randn(shape).to(BF16 if low else F32).requires_grad_()
-
-    function, *args = FUNCTIONS[name](make)
-    return function, tuple(args)
-
-
-def attempt(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except (RuntimeError, TypeError, IndexError) as error:  # an operator may lack the dtype; then it must lack it here too
-        return error
-
-
-@pytest.mark.parametrize("inputs", ["float32", "bfloat16", "mixed"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_cpu_values_and_gradients_are_torchs_bit_for_bit(name: str, inputs: str) -> None:
-    function, args = call_of(name, inputs)
-    traced, leaves = region_of(function, args, {}, "cpu")
-
-    def reference() -> Any:
-        with torch.autocast("cpu", BF16):
-            return function(*args)
-
-    want = attempt(reference)
-    if isinstance(want, Exception):
-        with pytest.raises((CompileError, RuntimeError)):
-            torch.fx.Interpreter(as_casts(traced).module).run(*leaves)
-        return
-    got = torch.fx.Interpreter(as_casts(traced).module).run(*leaves)
-    assert [same(a, b) for a, b in zip(tensors(got), tensors(want), strict=True)] == [True] * len(tensors(want))
-    sources = [leaf for leaf in leaves if leaf.requires_grad]
-    gradients = [attempt(lambda out=out: torch.autograd.grad(weighted(tensors(out)), sources, allow_unused=True)) for out in (got, want)]
-    if isinstance(gradients[1], Exception):
-        assert str(gradients[0]) == str(gradients[1])
-    else:
-        assert all(same(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def on_fake_cuda(function: Any, args: Any) -> list[torch.dtype]:
-    """The dtypes that torch's own CUDA autocast gives, without a GPU: its kernels run over fake CUDA tensors."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        fakes = pytree.tree_map(
-            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cuda") if isinstance(leaf, Tensor) else leaf, args
-        )
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", BF16)
-        try:
-            return [leaf.dtype for leaf in tensors(function(*fakes))]
-        finally:
-            torch.set_autocast_enabled("cuda", before[0])
-            torch.set_autocast_dtype("cuda", before[1])
-            torch.clear_autocast_cache()
-
-
-WITHOUT_A_GPU_TORCH_CANNOT = ("grid_sample", "multi-head attention", "multi-head attention, masked", "gru_cell", "lstm")
-"""Functions that want a CUDA context, or a kernel without a fake one, even for fake tensors."""
-
-
-@pytest.mark.parametrize("inputs", ["float32", "bfloat16", "mixed"])
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in WITHOUT_A_GPU_TORCH_CANNOT])
-def test_cuda_dtypes_are_torchs(name: str, inputs: str) -> None:
-    function, args = call_of(name, inputs)
-    traced, _ = region_of(function, args, {}, "cuda")
-    want = attempt(lambda: on_fake_cuda(function, args))
-    if isinstance(want, Exception):
-        assert "dtype" in str(want)
-        with pytest.raises(CompileError, match="dtype"):
-            as_casts(traced)
-        return
-    as_casts(traced)
-    fakes = [node.meta["example_value"] for node in traced.module.graph.find_nodes(op="placeholder")]
-    with traced.fake_mode, torch.no_grad():
-        assert [leaf.dtype for leaf in tensors(torch.fx.Interpreter(traced.module).run(*fakes))] == want
-
-
-# ------------------------------------------------------------------------------------------------------------------------- text, regions
+    with as_in_capture():
+        yield
 
 
 def traced(function: Callable[..., Any], *args: Tensor, module: nn.Module | None = None) -> TorchGraph:
@@ -498,9 +157,6 @@ def joint_outputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return list(output.args[0])  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- errors
-
-
 def test_what_torch_refuses_is_refused_with_its_place() -> None:
     def model(_: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cuda", BF16):
@@ -544,9 +200,6 @@ def test_a_dtype_read_from_a_tensor_is_noted() -> None:
     graph = as_casts(traced(model, torch.randn(4, 4)))
     (note,) = graph.notes
     assert "return y.to(h.dtype)" in note and "torch.float32 here may be a tensor's dtype as traced" in note
-
-
-# ------------------------------------------------------------------------------------------------------------------------------- models
 
 
 class OnRealTensors(torch.fx.Interpreter):
