@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.errors import VerifyError
 from meshc.ir.keys import kind_of
@@ -81,7 +81,7 @@ class PassCheck:
 
 def interpret(graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Run a global-view graph on one device."""
-    env: dict[Node, Any] = {}
+    env: dict[Node, Argument] = {}
     ports = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -90,8 +90,13 @@ def interpret(graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], val
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
         elif node.op == "output":
-            return {port.key: env[item] for port, item in zip(outputs, node.args[0], strict=True)}
+            return {port.key: _tensor(env[item]) for port, item in zip(outputs, node.args[0], strict=True)}
     raise VerifyError("the graph has no output")
+
+
+def _tensor(value: Argument) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 def _value(port: Port, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -8,13 +8,15 @@ last place at random (Monte Carlo arithmetic, Parker 1997); programs were found 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from meshc.ir import trees
-from meshc.private import TorchDispatchMode
+from meshc.ir.functions import Keywords
+from meshc.private import OpOverload, TorchDispatchMode
 
 RUNS: Final = 3
 TIMES: Final = 4
@@ -38,7 +40,7 @@ class Perturbed(TorchDispatchMode):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         rounds = any(_is_floating(leaf) for leaf in trees.leaves((args, kwargs)))
@@ -58,5 +60,5 @@ class Perturbed(TorchDispatchMode):
         return value * (1 + unit * (2 * torch.rand(value.shape, generator=self.generator, dtype=value.dtype) - 1))
 
 
-def _is_floating(leaf: Any) -> bool:
+def _is_floating(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, torch.float64)

@@ -10,7 +10,6 @@ written over, or whose result lies in what is kept, gives other numbers here as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -29,14 +28,18 @@ class SharedMemory:
         """Memory that parts are made in, by the `cat` that has it."""
         self.kept: list[torch.Tensor] = []
 
-    def place(self, node: Node, made: Any, env: Mapping[Node, Any]) -> Any:
+    def place(self, node: Node, made: object, env: Mapping[Node, object]) -> object:
         """A value that has just been made, in the memory that is said to have it. `env`: the values of its operands."""
+        if not isinstance(made, torch.Tensor):
+            return made
         if node in self.pieces:
             made = self._inside(node, made)
         elif node in self.wholes:
             made = self.wholes.pop(node).view(made.shape)
-        elif OVER_OPERAND in sharing_of(node) and (operand := env[node.all_input_nodes[0]]).is_contiguous():
-            made = operand.copy_(made)
+        elif OVER_OPERAND in sharing_of(node):
+            operand = env[node.all_input_nodes[0]]
+            if isinstance(operand, torch.Tensor) and operand.is_contiguous():
+                made = operand.copy_(made)
         if KEPT in sharing_of(node):
             self.kept.append(made)
         return made

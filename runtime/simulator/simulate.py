@@ -7,9 +7,9 @@ to be zero is filled with NaN, so a mask that is missing shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch.fx import Node
@@ -18,7 +18,7 @@ from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import CompileError, DeadlockError, MeshcError
 from meshc.ir import Record, record, records, spmd
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Keywords
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
@@ -37,9 +37,9 @@ class Meeting:
     kind: str
     axes: tuple[str, ...]
     tensor: torch.Tensor
-    rest: tuple[Any, ...]
+    rest: tuple[object, ...]
 
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[object, ...]:
         return (self.kind, self.axes, tuple(self.tensor.shape), self.tensor.dtype, self.rest)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Letter:
     sender: int
     receiver: int
     name: str
-    values: tuple[Any, ...]
+    values: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -69,34 +69,39 @@ class Wait:
         return f"recv({self.name}) from rank {self.sender}"
 
 
-Observer = Callable[[Node, list[Any]], None]
+Observer = Callable[[Node, list[object]], None]
+"""Is told of a node's values, by rank, when all ranks have theirs."""
 Stop = Meeting | Letter | Wait
-RankProgram = Generator[Stop, Any, Any]
+Answer = torch.Tensor | tuple[torch.Tensor, ...] | None
+"""What a rank goes on with: what a collective gives it, what a letter brings, nothing."""
+Given = TypeVar("Given")
+RankProgram = Generator[Stop, Answer, Given]
 
 
 def run_stage(
     stage: Stage,
-    inputs: Sequence[Sequence[Any]],
+    inputs: Sequence[Sequence[torch.Tensor]],
     mesh: Mesh,
     sizes: Mapping[str, int],
     *,
     microbatch: int = 0,
     observe: Observer | None = None,
     poison: bool = True,
-) -> list[list[Any]]:
+) -> list[list[torch.Tensor]]:
     """Outputs per rank of a stage, given its inputs per rank. Raises DeadlockError."""
-    seen: dict[Node, list[Any]] = {}
+    seen: dict[Node, dict[int, object]] = {}
     world = mesh.world_size
 
-    def watch(rank: int) -> Callable[[Node, Any], None] | None:
+    def watch(rank: int) -> Callable[[Node, object], None] | None:
         if observe is None:
             return None
 
-        def note(node: Node, value: Any) -> None:
-            row = seen.setdefault(node, [None] * world)
+        def note(node: Node, value: object) -> None:
+            row = seen.setdefault(node, {})
             row[rank] = value
-            if all(item is not None for item in row):
-                observe(node, seen.pop(node))
+            if len(row) == world:
+                observe(node, [seen[node][r] for r in range(world)])
+                del seen[node]
 
         return note
 
@@ -107,13 +112,13 @@ def run_stage(
     return lock_step(ranks, mesh)
 
 
-def lock_step(ranks: Sequence[RankProgram], mesh: Mesh) -> list[Any]:
+def lock_step(ranks: Sequence[RankProgram[Given]], mesh: Mesh) -> list[Given]:
     """Run rank coroutines to their end, performing collectives as all members arrive and handing letters over as they are waited for."""
     waiting: dict[int, Meeting | Wait] = {}
-    results: dict[int, Any] = {}
+    results: dict[int, Given] = {}
     letters: dict[tuple[int, int], list[Letter]] = {}
 
-    def advance(rank: int, value: Any) -> None:
+    def advance(rank: int, value: Answer) -> None:
         try:
             while isinstance(stop := ranks[rank].send(value), Letter):
                 letters.setdefault((stop.sender, stop.receiver), []).append(stop)
@@ -162,7 +167,7 @@ def _ready(
     return members if all(isinstance(other, Meeting) and other.axes == stop.axes for other in here) else []
 
 
-def _stuck(waiting: Mapping[int, Meeting | Wait], results: Mapping[int, Any], mesh: Mesh) -> str:
+def _stuck(waiting: Mapping[int, Meeting | Wait], results: Collection[int], mesh: Mesh) -> str:
     lines = ["ranks wait for each other for ever:"]
     for rank, stop in sorted(waiting.items()):
         others = [stop.sender] if isinstance(stop, Wait) else [m for m in _group(mesh, rank, stop.axes) if m != rank]
@@ -181,25 +186,30 @@ def _group(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
 
 def perform(meeting: Meeting, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
     """What a collective gives each member, in member order. `counts`: the sizes of its axes."""
-    count = len(tensors)
-    if meeting.kind == "all_reduce":
-        return [_reduced(tensors, meeting.rest[0]).clone() for _ in tensors]
-    if meeting.kind == "broadcast":
-        return [tensors[meeting.rest[0]].clone() for _ in tensors]
-    if meeting.kind == "all_gather":
-        return [torch.cat(list(tensors), meeting.rest[0]) for _ in tensors]
-    if meeting.kind == "reduce_scatter":
-        dim, how = meeting.rest
-        return [tile.contiguous() for tile in _reduced(tensors, how).chunk(count, dim)]
-    if meeting.kind == "all_to_all":
-        split, concat = meeting.rest
-        tiles = [tensor.chunk(count, split) for tensor in tensors]
-        return [torch.cat([tiles[sender][receiver] for sender in range(count)], concat) for receiver in range(count)]
-    if meeting.kind == "halo":
-        return _halo(tensors, counts, *meeting.rest)
-    if meeting.kind == "halo_sum":
-        return _halo_sum(tensors, counts, *meeting.rest)
-    raise DeadlockError(f"unknown collective {meeting.kind}")
+    if meeting.kind not in _GIVES:
+        raise DeadlockError(f"unknown collective {meeting.kind}")
+    return _GIVES[meeting.kind](tensors, counts, *meeting.rest)
+
+
+def _all_reduce(tensors: Sequence[torch.Tensor], counts: Sequence[int], how: str) -> list[torch.Tensor]:
+    return [_reduced(tensors, how).clone() for _ in tensors]
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], counts: Sequence[int], index: int) -> list[torch.Tensor]:
+    return [tensors[index].clone() for _ in tensors]
+
+
+def _all_gather(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int) -> list[torch.Tensor]:
+    return [torch.cat(list(tensors), dim) for _ in tensors]
+
+
+def _reduce_scatter(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, how: str) -> list[torch.Tensor]:
+    return [tile.contiguous() for tile in _reduced(tensors, how).chunk(len(tensors), dim)]
+
+
+def _all_to_all(tensors: Sequence[torch.Tensor], counts: Sequence[int], split: int, concat: int) -> list[torch.Tensor]:
+    tiles = [tensor.chunk(len(tensors), split) for tensor in tensors]
+    return [torch.cat([row[receiver] for row in tiles], concat) for receiver in range(len(tensors))]
 
 
 def _halo(
@@ -232,6 +242,12 @@ def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, 
     return found
 
 
+_GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all, "halo": _halo, "halo_sum": _halo_sum,
+}  # fmt: skip
+"""By kind: what the members' tensors give, the sizes of the axes, and what else the collective was called with."""
+
 _ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -244,18 +260,18 @@ def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
 
 def rank_program(
     stage: Stage,
-    inputs: list[Any],
+    inputs: list[torch.Tensor],
     coordinates: Mapping[str, int],
     sizes: Mapping[str, int],
-    note: Callable[[Node, Any], None] | None,
+    note: Callable[[Node, object], None] | None,
     poison: bool,
-) -> RankProgram:
+) -> RankProgram[list[torch.Tensor]]:
     """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
-    env: dict[Node, Any] = {}
+    env: dict[Node, object] = {}
     dead = dying(last_reads(stage.graph.nodes))
     memory = SharedMemory(stage.graph) if note is None else None  # what is looked at, perhaps later, is as it was made
 
-    def value(argument: Any) -> Any:
+    def value(argument: object) -> object:
         if isinstance(argument, Node):
             return env[argument]
         if isinstance(argument, list | tuple):
@@ -267,14 +283,16 @@ def rank_program(
         if node.op == "output":
             if memory is not None:
                 memory.leave()
-            return [value(item) for item in node.args[0]]
+            return cast(list[torch.Tensor], [value(item) for item in node.args[0]])  # several results are taken apart before they leave
+        result: object
         if node.op == "placeholder":
             result = next(placeholders)
         elif node.target is spmd.coordinate:
             result = coordinates[node.args[0]]
         elif spmd.is_collective(node.target):
-            tensor, axes, *rest = [value(argument) for argument in node.args]
-            result = yield Meeting(node, node.target.__name__, tuple(axes), tensor, tuple(rest))
+            operand = env[node.args[0]]
+            assert isinstance(operand, torch.Tensor)
+            result = yield Meeting(node, node.target.__name__, tuple(node.args[1]), operand, tuple(value(rest) for rest in node.args[2:]))
         else:
             result = _called(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
             if isinstance(node.target, OpOverload) and node.target.namespace not in OWN:
@@ -291,7 +309,7 @@ def rank_program(
     raise AssertionError("a stage ends in an output")
 
 
-def _called(stage: Stage, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _called(stage: Stage, node: Node, args: Sequence[object], kwargs: Keywords) -> object:
     """What an operator gives; of a stage that was read from a text, after its guard, and an error names the line."""
     target: Function = node.target  # type: ignore[assignment]  # a stage has calls of functions alone
     if stage.origin is None:
@@ -304,9 +322,10 @@ def _called(stage: Stage, node: Node, args: list[Any], kwargs: dict[str, Any]) -
         raise failed(stage.origin, node.name, error) from error
 
 
-def _refuse_false_fake(node: Node, result: Any) -> None:
+def _refuse_false_fake(node: Node, result: object) -> None:
     """An operator of a user's library gives what its fake has said that it gives: everything behind it was compiled for that."""
-    made = [result] if isinstance(result, torch.Tensor) else [one for one in result or () if isinstance(one, torch.Tensor)]
+    several = result if isinstance(result, list | tuple) else (result,)
+    made = [one for one in several if isinstance(one, torch.Tensor)]
     told = [one for one in records(node) if one.dtype is not None]
     for number, (tensor, one) in enumerate(zip(made, told, strict=False)):
         if tuple(tensor.shape) != tuple(one.shape) or tensor.dtype != one.dtype:
@@ -322,7 +341,7 @@ def _told(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
 
 
-def _poison(node: Node, value: Any, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
+def _poison(node: Node, value: object, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> object:
     """NaN in all padding that is not claimed to be zero."""
     found = node.meta.get("meshc")
     if not isinstance(found, Record) or not isinstance(value, torch.Tensor) or not value.is_floating_point():

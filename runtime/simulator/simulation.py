@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -20,6 +19,8 @@ from meshc.runtime.comm.layouts import put_tiles, take_tile
 from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
 
 Values = Mapping[str, torch.Tensor]
+Rows = dict[str, dict[int, torch.Tensor]]
+"""By the key of a whole, what the microbatches have given to it so far."""
 
 
 def simulate(program: PlainProgram, values: Values, *, observe: Observer | None = None, poison: bool = True) -> dict[str, torch.Tensor]:
@@ -28,10 +29,10 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
     Raises DeadlockError if ranks would hang, VerifyError if ranks that should agree on a result do not.
     """
     mesh, sizes = program.mesh, program.axis_sizes
-    ranks: list[dict[str, Any]] = []
+    ranks: list[dict[str, torch.Tensor]] = []
     for rank in range(mesh.world_size):
         coordinates = mesh.coordinates(rank)
-        env: dict[str, Any] = {key_of("constant", name): tensor for name, tensor in program.constants.items()}
+        env: dict[str, torch.Tensor] = {key_of("constant", name): tensor for name, tensor in program.constants.items()}
         for port in program.inputs:
             if port.kind != "constant":
                 value = values[port.key]
@@ -40,6 +41,7 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
     if program.pipeline is not None:
         lock_step([_walk(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
         return {port.key: gather(program, port, ranks) for port in program.outputs}
+    rows: list[Rows] = [{} for _ in ranks]
     for instruction in program.schedule:
         if instruction.op in RUNS:
             stage = program.stages[instruction.stage]
@@ -48,14 +50,14 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
             for env, row in zip(ranks, results, strict=True):
                 env.update(zip(stage.outputs, row, strict=True))
         elif instruction.op in ("join", *ACCUMULATES):
-            for env in ranks:
-                _collect(program, instruction, env)
+            for env, mine in zip(ranks, rows, strict=True):
+                _collect(program, instruction, env, mine)
         else:
             raise DeadlockError(f"unknown instruction {instruction.op}")
     return {port.key: gather(program, port, ranks) for port in program.outputs}
 
 
-def _walk(program: PlainProgram, rank: int, env: dict[str, Any], poison: bool) -> RankProgram:
+def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison: bool) -> RankProgram[None]:
     """One rank's whole list. What it does not own it does not have."""
     assert program.pipeline is not None
     coordinates = program.mesh.coordinates(rank)
@@ -64,6 +66,7 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, Any], poison: bool) -
         if owner != coordinates[axis]:
             env.pop(key, None)
     coming: dict[str, Wait] = {}
+    rows: Rows = {}
     for step in steps_of(program, coordinates):
         slots = tuple(slot(key, step.microbatch) for key in step.keys)
         peer = program.mesh.rank({**coordinates, axis: step.peer})
@@ -74,13 +77,12 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, Any], poison: bool) -
         stage = program.stages.get(step.stage)
         read = [slot(key, step.microbatch) for key in step.reads(program.stages)]
         if step.op in ("join", *ACCUMULATES):
-            _collect(program, step, env)
+            _collect(program, step, env, rows)
         while late := [key for key in read if key in coming]:
             message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the first that it posts
-            values = yield message
-            for key, value in zip(message.name.split(", "), values, strict=True):
-                del coming[key]
-                env[key] = value
+            received = yield from _received(message)
+            coming = {key: wait for key, wait in coming.items() if key not in received}
+            env.update(received)
         if step.op == "send":
             yield Letter(rank, peer, name, tuple(env[key] for key in slots))
         elif step.op in RUNS and stage is not None:
@@ -88,20 +90,26 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, Any], poison: bool) -
             results = yield from rank_program(stage, [env[key] for key in read], where, program.axis_sizes, None, poison)
             env.update({slot(key, step.microbatch): value for key, value in zip(stage.outputs, results, strict=True)})
     for message in dict.fromkeys(coming.values()):
-        env.update(zip(message.name.split(", "), (yield message), strict=True))
-    return env
+        env.update((yield from _received(message)))
 
 
-def _collect(program: PlainProgram, step: Instruction, env: dict[str, Any]) -> None:
+def _received(message: Wait) -> RankProgram[dict[str, torch.Tensor]]:
+    """What a letter brings, by key."""
+    values = yield message
+    assert isinstance(values, tuple)
+    return dict(zip(message.name.split(", "), values, strict=True))
+
+
+def _collect(program: PlainProgram, step: Instruction, env: dict[str, torch.Tensor], rows: Rows) -> None:
     """What a microbatch gives to the whole: a term, or its rows of an output."""
     part = env.pop(step.value)
     if step.op in ACCUMULATES:
         env[step.into] = ACCUMULATES[step.op](env[step.into], part) if step.into in env else part
         return
-    rows = env.setdefault(f"{step.into} so far", {})
-    rows[step.microbatch] = part
-    if len(rows) == program.microbatches:
-        env[step.into] = torch.cat([rows[k] for k in range(len(rows))])
+    given = rows.setdefault(step.into, {})
+    given[step.microbatch] = part
+    if len(given) == program.microbatches:
+        env[step.into] = torch.cat([given[k] for k in range(len(given))])
 
 
 def first_microbatch(program: PlainProgram) -> PlainProgram:
@@ -119,7 +127,7 @@ def _microbatch(item: Action | Send | Recv) -> int:
     return item.microbatch if isinstance(item, Action) else item.message.of.microbatch
 
 
-def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """The global value of an output from the tiles of the ranks that have it; every rank's copy must be the same."""
     tiles = {rank: env[port.key] for rank, env in enumerate(ranks) if program.owns(port.key, program.mesh.coordinates(rank))}
     if port.sharding is None:

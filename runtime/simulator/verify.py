@@ -10,12 +10,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from tabulate import tabulate
 from torch import nn
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.errors import StateError, VerifyError
 from meshc.frontend.capture import WIDER
@@ -23,6 +24,7 @@ from meshc.frontend.flex import written_out_flex
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.train_step import split_result
 from meshc.ir import Record, record, trees
+from meshc.ir.functions import Function
 from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
@@ -179,6 +181,9 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
 
 
+Tree = TypeVar("Tree")
+
+
 @dataclass(frozen=True)
 class Reference:
     """The model on one device, as a plain copy, and how to call it.
@@ -188,9 +193,9 @@ class Reference:
     """
 
     module: nn.Module
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    function: Function
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     seed: int = 0
     double: bool = False
     parts: Parts | None = None
@@ -202,7 +207,7 @@ class Reference:
         with self._under(ReferenceRandom(self.seed, step)):
             yield
 
-    def run(self) -> Any:
+    def run(self) -> object:
         """The model's output for the whole batch; inside `at`, and so is a backward from it."""
         return self.function(self.module, *self.args, **self.kwargs)
 
@@ -267,7 +272,7 @@ class Reference:
 
 def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
     """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
         full = parameter.detach() if values is None else values[name]
         memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
@@ -307,16 +312,17 @@ def widen(module: nn.Module) -> nn.Module:
     return module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
 
 
-def widen_inputs(tree: Any, double: bool) -> Any:
+def widen_inputs(tree: Tree, double: bool) -> Tree:
     """A copy: the reference may change its inputs, and leaves gradients with them."""
 
-    def wide(leaf: Any) -> Any:
+    def wide(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
         return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
 
-    return trees.mapped(wide, tree)
+    copied: Tree = trees.mapped(wide, tree)
+    return copied
 
 
 def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
@@ -460,13 +466,13 @@ def first_wrong(
 
     With `parts` the graph is one microbatch's, and the first one is looked at.
     """
-    truth: dict[str, Any] = {}
+    truth: dict[str, torch.Tensor] = {}
     mine = values
     if parts is not None:
         program = first_microbatch(program)
         inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
         mine = {**values, **parts.cut(inputs, 0)}
-    env: dict[Node, Any] = {}
+    env: dict[Node, Argument] = {}
     placeholders = iter(program.inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -474,19 +480,19 @@ def first_wrong(
             env[node] = program.constants[port.name] if port.kind == "constant" else mine[port.key]
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
-            for index, value in enumerate(env[node] if isinstance(env[node], list | tuple) else [env[node]]):
-                truth[f"{node.name}.{index}"] = value
+            made = node.target(*args, **kwargs)
+            env[node] = made
+            truth.update({f"{node.name}.{index}": value for index, value in enumerate(made if isinstance(made, list | tuple) else [made])})
     wrong: list[str] = []
 
-    def observe(node: Node, ranks: list[Any]) -> None:
+    def observe(node: Node, ranks: list[object]) -> None:
         found = node.meta.get("meshc")
         if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.pending or not found.of:
             return
         if "mb" in found.sharding.split_axes() or found.of not in truth:
             return
         wanted = truth[found.of]
-        value = whole(ranks, found.sharding, program)
+        value = whole([tile for tile in ranks if isinstance(tile, torch.Tensor)], found.sharding, program)
         if not torch.is_floating_point(wanted):
             bad = not torch.equal(value, wanted)
         else:

@@ -3,18 +3,18 @@ program whose numbers have it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from meshc.frontend.capture import WIDER
 from meshc.ir import has_record, records, set_record
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Keywords
 from meshc.ir.nodes import KEY
 from meshc.private import TorchDispatchMode
 from meshc.program.program import PlainProgram
@@ -32,7 +32,7 @@ def _wide(graph: Graph) -> Graph:
     made = Graph()
     env: dict[Node, Node] = {}
 
-    def wide(argument: Any) -> Any:
+    def wide(argument: Argument) -> Argument:
         if isinstance(argument, Node):
             return env[argument]
         return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
@@ -46,32 +46,38 @@ def _wide(graph: Graph) -> Graph:
     return made
 
 
+def _wider(value: object) -> object:
+    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
 class Widened(TorchDispatchMode):
     """float32 asked for inside a float64 model becomes float64 (Llama's norms, causal losses): what the float64 capture does."""
 
-    def __torch_dispatch__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
-            return _grouped_mm(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            in_runs: Function = _grouped_mm
+            return in_runs(*args, **kwargs)
         if getattr(func, "namespace", "") == "meshc":  # a probability is compared with a float32 draw whatever the model's dtype
             return func(*args, **kwargs)
-        if kwargs.get("dtype") in WIDER:
-            kwargs["dtype"] = WIDER[kwargs["dtype"]]
-        args = tuple(WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
-        return func(*args, **kwargs)
+        if "dtype" in kwargs:
+            kwargs["dtype"] = _wider(kwargs["dtype"])
+        return func(*map(_wider, args), **kwargs)
 
 
 class WidenedConstants(TorchFunctionMode):
     """`torch.tensor(x, dtype=torch.float32)` likewise (DeBERTa's scale): such a constant is made before operators are dispatched."""
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
         kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("dtype") in WIDER:
-            kwargs["dtype"] = WIDER[kwargs["dtype"]]
+        if func in (torch.tensor, torch.as_tensor) and "dtype" in kwargs:
+            kwargs["dtype"] = _wider(kwargs["dtype"])
         return func(*args, **kwargs)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None) -> Tensor:
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """What torch's grouped product means, for the dtype that it refuses: a matrix for each run of rows [r, k] x [g, k, n], or the products
     of runs of columns with runs of rows [k, r] x [r, n] that are its gradient.
     """
