@@ -21,10 +21,10 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import nn
@@ -32,11 +32,39 @@ from torch import nn
 from meshc import environment
 from meshc.frontend import calling
 from meshc.frontend.train_step import TrainStep
+from meshc.ir.functions import Keywords
 from meshc.ops import registered
 from meshc.optimizer.optimizer import numbers
 from meshc.package import FOLDER, __version__
 from meshc.program.program import PlainProgram as Compiled
 from meshc.text import show
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Entries = Iterable[tuple[str, object]]
+Key = tuple[tuple[object, Sequence[Sequence[object]]], tuple[object, object, bool, object], Entries]
+"""Of a call's inputs (structure and leaves), of the model (flags, and what is set around a call), of the optimizer."""
+
+
+class Asked(Protocol):
+    """What `meshc.compile` was given: `meshc.api.asked.Asked`."""
+
+    @property
+    def what(self) -> object: ...
+    @property
+    def mesh(self) -> object: ...
+    @property
+    def plan(self) -> object: ...
+    @property
+    def names(self) -> object: ...
+    @property
+    def options(self) -> DataclassInstance: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def step(self) -> TrainStep | None: ...
+
 
 VARIABLES: Final = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",  # how a device rounds
@@ -84,7 +112,7 @@ def _own_version() -> str:
     return f"{__version__} (its files: {digest.hexdigest()})"
 
 
-def _settings() -> list[tuple[str, Any]]:
+def _settings() -> list[tuple[str, object]]:
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     return [
         ("default dtype", torch.get_default_dtype()),
@@ -105,7 +133,7 @@ def _settings() -> list[tuple[str, Any]]:
     ]
 
 
-def before_compiling(asked: Any, args: Any, kwargs: Any, key: Any) -> dict[str, str]:
+def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key: Key) -> dict[str, str]:
     """All that a call of a program (`meshc.api.asked.Asked`) is about to compile from; `key` is what the compilation will be kept under."""
     (spec, leaves), (_, _, grad, autocast), optimizer = key
     found = {**surroundings(), **_asked(asked), **_model(asked.module)}
@@ -116,7 +144,7 @@ def before_compiling(asked: Any, args: Any, kwargs: Any, key: Any) -> dict[str, 
     return {**found, INPUTS: calling.describe_inputs(args, kwargs)}
 
 
-def before_running(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, Any]) -> dict[str, str]:
+def before_running(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, object]) -> dict[str, str]:
     """All that `meshc run` begins with. Tensors are compared by the hashes that a program's and a state's own tables hold of them."""
     found = {**surroundings(), COMPILED: show.hash_program(program), "what the program begins with": stable(program.info)}
     found |= {f"the option {name}": stable(value) for name, value in given.items()}
@@ -129,7 +157,7 @@ def _tables(folder: str | Path) -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files if file.is_file()), digest_size=16).hexdigest()
 
 
-def _asked(asked: Any) -> dict[str, str]:
+def _asked(asked: Asked) -> dict[str, str]:
     """What `meshc.compile` was given beside the model and its inputs."""
     found = {"what is compiled": type(asked.what).__qualname__ if isinstance(asked.what, TrainStep | nn.Module) else "a function"}
     found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
@@ -152,7 +180,7 @@ def _model(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _step(train_step: TrainStep, module: nn.Module, key: Any) -> dict[str, str]:
+def _step(train_step: TrainStep, module: nn.Module, key: Entries) -> dict[str, str]:
     """What a TrainStep adds. key: of its optimizer, flags and branches on numbers."""
     names = {id(p): name for name, p in module.named_parameters()}
     groups = train_step.optimizers.param_groups
@@ -167,7 +195,7 @@ def _step(train_step: TrainStep, module: nn.Module, key: Any) -> dict[str, str]:
     }
 
 
-def stable(value: Any) -> str:
+def stable(value: object) -> str:
     """A description that is the same in every process that has made the value in the same way: no addresses, no order of hashes."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(sorted(f"{stable(k)}: {stable(v)}" for k, v in value.items())) + "}"
@@ -193,8 +221,9 @@ def advice(field: str) -> str:
 
 def behind(compiled: Compiled, module: nn.Module) -> dict[str, str]:
     """What may be behind programs that differ: a model's configuration, its modules as they print, the lines of the program."""
-    config: Any = getattr(module, "config", None)
-    given = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
+    config: object = getattr(module, "config", None)
+    written_out = getattr(config, "to_dict", None)
+    given = written_out() if written_out is not None else vars(config) if hasattr(config, "__dict__") else {}
     return {
         "the model's config": _listed((name, stable(value)) for name, value in given.items()),
         "the model's modules": "; ".join(_ADDRESS.sub("", line.strip()) for line in repr(module).splitlines()),
@@ -202,7 +231,7 @@ def behind(compiled: Compiled, module: nn.Module) -> dict[str, str]:
     }
 
 
-def _listed(entries: Any) -> str:
+def _listed(entries: Entries) -> str:
     return "; ".join(f"{name}: {value}" for name, value in entries)
 
 

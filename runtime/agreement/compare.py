@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
@@ -240,7 +240,10 @@ def all_refuse(board: FailureBoard, error: MeshcError) -> bool:
     return all(one[_DOING] == _REFUSE and one["kind"] == type(error).__name__ for one in described)
 
 
-def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
+Given = TypeVar("Given")
+
+
+def from_rank_0(board: FailureBoard | None, work: Callable[[], Given]) -> Given:
     """What `work` gives on rank 0 (a value that JSON can hold), on every rank. A MeshcError that it raises there is raised on all, and is
     no failure of a rank: the run can go on where it is caught. All ranks call it, in agreement, and others wait as long as it takes."""
     if board is None:
@@ -264,7 +267,8 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Any]) -> Any:
         raised: MeshcError = getattr(errors, found["kind"], MeshcError)(found["text"])
         raised.everywhere = True
         raise raised
-    return found["value"]
+    given: Given = found["value"]
+    return given
 
 
 def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
@@ -289,7 +293,8 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
 def to_all(board: FailureBoard | None, text: str) -> list[str]:
     """What each rank gives, in the order of ranks, on all of them. All ranks call it, in agreement."""
     texts = to_rank_0(board, text)
-    found: list[str] = from_rank_0(board, lambda: texts)
+    found = from_rank_0(board, lambda: texts)
+    assert found is not None
     return found
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,12 @@ _EXCHANGE_BYTES: Final = 512 * 1024
 while the next arrives, is as fast."""
 
 
+class Waited(Protocol):
+    """A communication of torch's, or one of these."""
+
+    def wait(self) -> object: ...
+
+
 class Pending:
     """A tensor on its way.
 
@@ -62,7 +68,9 @@ class Pending:
 
     __slots__ = ("_finish", "_held", "_tensor", "_works")
 
-    def __init__(self, tensor: Tensor, works: Sequence[Any] = (), finish: Callable[[], Tensor] | None = None, held: Any = None) -> None:
+    def __init__(
+        self, tensor: Tensor, works: Sequence[Waited] = (), finish: Callable[[], Tensor] | None = None, held: object = None
+    ) -> None:
         self._tensor = tensor
         self._works = works
         self._finish = finish
@@ -154,15 +162,20 @@ def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> Pending
     return Pending(x, (dist.broadcast(_plain(x), group=group, group_src=source, async_op=True),))
 
 
+def _posted(work: Waited | None) -> tuple[Waited]:
+    assert work is not None  # torch gives none to a rank that is not of the group
+    return (work,)
+
+
 def send(x: Tensor, group: ProcessGroup, to: int) -> Pending:
     """Sends `x` to the rank at place `to`; messages between two ranks arrive in the order sent. Waiting returns what was sent."""
     x = x.contiguous()
-    return Pending(x, (dist.isend(_plain(x), group=group, group_dst=to, tag=_TAG),))
+    return Pending(x, _posted(dist.isend(_plain(x), group=group, group_dst=to, tag=_TAG)))
 
 
 def recv(out: Tensor, group: ProcessGroup, source: int) -> Pending:
     """Receives into `out`, which is contiguous, from the rank at place `source`."""
-    return Pending(out, (dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG),))
+    return Pending(out, _posted(dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG)))
 
 
 def send_all(values: Sequence[Tensor], group: ProcessGroup, to: int) -> list[Pending]:
@@ -252,7 +265,7 @@ def _direct(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[object]:
+def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[Waited]:
     """In a group of two: sends `mine`, receives `theirs`."""
     amounts = [0, 0]
     theirs, mine = _flat(theirs), _flat(mine)

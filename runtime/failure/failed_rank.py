@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -58,7 +58,7 @@ class _Status:
     """Ends the process with status 1 when nothing holds it any more: put into `sys`, after all exit handlers, where no other way is left
     to say how a process has ended."""
 
-    def __del__(self, end: Any = os._exit) -> None:
+    def __del__(self, end: Callable[[int], object] = os._exit) -> None:
         end(1)
 
 

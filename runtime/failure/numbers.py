@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 KEPT: Final = 4096
 """Changes of one stream whose digests are remembered: ranks further apart than that are compared when they have come closer."""
@@ -31,6 +31,8 @@ RECENT: Final = 64
 """Streams that are compared although the program or optimizer is gone: a run may be over before the next beat."""
 
 Number = float | int
+Row = tuple[int, list[str], list[str] | None]
+"""A change as the store has it: its count, the values, their names if they are others than before."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ class Stream:
         with self._lock:
             return next((digest for since, digest in reversed(self._changes) if since <= count), None)
 
-    def told(self) -> list[object]:
+    def told(self) -> list[Row]:
         """Count, values and names of the last changes, as JSON holds them: names only where they are others than before."""
-        rows: list[Any] = []
+        rows: list[Row] = []
         last = None
         with self._lock:
             for since, values, names in self._values:
-                rows.append([since, list(map(repr, values)), list(names) if names != last else None])
+                rows.append((since, list(map(repr, values)), list(names) if names != last else None))
                 last = names
         return rows
 
@@ -133,14 +135,14 @@ class Numbers:
         """What a beat carries of this rank: the count of each stream, and the digest there."""
         return {stream.name: stream.now() for stream in self._alive() if stream.count}
 
-    def to_write(self) -> Iterable[tuple[str, list[object]]]:
+    def to_write(self) -> Iterable[tuple[str, list[Row]]]:
         """Streams whose numbers have changed since they were last written, and what to write."""
         for stream in self._alive():
             if stream._digest != self._written.get(stream.name, 0):
                 self._written[stream.name] = stream._digest
                 yield stream.name, stream.told()
 
-    def compare(self, peer: int, said: Mapping[str, Sequence[int]], read: Callable[[str], list[Any]]) -> Difference | None:
+    def compare(self, peer: int, said: Mapping[str, Sequence[int]], read: Callable[[str], list[Row]]) -> Difference | None:
         """What a peer's beat said, against this rank. `read` gets what the peer has written of a stream."""
         mine_by_name = {stream.name: stream for stream in self._alive()}
         for name, (count, digest) in said.items():
@@ -164,7 +166,7 @@ class Numbers:
         return all(self._compared.get((peer, name), 0) >= count for peer in peers for name, (count, _) in counts.items())
 
 
-def _first(stream: Stream, count: int, other: int, mine: list[object], theirs: list[object]) -> Difference:
+def _first(stream: Stream, count: int, other: int, mine: list[Row], theirs: list[Row]) -> Difference:
     """The first number in which two histories differ, as far as both go back; `count` is where they are known to have."""
     here, there = _by_name(mine), _by_name(theirs)
     for since in sorted({*here, *there}):
@@ -177,7 +179,7 @@ def _first(stream: Stream, count: int, other: int, mine: list[object], theirs: l
     return Difference(stream.name, count, other)
 
 
-def _by_name(rows: list[Any]) -> dict[int, dict[str, str]]:
+def _by_name(rows: list[Row]) -> dict[int, dict[str, str]]:
     found: dict[int, dict[str, str]] = {}
     names: list[str] = []
     for since, values, own_names in rows:

@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypedDict
 
 import torch
 
@@ -59,11 +59,36 @@ class Failure:
         return f"rank {self.rank} died {self.place}{silence}"
 
 
+class Beat(TypedDict):
+    """What a rank says of itself once a second.
+
+    beat         how many there were before
+    process      of its machine: in which namespace, its number, the file descriptor of its page
+    since, at    how long it has been where it is, in seconds; the user's line that it is at, outside of meshc
+    began        calls of programs, and backwards, that it has begun to run
+    left         how it has left, if it has
+    knows, gone  whether it knows of a failure; the ranks that have told it that they leave
+    numbers      of each stream the count, and the digest there
+    """
+
+    beat: int
+    process: tuple[str, int, int]
+    step: int | None
+    instruction: str
+    since: float
+    at: str
+    began: int
+    left: str | None
+    knows: bool
+    gone: list[int]
+    numbers: dict[str, tuple[int, int]]
+
+
 @dataclass
 class Peer:
     """What is known of another rank."""
 
-    beat: dict[str, Any] | None = None
+    beat: Beat | None = None
     changed_at: float = 0.0
     silent_reads: int = 0
     exited: bool = False
@@ -73,7 +98,7 @@ class Peer:
     def said_goodbye(self) -> bool:
         return self.beat is not None and self.beat["left"] is not None
 
-    def note(self, beat: dict[str, Any] | None) -> None:
+    def note(self, beat: Beat | None) -> None:
         """What a read of the store has brought."""
         if beat is None or (self.beat is not None and self.beat["beat"] == beat["beat"]):
             self.silent_reads += 1
@@ -81,7 +106,7 @@ class Peer:
             self.beat, self.changed_at, self.silent_reads = beat, time.monotonic(), 0
 
 
-def doing(beat: dict[str, Any] | None) -> str:
+def doing(beat: Beat | None) -> str:
     """What a rank does, as warnings say it."""
     if beat is None:
         return "it has not come to its first line of meshc (compile, TrainStep) yet"

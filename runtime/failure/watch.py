@@ -25,15 +25,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import own_groups
-from meshc.runtime.failure.numbers import Numbers
-from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Neighbours, Page, Peer, doing, users_line
+from meshc.runtime.failure.numbers import Numbers, Row
+from meshc.runtime.failure.peers import ENDED, KNOWS, Beat, Failure, Neighbours, Page, Peer, doing, users_line
 
 BEAT_S: Final = 1.0
 """A rank publishes where it is, and reads the others, this often."""
@@ -78,7 +78,7 @@ class Watch:
         self._calls: Counter[str] = Counter()
         self.awaited: tuple[frozenset[int], str] | None = None
         """Ranks that the main thread waits for in the store, and where to."""
-        self._place: tuple[Any, ...] = ()
+        self._place: tuple[object, ...] = ()
         self._place_since = time.monotonic()
         self._failure: Failure | None = None
         self._failure_at = 0.0
@@ -102,7 +102,7 @@ class Watch:
         if self._rank_0_serves:
             watched += [0] if rank else range(1, world_size)
         self._peers = {peer: Peer(changed_at=time.monotonic()) for peer in watched if peer != rank}
-        self._strangers: dict[int, dict[str, object]] = {}  # beats of ranks that this one does not follow, but waits for
+        self._strangers: dict[int, Beat] = {}  # beats of ranks that this one does not follow, but waits for
         self._beats = 0
         self._asked = 0
         self._served = 0
@@ -272,9 +272,9 @@ class Watch:
         numbers = self.numbers.to_say()
         for name, rows in self.numbers.to_write():
             line.set(f"numbers/{self.rank}/{name}", json.dumps(rows))
-        beat = {
+        beat: Beat = {
             "beat": self._beats,
-            "process": [self._neighbours.home, os.getpid(), self._page.fd],
+            "process": (self._neighbours.home, os.getpid(), self._page.fd),
             "step": self.step,
             "instruction": self.instruction,
             "since": time.monotonic() - self._place_since,
@@ -292,7 +292,7 @@ class Watch:
         for rank, peer in self._peers.items():
             if peer.beat is None or self._failure is not None:
                 continue
-            told = partial(_read_json, line, f"numbers/{rank}/")
+            told = partial(_read_rows, line, f"numbers/{rank}/")
             difference = self.numbers.compare(rank, peer.beat["numbers"], told)
             if difference is not None:
                 self._post = Failure(self.rank, self.step, self.instruction, difference.text(self.rank), differ=True)
@@ -400,7 +400,7 @@ class Watch:
             return sorted(self.awaited[0])
         return [rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] < self.began]
 
-    def _beat(self, rank: int) -> dict[str, Any] | None:
+    def _beat(self, rank: int) -> Beat | None:
         return self._peers[rank].beat if rank in self._peers else self._strangers.get(rank)
 
     def gone(self, rank: int) -> Failure:
@@ -442,17 +442,21 @@ class Watch:
             sys.stdout.flush()
 
 
-def _beat_of(line: dist.Store, rank: int) -> dict[str, Any] | None:
+def _beat_of(line: dist.Store, rank: int) -> Beat | None:
     key = f"beat/{rank}"
-    return json.loads(line.get(key)) if line.check([key]) else None
+    if not line.check([key]):
+        return None
+    beat: Beat = json.loads(line.get(key))
+    return beat
 
 
 def _place_of(peer: Peer) -> str:
     return "not heard of before" if peer.beat is None else Failure(0, peer.beat["step"], peer.beat["instruction"], None).place
 
 
-def _read_json(line: dist.Store, folder: str, name: str) -> Any:
-    return json.loads(line.get(folder + name))
+def _read_rows(line: dist.Store, folder: str, name: str) -> list[Row]:
+    rows: list[Row] = json.loads(line.get(folder + name))
+    return rows
 
 
 def _served_by_rank_0(store: dist.Store) -> bool:

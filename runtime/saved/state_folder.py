@@ -113,7 +113,7 @@ def _written(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> d
     return tensor_file.write(made / _file(rank), tiles)
 
 
-def _put(made: Path, target: Path, table: Mapping[str, Any]) -> str:
+def _put(made: Path, target: Path, table: Mapping[str, object]) -> str:
     (made / TABLE).write_text(seal.sealed(table), encoding="utf-8")
     to_disk(made / TABLE)
     put(made, target)
@@ -227,7 +227,7 @@ def _file(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
-def _place(place: Any, mesh: Mesh) -> int:
+def _place(place: object, mesh: Mesh) -> int:
     axis = mesh.pipeline_axis
     if axis is None or type(place) is not int or not 0 <= place < axis.size:
         raise ValueError(f"{place!r:.60} is no place on a pipeline axis of the mesh {mesh}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -88,13 +88,14 @@ def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.Proce
     if world is None:
         return unfilled
     ranks = world.size()
-    all_of_them: list[Any] = [None] * ranks
-    dist.all_gather_object(all_of_them, (digest, unfilled if dist.get_rank() == 0 else None), group=world)
-    other = next((rank for rank in range(ranks) if all_of_them[rank][0] != all_of_them[0][0]), None)
+    said: list[tuple[str, set[str]]] = [("", set())] * ranks
+    dist.all_gather_object(said, (digest, unfilled if dist.get_rank() == 0 else set()), group=world)
+    other = next((rank for rank in range(ranks) if said[rank][0] != said[0][0]), None)
     if other is None:
-        return all_of_them[0][1]
-    dist.all_gather_object(all_of_them, lines, group=world)
-    first, second = all_of_them[0], all_of_them[other]
+        return said[0][1]
+    all_lines: list[list[str]] = [[]] * ranks
+    dist.all_gather_object(all_lines, lines, group=world)
+    first, second = all_lines[0], all_lines[other]
     shown = [f"    rank 0: {line}" for line in first if line not in second][:5]
     shown += [f"    rank {other}: {line}" for line in second if line not in first][:5]
     raise StateError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,33 @@ VERSION = 1
 _EXTRA = "_extra_state"
 
 
+Value = TypeVar("Value")
+
+
+class OptimizerTables(TypedDict):
+    """As torch has it: slots by the parameter's name, and the groups, whose "params" are names."""
+
+    state: dict[str, dict[str, object]]
+    param_groups: list[dict[str, Any]]
+
+
+class Own(TypedDict, total=False):
+    """What a program keeps beside the model and the optimizer."""
+
+    version: int
+    seed: int
+    step: int
+    hidden: dict[str, Tensor]
+
+
+class State(TypedDict, total=False):
+    """A checkpoint. Of the model there is extra state too, which is no tensor, where a module has some."""
+
+    model: dict[str, Tensor]
+    optim: OptimizerTables
+    meshc: Own
+
+
 def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     """The live tensors, by name; `dcp.load` writes into them in place. With `full`, whole CPU tensors on rank 0 and {} elsewhere.
 
@@ -40,14 +67,14 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
         board.settle(SETTLED_S)
     store.adopt_changes()
     store.sync()
-    state: dict[str, Any] = {"model": dict(store.model.state_dict())}
+    state: State = {"model": dict(store.model.state_dict())}
     if store.optimizers:
         state["optim"] = _optimizer_state(store, store.optimizers)
     state["meshc"] = {"version": VERSION, "seed": store.seed, "step": store.step}
     hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
     if hidden:
         state["meshc"]["hidden"] = hidden
-    return _full(store, state) if full else state
+    return dict(_full(store, state) if full else state)
 
 
 def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
@@ -75,7 +102,7 @@ def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
         warnings.warn("the checkpoint was not written by a meshc program: random numbers (dropout) start again at step 0", stacklevel=3)
 
 
-def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
+def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
     """Fills a model that was built on `meta`: `fn(model)` runs once, on rank 0, with every parameter and buffer a whole CPU tensor.
 
         program.init_weights(lambda model: model.init_weights())         # transformers
@@ -119,7 +146,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], Any]) -> None:
     store.sync()
 
 
-def _with_plain_tensors(held_ones: list[Held], values: list[Tensor], model: nn.Module, fn: Callable[[nn.Module], Any]) -> list[Tensor]:
+def _with_plain_tensors(held_ones: list[Held], values: list[Tensor], model: nn.Module, fn: Callable[[nn.Module], object]) -> list[Tensor]:
     """Runs `fn` with `values` in the place of the live tensors, and returns what then stands there."""
     try:
         for held, value in zip(held_ones, values, strict=True):
@@ -146,7 +173,7 @@ def _empty(held: Held) -> Tensor:
     return value.fill_(float("nan")) if value.is_floating_point() else value
 
 
-def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerTables:
     """Of several optimizers one dict, as torch's `get_state_dict` makes of a list."""
     names = {id(parameter): name for name, parameter in store.model.named_parameters()}
     groups = [
@@ -162,7 +189,7 @@ def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) 
     return {"state": state, "param_groups": groups}
 
 
-def _model_faults(store: Store, model: Mapping[str, Any]) -> list[str]:
+def _model_faults(store: Store, model: Mapping[str, Tensor]) -> list[str]:
     wanted = store.model.state_dict()
     # A file may hold one name of a tied parameter, or all.
     present = {held.key for name in model if (held := _held(store, name)) is not None}
@@ -175,7 +202,7 @@ def _model_faults(store: Store, model: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _optimizer_faults(store: Store, optim: Mapping[str, Any]) -> list[str]:
+def _optimizer_faults(store: Store, optim: OptimizerTables) -> list[str]:
     if optim.keys() < {"state", "param_groups"}:
         return ['"optim" is {"state": {parameter: {slot: tensor}}, "param_groups": [...]}, parameters by name']
     named = {name for group in optim["param_groups"] for name in group["params"]}
@@ -190,7 +217,7 @@ def _optimizer_faults(store: Store, optim: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _load_model(store: Store, model: Mapping[str, Any]) -> None:
+def _load_model(store: Store, model: Mapping[str, Tensor]) -> None:
     done = set()
     for name, value in model.items():
         held = _held(store, name)
@@ -207,7 +234,7 @@ def _groups(store: Store) -> list[dict[str, Any]]:
     return [group for optimizer in store.optimizers for group in optimizer.param_groups]
 
 
-def _load_optimizer(store: Store, optim: Mapping[str, Any], hidden: Mapping[str, Tensor]) -> None:
+def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, Tensor]) -> None:
     found = {}
     stepped = set()
     for name, slots in optim["state"].items():
@@ -244,12 +271,12 @@ def _state(store: Store, parameter: str, slot: str) -> Held | None:
     return None if held is None else store.held.get(key_of("state", f"{held.name}/{slot}"))
 
 
-def _full(store: Store, state: dict[str, Any]) -> dict[str, Any]:
+def _full(store: Store, state: State) -> State:
     """Every tensor whole and on the CPU, gathered one at a time; tied ones once, so that they stay tied."""
     done: dict[str, Tensor] = {}
     root = dist.get_rank() == 0
 
-    def whole(held: Held | None, value: Any) -> Any:
+    def whole(held: Held | None, value: Value) -> Value | Tensor:
         if held is None:
             return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         if held.key not in done:
@@ -258,14 +285,14 @@ def _full(store: Store, state: dict[str, Any]) -> dict[str, Any]:
         return done[held.key]
 
     with torch.no_grad():
-        full = {"model": {name: whole(_held(store, name), value) for name, value in state["model"].items()}}
+        full: State = {"model": {name: whole(_held(store, name), value) for name, value in state["model"].items()}}
         if "optim" in state:
             states = state["optim"]["state"].items()
             full["optim"] = {
                 "state": {name: {slot: whole(_state(store, name, slot), value) for slot, value in slots.items()} for name, slots in states},
                 "param_groups": [{name: whole(None, value) for name, value in group.items()} for group in state["optim"]["param_groups"]],
             }
-        full["meshc"] = dict(state["meshc"])
+        full["meshc"] = state["meshc"].copy()
         if "hidden" in state["meshc"]:
             full["meshc"]["hidden"] = {name: whole(None, value) for name, value in state["meshc"]["hidden"].items()}
     return full if root else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def _slots(store: Store, spec: OptimizerSpec | None) -> dict[tuple[str, str], Sl
     return found
 
 
-def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | None, present: Any) -> Held:
+def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | None, present: object) -> Held:
     sharding = port.sharding or layouts.whole_sharding(port.shape)
     if present is None:
         tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)

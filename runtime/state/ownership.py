@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
     stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))
 
 
-def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Iterator[tuple[str, float]]:
     """Those in device memory are left out: reading one would wait for the device at each step."""
     for name, value in group_numbers(optimizer, group).items():
         if not isinstance(value, Tensor):

@@ -14,7 +14,7 @@ import sys
 import warnings
 import weakref
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -31,7 +31,7 @@ ADVICE: Final = (
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def look_who_asks(model: nn.Module, *_: Any) -> None:
+def look_who_asks(model: nn.Module, *_: object) -> None:
     """A hook before `state_dict` of a compiled model. Raises StateError for one who would hang."""
     caller = _caller(sys._getframe(2))  # behind the hook that calls this
     if caller is None:

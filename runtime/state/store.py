@@ -295,7 +295,7 @@ class Store:
         with alone("load_state_dict"):
             checkpoint.load_state_dict(self, state)
 
-    def init_weights(self, fn: Callable[[nn.Module], Any]) -> None:
+    def init_weights(self, fn: Callable[[nn.Module], object]) -> None:
         """`checkpoint.init_weights` of this store."""
         with alone("init_weights"):
             checkpoint.init_weights(self, fn)
@@ -409,7 +409,7 @@ class Store:
 
     # Changes from outside.
 
-    def _current(self, held: Held) -> Any:
+    def _current(self, held: Held) -> object:
         """What stands where the live tensor was put."""
         if not held.of:
             return held.current()
@@ -418,7 +418,7 @@ class Store:
             return held.live
         return optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
 
-    def _take(self, held: Held, value: Any) -> None:
+    def _take(self, held: Held, value: object) -> None:
         """Copies what somebody put in the live tensor's place, and puts the live one back."""
         if value is not None:
             self.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
