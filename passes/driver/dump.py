@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,7 +196,7 @@ def _function(target: Target) -> str:
     return f"{module}.{getattr(target, '__name__', type(target).__name__)}"
 
 
-def _argument(value: Any, names: dict[Node, str]) -> str:
+def _argument(value: object, names: dict[Node, str]) -> str:
     if isinstance(value, Node):
         return names[value]
     if isinstance(value, list):

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.ir import Record, is_getitem, records
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.phases.lowered import Lowered
+from meshc.private import OpOverload
 from meshc.program.program import Stage
 
 
@@ -30,7 +31,7 @@ def fuse_updates(lowered: Lowered) -> Lowered:
 def _fuse(stage: Stage) -> Stage:
     """Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
-    groups: dict[Any, list[Node]] = defaultdict(list)
+    groups: dict[tuple[OpOverload, tuple[Argument, ...], object], list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in MANY:
             operands = 1 + len(WRITTEN[node.target])

@@ -13,8 +13,6 @@ level that reads the window before.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx import Node
 
 from meshc.ir import is_getitem, spmd
@@ -103,8 +101,8 @@ class _Levels:
 
 def _memory(node: Node) -> dict[Node, None]:
     """The operands that a node writes, and what these are made of: a tile may lie in the memory of what it is a tile of."""
-    work: list[Any] = []
+    work: list[Node] = []
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if argument.alias_info is not None and argument.alias_info.is_write:
-            work += value if isinstance(value, list | tuple) else [value]
+            work += [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
     return made_of(work)

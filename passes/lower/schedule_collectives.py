@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, record, spmd
+from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.lower.windows import window_bytes, windows
@@ -76,7 +77,7 @@ def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None
         place[node] = place[anchor] + 1e-6
 
 
-def _start(graph: Graph, reduction: Any) -> None:
+def _start(graph: Graph, reduction: Function) -> None:
     """Reductions of a kind start where their operands are ready."""
     place = _positions(graph)
     entered = placeholders(graph)

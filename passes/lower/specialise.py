@@ -15,10 +15,10 @@ It assumes the per-rank graph as `cut` leaves it, so what a forward call saves i
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.ir import Record, record
 from meshc.ir.graph import call, entering
@@ -83,6 +83,6 @@ class _Pruned:
         if node not in self.zeros:
             like = record(node)
             made = Record(like.shape, like.dtype, like.sharding, like.source, "its output received no gradient", like.phase)
-            options: dict[str, Any] = dict(dtype=like.dtype, device=torch.device("cpu"), pin_memory=False)
+            options: dict[str, Argument] = dict(dtype=like.dtype, device=torch.device("cpu"), pin_memory=False)
             self.zeros[node] = call(self.graph, made, aten.full.default, list(like.shape), 0.0, **options)
         return self.zeros[node]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.errors import CompileError
 from meshc.ir import record, set_record, spmd
@@ -93,7 +93,7 @@ class _Rows:
     def is_other(self, user: Node) -> bool:
         return user not in self.made
 
-    def _emit(self, rows: int, target: Function, *args: Any) -> None:
+    def _emit(self, rows: int, target: Function, *args: Argument) -> None:
         like = record(self.last)
         with self.graph.inserting_after(self.place):
             made = replace(like, shape=(rows, *like.shape[1:]), reason="the rows of all microbatches")

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import Record, Source, is_getitem, operands, set_record, spmd
-from meshc.ir.functions import Function, Target
+from meshc.ir.functions import Function, Keywords, Target
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
@@ -73,7 +73,7 @@ class Builder:
             set_record(node, self._record(results[0], self.shapes[node], changes))
         return node
 
-    def _record(self, result: Any, shape: tuple[int, ...], changes: dict[str, Any]) -> Record:
+    def _record(self, result: object, shape: tuple[int, ...], changes: dict[str, Any]) -> Record:
         base = replace(self.context, sharding=None)
         if isinstance(result, torch.Tensor):
             return replace(base, shape=shape, dtype=result.dtype, **changes)
@@ -83,27 +83,27 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def _evaluate(self, target: Function, args: Any, kwargs: Any, world: int) -> object:
+    def _evaluate(self, target: Function, args: Sequence[object], kwargs: Keywords, world: int) -> object:
         at = self.open.worlds[world]
 
-        def value(argument: Any) -> Any:
+        def value(argument: object) -> Any:
             if isinstance(argument, Node):
                 return self.meta[argument][world]
             if isinstance(argument, list | tuple):
                 return type(argument)(value(item) for item in argument)
             return at(argument)
 
-        args, kwargs = value(args), {key: value(item) for key, item in kwargs.items()}
+        given, named = [value(item) for item in args], {key: value(item) for key, item in kwargs.items()}
         if spmd.is_collective(target) or target is spmd.shard:
-            return args[0].new_empty(spmd.moved(target, args[0].shape, args[1:], self.sizes))
+            return given[0].new_empty(spmd.moved(target, given[0].shape, given[1:], self.sizes))
         if target in spmd.INTEGERS.values():
             return 0
         if target in (spmd.mask, spmd.keep_first):
-            return args[0]
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
-            kwargs.pop("pin_memory", None)
-        return target(*args, **kwargs)
+            return given[0]
+        if "device" in named:
+            named["device"] = "meta"
+            named.pop("pin_memory", None)
+        return target(*given, **named)
 
     # ------------------------------------------------------------------------------------------------------------------ integers
 
@@ -131,7 +131,7 @@ class Builder:
         key = (function.__name__, part.size, part.axes)
         return self._integer(key, function, part.size, counts, [self.coordinate(axis) for axis in part.axes])
 
-    def _integer(self, key: Any, function: Function, *args: Any) -> Node:
+    def _integer(self, key: object, function: Function, *args: object) -> Node:
         if key not in self._integers:
             context, self.context = self.context, Record(source=Source())
             self._integers[key] = self.emit(function, *args)

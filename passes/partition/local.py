@@ -117,7 +117,7 @@ class Lowering(Local):
             return self.emit(aten.zeros.default, [1], dtype=dtype, device=device)
         return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
 
-    def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
+    def tiles(self, index: int) -> tuple[list[int], list[int], list[Node | int]]:
         parts = self._drawn(index)
         return (
             [part.size for part in parts],
@@ -155,7 +155,7 @@ class Lowering(Local):
     def index(self, axes: Sequence[str]) -> Node:
         return self.build.index(axes)
 
-    def call(self, *operands: Any) -> Node:
+    def call(self, *operands: Node) -> Node:
         args, kwargs = _substitute(self.node, list(operands))
         return self.emit(self.node.target, *args, **kwargs)
 

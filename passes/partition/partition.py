@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -32,6 +31,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.place.propagate import backward_map, forward_map, spread
 from meshc.passes.rules.bounds import Bound
+from meshc.passes.rules.rule import Made
 from meshc.program.program import Port
 
 
@@ -354,10 +354,10 @@ class Partitioner:
             if self._existing((node, index), form.sharding) is None:
                 self._add((node, index), form)
 
-    def _results(self, node: Node, made: Any) -> list[Node | None]:
+    def _results(self, node: Node, made: Made) -> list[Node | None]:
         """A node for each result of an operator, from what its rule's `lower` gave or its call makes; None for one that nobody reads."""
         known = records(node)
-        if not isinstance(made, list | tuple):
+        if isinstance(made, Node) or made is None:
             if not isinstance(node.meta[KEY], tuple):
                 return [made]
             return [self.build.item(made, i) if found.dtype is not None and self._used(node, i) else None for i, found in enumerate(known)]

@@ -29,18 +29,19 @@ class OpenShapes:
         self.sizes = worlds(sizes)
         self.worlds: list[Callable[[Any], Any]] = [_world(world) for world in self.sizes] if sizes else [lambda value: value]
 
-    def shape(self, results: Sequence[Any], near: Sequence[tuple[int, ...]], arguments: Any, node: Node) -> tuple[int, ...]:
+    def shape(self, results: Sequence[object], near: Sequence[tuple[int, ...]], arguments: object, node: Node) -> tuple[int, ...]:
         """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of what went in."""
-        if not isinstance(results[0], torch.Tensor):
+        tensors = [result for result in results if isinstance(result, torch.Tensor)]
+        if not tensors:
             return ()
-        if len(results) == 1:
-            return tuple(results[0].shape)
+        if len(tensors) == 1:
+            return tuple(tensors[0].shape)
         found: list[int] = []
-        for dim, extents in enumerate(zip(*(result.shape for result in results), strict=True)):
+        for dim, extents in enumerate(zip(*(tensor.shape for tensor in tensors), strict=True)):
             found.append(extents[0] if len(set(extents)) == 1 else self._size(extents, near, arguments, dim, node))
         return tuple(found)
 
-    def _size(self, extents: tuple[int, ...], near: Sequence[tuple[int, ...]], arguments: Any, dim: int, node: Node) -> int:
+    def _size(self, extents: tuple[int, ...], near: Sequence[tuple[int, ...]], arguments: object, dim: int, node: Node) -> int:
         for candidate in _candidates(near, [leaf for leaf in leaves(arguments) if isinstance(leaf, Size)], dim):
             if not isinstance(candidate, Size):
                 continue

@@ -55,7 +55,7 @@ class Outset:
             return ()
         return tuple(axis.name for axis in self.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
 
-    def real(self, size: Any) -> Any:
+    def real(self, size: int) -> int:
         """A size as it will be, where one that stands for it decides otherwise."""
         return size if self.opened is None else at(size, self.opened.values)
 

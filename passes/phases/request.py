@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.schedules.kind import Lists
+from meshc.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Request:
     module: nn.Module
     function: Function
     signature: Function
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     mesh: Mesh
-    plan: Any = "auto"
+    plan: str | Plan | Mapping[str, object] | Iterable[str] | None = "auto"
     grad: bool = False
     train: bool = False
     optimizer: OptimizerSpec | None = None

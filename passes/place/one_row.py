@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -37,7 +36,7 @@ from meshc.passes.place.annotate import idle
 from meshc.passes.place.propagate import Interest
 from meshc.program import instance
 
-Number = Callable[[Any], Any]
+Number = Callable[[object], object]
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -148,20 +147,20 @@ def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:
         raise Parted(_parted(longer[common][0]))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Whether two traces hold the same tensor; parameters and buffers are fake, and known by name."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_fake(one) or is_fake(other):
         return type(one) is type(other)
     return torch.equal(one, other)
 
 
-def _calls(module: GraphModule, number: Number) -> list[tuple[Node, Any]]:
+def _calls(module: GraphModule, number: Number) -> list[tuple[Node, object]]:
     """Every call of the graph as what can be compared: what is called, on what, what shapes come out. Numbers stand where they are used."""
-    numbers: dict[Node, Any] = {}
+    numbers: dict[Node, object] = {}
     places: dict[Node, str] = {}
-    found: list[tuple[Node, Any]] = []
+    found: list[tuple[Node, object]] = []
 
-    def plain(argument: Any) -> Any:
+    def plain(argument: object) -> object:
         if isinstance(argument, Node):
             return numbers[argument] if argument in numbers else places[argument]
         if isinstance(argument, list | tuple):
@@ -175,7 +174,7 @@ def _calls(module: GraphModule, number: Number) -> list[tuple[Node, Any]]:
             return f"{value:.12g}" if isinstance(value, float) else str(value)  # 1.0 may have come out as 1
         return argument
 
-    def made(value: Any) -> Any:
+    def made(value: object) -> object:
         if isinstance(value, torch.Tensor):
             return (str(value.dtype), *map(plain, value.shape))
         return tuple(map(made, value)) if isinstance(value, list | tuple) else None
@@ -191,7 +190,7 @@ def _calls(module: GraphModule, number: Number) -> list[tuple[Node, Any]]:
     return found
 
 
-def _numeric(value: Any) -> bool:
+def _numeric(value: object) -> bool:
     """Whether a call makes numbers alone: a size, or a shape."""
     return isinstance(value, (*_NUMBERS, torch.Size)) or isinstance(value, list | tuple) and value != () and all(map(_numeric, value))
 

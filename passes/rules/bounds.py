@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from meshc.ir import value_of
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
+from meshc.passes.rules.index import index_tensors
 from meshc.passes.rules.rule import dtype_of, integer, shape_of
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ def _flat(node: Node, tensors: list[Node]) -> list[Bound]:
 
 def _each(node: Node, tensors: list[Node]) -> list[Bound]:
     """x[i, None, j]: masks among them have no bounds."""
-    indices: Any = node.args[1]
+    indices = index_tensors(node)
     sizes = [size for size, index in zip(shape_of(tensors[0]), indices, strict=False) if index is not None]
     if any(dtype_of(index) in (torch.bool, torch.uint8) for index in indices if index is not None):
         return []
@@ -138,6 +139,6 @@ def fits(index: Node, bound: Bound) -> bool:
     return False
 
 
-def _below(start: Any, end: Any, bound: Bound) -> bool:
+def _below(start: int, end: int, bound: Bound) -> bool:
     """Whether [start, end) lies in the bound; a size that calls choose is not known to."""
     return all(type(one) is int for one in (start, end, bound.high)) and bound.low <= start and end <= bound.high

@@ -10,14 +10,16 @@ groups are whole, unless it is depthwise: then they are one letter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from meshc.ir import records
 from meshc.ir.window import Window
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integer, integers, result_shapes, shape_of
+from meshc.passes.rules.rule import Made, Rule, RuleFunction, einsum, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -28,7 +30,7 @@ aten = torch.ops.aten
 class _Shape:
     """A convolution's letters and windows, from the shapes of x and weight and from (stride, padding, dilation, transposed, ...)."""
 
-    def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], settings: list[Any]) -> None:
+    def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], settings: Sequence[Argument]) -> None:
         count = len(x) - 2
         stride, padding, dilation = (_each(setting, count) for setting in settings[:3])
         self.transposed, groups = bool(settings[3]), integer(settings[5])
@@ -70,7 +72,7 @@ def _convolution(node: Node, tensors: list[Node]) -> Rule:
     return einsum(text, node, tensors, lower=_lower_convolution, windows=shape.windows, clean=clean, linear=both, roles=shape.roles)
 
 
-def _settings(local: Local, settings: list[Any], letters: list[str]) -> list[Any]:
+def _settings(local: Local, settings: Sequence[Argument], letters: list[str]) -> list[Argument]:
     """Stride, padding, ... of a rank's convolution: along split dims, nothing is padded any more. Groups are those that it has."""
     count = len(letters)
     split = [bool(local.axes(letter)) for letter in letters]
@@ -118,7 +120,7 @@ def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
     )
 
 
-def _lower_convolution_backward(local: Local) -> Any:
+def _lower_convolution_backward(local: Local) -> Made:
     grad, x, weight = local.operands
     sizes, *settings = local.node.args[3:10]
     mask = [bool(wanted) for wanted in local.node.args[10]]  # type: ignore[union-attr]

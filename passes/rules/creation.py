@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -60,13 +60,14 @@ def _lower_arange(local: Local) -> Node:
     node = local.node
     if not local.axes("d0"):
         return local.emit(node.target, *node.args, **node.kwargs)
-    start: Any = 0
-    step: Any = 1
+    start: object = 0
+    step: object = 1
     if node.target is aten.arange.start:
         start = node.args[0]
     elif node.target is aten.arange.start_step:
         start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
-    device: Any = node.kwargs.get("device") or torch.device("cpu")
+    device = node.kwargs.get("device")
+    device = device if isinstance(device, torch.device) else torch.device("cpu")
     index = local.positions("d0", node.meta["meshc"].dtype, device)
     if step != 1:
         index = local.emit(aten.mul.Tensor, index, step)

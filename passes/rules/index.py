@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -173,19 +173,24 @@ def _lower_index_select(local: Local) -> Node:
     return local.emit(aten.where.ScalarOther, inside, rows, 0)
 
 
+def index_tensors(node: Node) -> list[Node | None]:
+    """Of x[i, None, j], by dim; None where a dim is not indexed."""
+    given = node.args[1]
+    assert isinstance(given, list | tuple)
+    return [index if isinstance(index, Node) else None for index in given]
+
+
 def indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
     """Letters of x, of each index tensor, and of x[indices], which has the indices' dims in the place of those that they index."""
-    indices: Any = node.args[1]
-    if any(isinstance(index, Node) and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):
+    indices = index_tensors(node)
+    if any(index is not None and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):
         return None
     shape = shape_of(tensors[0])
     at = [position for position, index in enumerate(indices) if index is not None]
-    rank = max(len(shape_of(indices[position])) for position in at)
+    extents = [shape_of(index) for index in indices if index is not None]
+    rank = max(map(len, extents))
     x = [f"v{d}!" if d in at else f"a{d}" for d in range(len(shape))]
-    letters = []
-    for position in at:
-        extents = shape_of(indices[position])
-        letters.append([f"i{rank - len(extents) + d}" for d in range(len(extents))])
+    letters = [[f"i{rank - len(shape) + d}" for d in range(len(shape))] for shape in extents]
     together = at == list(range(at[0], at[-1] + 1))
     rest = [letter for letter in x if not letter.endswith("!")]
     place = at[0] if together else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.fx import Node
@@ -33,7 +33,7 @@ class Local(Protocol):
     def emit(self, target: Target, *args: object, **kwargs: object) -> Node:
         """A call of an operator on local values; its result."""
 
-    def call(self, *operands: object) -> Node:
+    def call(self, *operands: Node) -> Node:
         """The operator itself on these operands, its other arguments as they are."""
 
     def item(self, value: Node, index: int) -> Node:
@@ -67,7 +67,7 @@ class Local(Protocol):
     def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
         """The global index of every local position of a letter, whichever of its factors are split; of a dim of size 1 the index 0."""
 
-    def tiles(self, index: int) -> tuple[list[int], list[int], list[Any]]:
+    def tiles(self, index: int) -> tuple[list[int], list[int], list[Node | int]]:
         """(global shape, local shape, offsets) of what a random operator draws, every factor a dim."""
 
     def index(self, axes: Sequence[str]) -> Node:

@@ -9,6 +9,7 @@ of x: the gradient of the window is summed back into tiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.window import Window
-from meshc.passes.rules.rule import Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
+from meshc.passes.rules.rule import Made, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -31,7 +32,7 @@ def arguments(node: Node) -> dict[str, Any]:
     return {argument.name: given.get(argument.name, node.kwargs.get(argument.name, argument.default_value)) for argument in schema}
 
 
-def each(setting: Any, count: int, default: list[int] | None = None) -> list[int]:
+def each(setting: int | Sequence[int] | None, count: int, default: list[int] | None = None) -> list[int]:
     """One number a dim; torch also takes one for all, or none for the default."""
     row = [setting] if isinstance(setting, int) else list(setting or default or [])
     return row * count if len(row) == 1 else row
@@ -95,7 +96,7 @@ def _max_pool(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{x} -> {y} | {y}", node, tensors, lower=_lower_max_pool, windows=pool.windows())
 
 
-def _lower_max_pool(local: Local) -> Any:
+def _lower_max_pool(local: Local) -> Made:
     (x,) = local.operands
     pool = _forward(local.node)
     for index, letter in enumerate(pool.y):

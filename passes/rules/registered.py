@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from torch.fx import Node
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir import leaves, op_name, operands, records
 from meshc.ops.registered import RULES
-from meshc.passes.rules.rule import ALONE, ROLES, Rule, einsum, shape_of, together
+from meshc.passes.rules.rule import ALONE, ROLES, Made, Rule, einsum, shape_of, together
 from meshc.private import OpOverload
 
 if TYPE_CHECKING:
@@ -31,34 +31,32 @@ def registered(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     try:
         if isinstance(found.rule, str):
-            made: Any = einsum(fitting(found.rule, node), node, tensors, **found.fields)
+            made: object = einsum(fitting(found.rule, node), node, tensors, **found.fields)
         else:
             made = found.rule(node, tensors)
-        if made is not None:
-            _check(made, node, tensors)
-            made = _with_positions(made)
+        rule = None if made is None else _with_positions(_checked(made, node, tensors))
     except MeshcError:
         raise
     except Exception as error:  # a rule written as a function is the user's code
         raise CompileError(f"the rule of {op_name(node)} does not fit this call: {error}\n  {_call(node, tensors)}\n{ADVICE}") from error
-    if made is None:
+    if rule is None:
         return None
-    return made if made.lower is None else replace(made, lower=_named(made.lower, node))
+    return rule if rule.lower is None else replace(rule, lower=_named(rule.lower, node))
 
 
 def _with_positions(rule: Rule) -> Rule:
     """The rule with the positions that `linear`'s words stand for, which also say that reductions are deferred past the operator."""
-    said: Any = rule.linear
+    said: object = rule.linear
     if not isinstance(said, str):
         return rule
     positions = {"": (), "each": ALONE, "all": together(len(rule.operands))}[said]
     return replace(rule, linear=positions, defers=bool(positions))
 
 
-def _named(lower: Callable[[Local], Any], node: Node) -> Callable[[Local], Any]:
+def _named(lower: Callable[[Local], Made], node: Node) -> Callable[[Local], Made]:
     """A user's `lower`; what it raises names its operator and line."""
 
-    def lowered(local: Local) -> Any:
+    def lowered(local: Local) -> Made:
         try:
             return lower(local)
         except MeshcError:
@@ -84,7 +82,8 @@ def parts_of(text: str) -> tuple[list[str], list[str]]:
 
 def fitting(text: str, node: Node) -> str:
     """The text for one call: a part for each of its tensors, in the order in which the call names them."""
-    op: Any = node.target
+    op = node.target
+    assert isinstance(op, OpOverload)
     operands, results = parts_of(text)
     part = {name: words for (name, _), words in zip(tensor_arguments(op), operands, strict=True)}
     named = [(argument.name, value) for argument, value in zip(op._schema.arguments, node.args, strict=False)]
@@ -92,7 +91,7 @@ def fitting(text: str, node: Node) -> str:
     return f"{', '.join(part[name] for name in given if name in part)} -> {' | '.join(results)}"
 
 
-def _check(made: Any, node: Node, tensors: list[Node]) -> None:
+def _checked(made: object, node: Node, tensors: list[Node]) -> Rule:
     if not isinstance(made, Rule):
         raise ValueError(f"it returned {type(made).__name__}, no Rule")
     shapes = [shape_of(tensor) for tensor in tensors], [found.shape for found in records(node)]
@@ -102,6 +101,7 @@ def _check(made: Any, node: Node, tensors: list[Node]) -> None:
     for letter, role in made.roles.items():
         if role not in ROLES:
             raise ValueError(f"its letter {letter} has the role {role!r}; roles are {', '.join(ROLES)}")
+    return made
 
 
 def _call(node: Node, tensors: list[Node]) -> str:

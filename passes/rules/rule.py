@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
 
 Dims = tuple[str, ...]
+Made = Node | Sequence[Node | None]
+"""What an operator becomes: a node for each result, None for one that nobody reads."""
 ONE = "_"
 Positions = tuple[tuple[int, ...], ...]
 ALONE: Final[Positions] = ((0,),)
@@ -95,7 +97,7 @@ class Rule:
     linear: Positions = ()
     defers: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
-    lower: Callable[[Local], Any] | None = None
+    lower: Callable[[Local], Made] | None = None
     neutral: float = 0.0
     shrinks: bool = False
     self_masked: bool = False

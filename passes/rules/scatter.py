@@ -5,12 +5,12 @@ What is written must be whole, since of two entries for one place the last wins;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules.index import along, indexed
+from meshc.passes.rules.index import along, index_tensors, indexed
 from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, together, undivided
 
@@ -95,7 +95,7 @@ def _one_longer(local: Local, x: Node, dim: int) -> Node:
 
 def _masked_put(node: Node, tensors: list[Node]) -> Rule | None:
     """x[mask] = values, for one mask over neighbouring dims: they are whole where there is a value for each of its truths."""
-    indices: Any = node.args[1]
+    indices = index_tensors(node)
     masks = [place for place, index in enumerate(indices) if index is not None]
     if len(masks) != 1 or dtype_of(tensors[1]) != torch.bool:
         return None
@@ -128,8 +128,7 @@ def _lower_index_put(local: Local) -> Node:
     x, *indices, values = local.operands
     x = local.keep_first(x, [axis for letter in dict.fromkeys(local.rule.sums[0]) for axis in local.axes(letter)])
     rest = iter(indices)
-    given: Any = local.node.args[1]
-    places = [None if index is None else next(rest) for index in given]
+    places = [None if index is None else next(rest) for index in index_tensors(local.node)]
     return local.emit(local.node.target, x, places, values, *local.node.args[3:])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from meshc.passes.rules.reduction import argument, reduce
-from meshc.passes.rules.rule import Rule, RuleFunction, integer, result_shapes, shape_of
+from meshc.passes.rules.rule import Made, Rule, RuleFunction, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -31,7 +31,7 @@ def _extreme_place(node: Node, tensors: list[Node]) -> Rule:
     )
 
 
-def _lower_extreme_place(local: Local, letters: list[str]) -> object:
+def _lower_extreme_place(local: Local, letters: list[str]) -> Made:
     (x,) = local.operands
     axes = [axis for letter in letters for axis in local.axes(letter)]
     if not axes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -29,8 +29,7 @@ def _vector_norm(dim: int, keep: int) -> RuleFunction:
     finish = _finished(_norm, dim, keep)
 
     def rule(node: Node, tensors: list[Node]) -> Rule | None:
-        given: Any = argument(node, 1, "p", None)
-        how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(2.0 if given is None else float(given))
+        how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(_number(argument(node, 1, "p", None), 2.0))
         if how is None:
             return finish(node, tensors)
         dims = argument(node, dim, "dim", None) if dim >= 0 else None
@@ -94,8 +93,14 @@ def _var(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
 def _correction(node: Node) -> float:
     if node.target in (aten.var.dim, aten.std.dim):
         return float(bool(argument(node, 2, "unbiased", True)))
-    found: Any = node.kwargs.get("correction")
-    return 1.0 if found is None else float(found)
+    return _number(node.kwargs.get("correction"), 1.0)
+
+
+def _number(given: object, default: float) -> float:
+    if given is None:
+        return default
+    assert isinstance(given, int | float)
+    return float(given)
 
 
 def _std(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
@@ -103,8 +108,7 @@ def _std(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
 
 
 def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
-    given: Any = argument(local.node, 1, "p", None)
-    p = 2.0 if given is None else float(given)
+    p = _number(argument(local.node, 1, "p", None), 2.0)
     x = _masked(local, x, dims, inf if p < 0 else 0.0)
     mine = local.emit(aten.linalg_vector_norm.default, x, p, dims, True, **_result_dtype(local))
     total = local.all_reduce(local.emit(aten.pow.Tensor_Scalar, mine, p), axes, "sum")

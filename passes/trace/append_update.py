@@ -13,10 +13,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.errors import CompileError
 from meshc.ir import Record, Source, record, set_record
@@ -38,11 +38,11 @@ class Appender:
 
     def __init__(self, graph: Graph, phase: str, source: Source | None = None) -> None:
         self.graph, self.phase, self.source = graph, phase, source or Source()
-        self.meta: dict[Node, Any] = {}
+        self.meta: dict[Node, object] = {}
         self.output = output_of(graph)
         self.made: list[Node] = []
 
-    def value(self, argument: Any) -> Any:
+    def value(self, argument: object) -> object:
         if isinstance(argument, Node):
             if argument not in self.meta:
                 found = record(argument)
@@ -52,13 +52,13 @@ class Appender:
             return type(argument)(self.value(item) for item in argument)
         return argument
 
-    def call(self, target: Function, *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Function, *args: Argument, **kwargs: Argument) -> Node:
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args, kwargs)
         given = {key: self.value(item) for key, item in kwargs.items()}
         if "device" in given:
             given["device"] = "meta"
-        result = target(*self.value(args), **given)
+        result = target(*map(self.value, args), **given)
         self.meta[node] = result
         self.made.append(node)
         if isinstance(result, list | tuple):
@@ -67,7 +67,7 @@ class Appender:
             set_record(node, self._record(result))
         return node
 
-    def _record(self, result: Any) -> Record:
+    def _record(self, result: object) -> Record:
         if isinstance(result, torch.Tensor):
             return Record(tuple(result.shape), result.dtype, source=self.source, phase=self.phase)
         return Record(source=self.source, phase=self.phase)
@@ -177,11 +177,11 @@ def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> li
     return found
 
 
-def _group_of(spec: OptimizerSpec, parameter: Any) -> GroupSpec | None:
+def _group_of(spec: OptimizerSpec, parameter: object) -> GroupSpec | None:
     return next((group for group in spec.groups if any(p is parameter for p in group.params)), None)
 
 
-def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, Any]) -> None:
+def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
     """Parameters with a gradient that an optimizer holds and no step reaches."""
     holders = {id(parameter): holder for parameter, holder in spec.idle}
     faults = {name: holders[id(modules[name])] for name in gradients if id(modules[name]) in holders}

@@ -7,9 +7,8 @@ apart, by torch's own kernels, each composite that is not on the device's list. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from torch.fx import Node
 
 from meshc.frontend.autocast_policy import DISPATCH_KEYS, INSIDE, POLICIES, Policy, Region, eligible, operand_dtype
 from meshc.ir import trees
-from meshc.private import TorchDispatchMode
+from meshc.ir.functions import Function, Keywords
+from meshc.private import OpOverload, TorchDispatchMode
 
-WHOLE: dict[str, Callable[..., Any]] = {
+WHOLE: dict[str, Function] = {
     "aten::dropout": torch.dropout,
     "aten::feature_dropout": torch.feature_dropout,
     "aten::alpha_dropout": torch.alpha_dropout,
@@ -33,10 +33,10 @@ WHOLE: dict[str, Callable[..., Any]] = {
 class Call:
     """One ATen call with its fake operands (after their casts) and results."""
 
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
+    function: OpOverload
+    args: Sequence[object]
+    kwargs: Keywords
+    out: object
 
 
 @dataclass
@@ -71,7 +71,9 @@ class Watch(TorchDispatchMode):
         self.calls: list[Call] = []
         self.made: list[Tensor] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: OpOverload, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs, name = kwargs or {}, function.name()
         if function.namespace == "prim":  # a question (`prim::device`), no call
             return function(*args, **kwargs)
@@ -90,7 +92,9 @@ class Watch(TorchDispatchMode):
         self.calls.append(Call(function, args, kwargs, out))
         return out
 
-    def _cast(self, name: str, policy: Policy, region: Region, args: Any, kwargs: Any) -> Any:
+    def _cast(
+        self, name: str, policy: Policy, region: Region, args: Sequence[object], kwargs: Keywords
+    ) -> tuple[Sequence[object], Keywords]:
         leaves = trees.leaves((args, kwargs))
         dtypes = [leaf.dtype for leaf in tensors(leaves) if eligible(leaf.dtype)]
         try:
@@ -98,13 +102,14 @@ class Watch(TorchDispatchMode):
         except ValueError as error:
             raise Refused(f"{name}: {error}") from None
 
-        def cast(leaf: Any) -> Any:
+        def cast(leaf: object) -> object:
             if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype == dtype or not eligible(leaf.dtype):
                 return leaf
             self.made.append(self.casts.make(leaf, dtype, region))
             return self.made[-1]
 
-        return trees.mapped(cast, (args, kwargs))
+        casted: tuple[Sequence[object], Keywords] = trees.mapped(cast, (args, kwargs))
+        return casted
 
 
 class Refused(Exception):
@@ -119,15 +124,15 @@ def _policy(device: str, name: str) -> Policy | None:
     return policy
 
 
-def tensors(tree: Any) -> list[Tensor]:
+def tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in trees.leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -> list[Any]:
+def trace(watch: Watch, operands: list[Tensor], names: list[int], result: object) -> list[object]:
     """What a call did, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
-    name_of: dict[int, Any] = dict(zip(map(id, operands), names, strict=True))
+    name_of: dict[int, object] = dict(zip(map(id, operands), names, strict=True))
 
-    def name(leaf: Any) -> Any:
+    def name(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         source = leaf if id(leaf) in name_of else watch.casts.source.get(id(leaf), leaf)
@@ -135,7 +140,7 @@ def trace(watch: Watch, operands: list[Tensor], names: list[int], result: Any) -
             raise Refused("it uses a tensor that is no operand")
         return name_of[id(source)], leaf.dtype
 
-    rows: list[Any] = []
+    rows: list[object] = []
     for number, call in enumerate(watch.calls):
         rows.append((call.function.name(), [name(leaf) for leaf in trees.leaves((call.args, call.kwargs))]))
         name_of.update({id(leaf): (number, position) for position, leaf in enumerate(tensors(call.out))})

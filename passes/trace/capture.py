@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -37,7 +36,9 @@ def capture(outset: Outset) -> Traced:
     return Traced(**carried(outset), model=model, dynamic=dynamic)
 
 
-def _open(outset: Outset, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Dynamic, ...], dict[str, dict[int, Dynamic]]]:
+def _open(
+    outset: Outset, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[tuple[Dynamic, ...], dict[str, dict[int, Dynamic]]]:
     """The sizes that are left open, and the dims of inputs that have them."""
     ask = outset.request
     dynamic = outset.opened.dims if outset.opened is not None else ask.dynamic

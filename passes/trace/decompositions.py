@@ -10,10 +10,11 @@ written in primitives that no program may name, and it has none for the gradient
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from meshc.ir.functions import Function
 from meshc.private import get_decompositions
 
 aten = torch.ops.aten
@@ -89,7 +90,7 @@ DECOMPOSED = (*NORMS, *LOSSES, *PRODUCTS, *DRAWN, *LAYOUTS, *POSITIONS, *REDUCTI
 
 
 def var_mean(
-    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean as means: two passes, exact on a split dim once the means are."""
     dims = list(range(x.dim())) if dim is None or list(dim) == [] else [d % x.dim() for d in dim]
@@ -107,7 +108,7 @@ def var_mean(
 
 
 def std_mean(
-    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Standard deviation and mean."""
     variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
@@ -147,9 +148,9 @@ def weight_norm_backward(
     return (grad - v * (along / norms)) * (g / norms), along
 
 
-def decompositions() -> dict[Any, Any]:
+def decompositions() -> dict[object, Function]:
     """Operator -> what it is taken apart into."""
-    table = dict(get_decompositions(list(DECOMPOSED)))
+    table: dict[object, Function] = dict(get_decompositions(list(DECOMPOSED)).items())
     table[aten.var_mean.correction] = var_mean
     table[aten.std_mean.correction] = std_mean
     table[aten.native_group_norm.default] = native_group_norm

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 
 from meshc.passes.phases.traced import Traced
 
@@ -37,8 +37,8 @@ def inline_checkpoints(traced: Traced) -> Traced:
 def _inline(module: GraphModule, call: Node) -> None:
     body = _body(module, call)
     operands = iter(call.args[1:])
-    env: dict[Node, Any] = {}
-    result: object = None
+    env: dict[Node, Argument] = {}
+    result: Argument = None
     for node in body.graph.nodes:
         if node.op == "placeholder":
             env[node] = next(operands)
@@ -57,7 +57,7 @@ def _body(module: GraphModule, call: Node) -> GraphModule:
     return body
 
 
-def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: dict[Node, Any]) -> Node:
+def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: dict[Node, Argument]) -> Node:
     """A node of the body, before the call. What the body reads by name, the model reads by a name of its own."""
     with module.graph.inserting_before(call):
         made = module.graph.node_copy(node, lambda used: env[used])

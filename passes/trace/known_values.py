@@ -8,7 +8,6 @@ What depends on a size that calls choose is not known, unless that size only rep
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class KnownValues:
         if made and prod(ir.record(node).shape) > LARGEST or prod(_broadcast(values)) > LARGEST:
             return None
         try:
-            found: Any = node.target(*args, **kwargs)
+            found: object = node.target(*args, **kwargs)
         except RuntimeError:  # what cannot be computed here is for the program to fail on
             return None
         return found if isinstance(found, Tensor) else None

@@ -23,17 +23,18 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import Region, eligible, entered
 from meshc.frontend.capture import TorchGraph, source_of
 from meshc.ir import trees
+from meshc.ir.functions import Keywords, Target
 from meshc.ir.graph import placeholders
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
@@ -81,6 +82,9 @@ def _has_region(module: GraphModule) -> bool:
     return bool(module.graph.find_nodes(op="call_function", target=ENTER))
 
 
+Result = TypeVar("Result")
+
+
 class Lowering:
     """A graph (the model's, or the body of a checkpoint), walked once in order with a fake value for every node."""
 
@@ -93,12 +97,12 @@ class Lowering:
         self.retyped: set[torch.dtype] = set()
         self.bodies: list[Lowering] = []
 
-    def run(self, inputs: Sequence[Any], around: list[Region]) -> Any:
+    def run(self, inputs: Sequence[object], around: list[Region]) -> object:
         """Lower the graph, whose call lies in the regions `around`, outermost first; gives its fake outputs."""
         stack = list(around)
-        outside: dict[Any, int] = {}
+        outside: dict[Node, int] = {}
         feed = iter(inputs)
-        result = None
+        result: object = None
         for node in list(self.graph.nodes):
             if node in self.erased:
                 continue
@@ -125,7 +129,7 @@ class Lowering:
         self.module.recompile()
         return result
 
-    def _at(self, node: Node, function: Callable[..., Any], *args: Any) -> Any:
+    def _at(self, node: Node, function: Callable[..., Result], *args: object) -> Result:
         try:
             return function(*args)
         except (Refused, RuntimeError, TypeError, ValueError) as error:
@@ -135,11 +139,11 @@ class Lowering:
                 "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
             ) from error
 
-    def _value(self, argument: Any) -> Any:
+    def _value(self, argument: Argument) -> Any:
         return map_arg(argument, lambda node: self.values[node])
 
-    def _attribute(self, node: Node) -> Any:
-        value = operator.attrgetter(str(node.target))(self.module)
+    def _attribute(self, node: Node) -> object:
+        value: object = operator.attrgetter(str(node.target))(self.module)
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             return self.fake_mode.from_tensor(value)
         return value
@@ -152,7 +156,7 @@ class Lowering:
             self.values[node] = self.bodies[-1].run(args[1:], stack)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             if region and node.target is FLEX:
-                args, region = self._flex(node, args, region), None
+                args, region = (*self._flex(node, args[:3], region), *args[3:]), None
             if region or any(_has_region(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
                 raise Refused("of the operators that take functions, meshc lowers autocast in checkpoint only")
             self.values[node] = _apply(node, args, kwargs)
@@ -164,19 +168,19 @@ class Lowering:
             if watch.made and not self._hoist(node, watch, args, kwargs):
                 self._expand(node, watch)
 
-    def _flex(self, node: Node, args: Any, region: Region) -> Any:
+    def _flex(self, node: Node, operands: Sequence[Tensor], region: Region) -> list[Tensor]:
         """torch casts queries, keys and values of flex_attention, and what functions do to scores takes place outside the region."""
         cast = []
-        for used, value in zip(node.args[:3], args[:3], strict=True):
+        for used, value in zip(node.args[:3], operands, strict=True):
             assert isinstance(used, Node)
             if eligible(value.dtype) and value.dtype != region.dtype:
                 value = self.casts.make(value, region.dtype, region)
                 used = self._cast_node(value, used, node)
             cast.append((used, value))
         node.args = (*(used for used, _ in cast), *node.args[3:])
-        return (*(value for _, value in cast), *args[3:])
+        return [value for _, value in cast]
 
-    def _hoist(self, node: Node, watch: Watch, args: Any, kwargs: Any) -> bool:
+    def _hoist(self, node: Node, watch: Watch, args: Sequence[object], kwargs: Keywords) -> bool:
         """Put the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
         operands = tensors((args, kwargs))
         uses = Counter(map(id, operands))
@@ -202,16 +206,18 @@ class Lowering:
             return False
         turn = turns()
 
-        def argument(used: Node) -> Any:
+        def argument(used: Node) -> Argument:
             if not any(id(leaf) in turn for leaf in tensors(self.values[used])):
                 return used
             wires = self._wires([used], node)
 
-            def leaf_argument(leaf: Any) -> Any:
-                source = wires.get(id(leaf), leaf)
-                return self._cast_node(next(turn[id(leaf)]), source, node) if id(leaf) in turn else source
+            def leaf_argument(leaf: object) -> object:
+                if id(leaf) in turn:
+                    return self._cast_node(next(turn[id(leaf)]), wires[id(leaf)], node)
+                return wires.get(id(leaf), leaf)
 
-            return trees.mapped(leaf_argument, self.values[used])
+            rewired: Argument = trees.mapped(leaf_argument, self.values[used])
+            return rewired
 
         node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
         return True
@@ -220,7 +226,7 @@ class Lowering:
         """Let the recorded ATen calls, with their casts, take the place of the call."""
         wires = self._wires(node.all_input_nodes, node)
 
-        def wire(leaf: Any) -> Any:
+        def wire(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in wires:
@@ -258,7 +264,7 @@ class Lowering:
         """The node of every tensor that `nodes` hold, themselves or in a list."""
         wires: dict[int, Node] = {}
 
-        def visit(node: Node, value: Any) -> None:
+        def visit(node: Node, value: object) -> None:
             if isinstance(value, Tensor):
                 wires[id(value)] = node
             elif isinstance(value, (tuple, list)):
@@ -275,7 +281,9 @@ class Lowering:
             self.casts.node[id(cast)] = self._emit("call_method", "to", (source, cast.dtype), {}, cast, near)
         return self.casts.node[id(cast)]
 
-    def _emit(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, near: Node) -> Node:
+    def _emit(
+        self, op: str, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Argument], value: object, near: Node
+    ) -> Node:
         with self.graph.inserting_before(near):
             node = self.graph.create_node(op, target, args, kwargs)
         node.meta = {key: near.meta[key] for key in ("stack_trace", "nn_module_stack") if key in near.meta}
@@ -303,7 +311,7 @@ class Lowering:
         return list(dict.fromkeys(found))
 
 
-def _apply(node: Node, args: Any, kwargs: Any) -> Any:
+def _apply(node: Node, args: Sequence[object], kwargs: Keywords) -> object:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]

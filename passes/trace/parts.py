@@ -183,7 +183,7 @@ def mark_sums(joint: Joint, count: int) -> None:
     output = output_of(graph)
     made: dict[Node, Node] = {}
 
-    def like(x: Node, target: Function, *rest: Any) -> Node:
+    def like(x: Node, target: Function, *rest: float) -> Node:
         with graph.inserting_before(output):
             return call(graph, record(x), target, x, *rest)
 

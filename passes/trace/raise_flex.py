@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import source_of
@@ -66,7 +67,7 @@ def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool])
     return node
 
 
-def _result(body: Graph) -> Any:
+def _result(body: Graph) -> Argument:
     given = output_of(body).args[0]
     return given[0] if isinstance(given, tuple | list) else given
 
@@ -77,7 +78,8 @@ def _is_identity(body: Graph) -> bool:
 
 def _is_full(body: Graph) -> bool:
     """What torch's own mask for no mask is traced to."""
-    return isinstance(_result(body), Node) and _result(body).op == "call_method" and _result(body).target == "new_ones"
+    result = _result(body)
+    return isinstance(result, Node) and result.op == "call_method" and result.target == "new_ones"
 
 
 def _is_causal(body: Graph) -> bool:

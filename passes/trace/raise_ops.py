@@ -13,7 +13,6 @@ backend's variant. Random calls get their number first (`number_random_calls.py`
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -32,7 +31,7 @@ from meshc.passes.trace.raise_flex import FLEX, raise_flex
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
-COMPOSITES: dict[Any, Function] = {
+COMPOSITES: dict[Target, Function] = {
     functional.scaled_dot_product_attention: sdpa,
     functional.cross_entropy: cross_entropy,
     functional.embedding_bag: embedding_bag,
@@ -41,7 +40,7 @@ COMPOSITES: dict[Any, Function] = {
     functional.interpolate: interpolate,
     **grouped.RAISED,
 }
-SPARSE: dict[Any, tuple[str, int]] = {
+SPARSE: dict[Target, tuple[str, int]] = {
     functional.embedding: ("sparse", 6),
     torch.embedding: ("sparse", 4),
     functional.embedding_bag: ("sparse", 7),
@@ -78,7 +77,7 @@ def _dense(node: Node) -> list[str]:
     return []
 
 
-def _composite(target: Target) -> Any:
+def _composite(target: Target) -> Target:
     """What stands for a target, itself if nothing does."""
     name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
-    return COMPOSITES.get(target) or grouped.NAMED.get(name, target)
+    return COMPOSITES.get(target) or grouped.NAMED.get(name) or target

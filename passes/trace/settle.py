@@ -9,11 +9,9 @@ Every pass after it computes with them as with any other size (`meshc/ir/sizes.p
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 
 from meshc.frontend.symbols import Symbols
 
@@ -22,9 +20,9 @@ SHAPE = "open_shape"
 
 def settle_sizes(graph: Graph, symbols: Symbols) -> None:
     """Replace every number that the graph computes by what it is; note the shape of every tensor."""
-    numbers: dict[Node, Any] = {}
+    numbers: dict[Node, Argument] = {}
 
-    def settled(argument: Any) -> Any:
+    def settled(argument: Argument) -> Argument:
         if isinstance(argument, Node):
             return numbers.get(argument, argument)
         return symbols.open(argument)

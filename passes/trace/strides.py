@@ -50,7 +50,7 @@ def _dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _reshape(graph: Graph, node: Node, source: Any) -> None:
+def _reshape(graph: Graph, node: Node, source: Node) -> None:
     shape = record(node).shape
     if record(source).shape == shape:
         new = source

@@ -292,7 +292,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     return widen(twin) if double else twin
 
 
-def _uncopied(module: nn.Module, memo: Mapping[int, Any], error: Exception) -> str:
+def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Exception) -> str:
     """What to say of a model that cannot be copied: which of its attributes cannot, if it is one of them."""
     what = "the model"
     for path, child in module.named_modules():
