@@ -6,13 +6,23 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("meshc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meshc")
 
 os.environ["MESHC_DEVICES"] = os.devnull
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests with processes are asked for, files without any need not be imported, which takes longer than reading them."""
+    asked = str(config.getoption("markexpr"))
+    if asked.startswith(("processes", "alone")) and collection_path.match("test_*.py"):
+        return True if "mark.processes" not in collection_path.read_text() else None
+    return None
 
 
 def pytest_collection_finish() -> None:

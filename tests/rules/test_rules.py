@@ -20,6 +20,7 @@ from meshc.ir.mesh import Mesh
 from meshc.passes.rules import FAMILIES, convolution, elementwise, pending, pooling, reduction, slices
 from meshc.passes.rules.rule import ALONE, Rule, einsum, pointwise
 from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run
+from tests.broad import broad
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample
 from tests.rules.samples import calls as calls_of_samples
 from tests.rules.samples import reduction as reduction_samples
@@ -29,6 +30,8 @@ ours = torch.ops.meshc
 
 CALLS = [(str(op), number, call) for op, calls in SAMPLES.items() for number, call in enumerate(calls)]
 TAGGED = [op for op in pointwise_operators() if op not in SAMPLES]
+PAIRS = 6
+"""Two axes are split so many ways in each run of the tests, in all ways by `make test-broad`."""
 NO_TENSOR = {"aten.equal.default"}
 """Tagged as pointwise by torch, but its result is one truth: programs hold tensors only, so it never gets as far as a rule."""
 
@@ -40,7 +43,13 @@ def test_every_rule_has_a_sample() -> None:
 
 @pytest.mark.parametrize("call", [call for *_, call in CALLS], ids=[f"{name}-{number}" for name, number, _ in CALLS])
 def test_rule(call: Sample) -> None:
+    """Every letter on two ranks and on three, and a few pairs of letters on six."""
     assert build(call).instance.known, "there is no rule"
+    assert prove(call, most_pairs=PAIRS) > 0
+
+
+@pytest.mark.parametrize("call", [broad(call, id=f"{name}-{number}") for name, number, call in CALLS])
+def test_rule_in_all_pairs(call: Sample) -> None:
     assert prove(call) > 0
 
 
