@@ -268,8 +268,10 @@ def _verify(options: argparse.Namespace) -> None:
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
         splits, each = saved.info.get("pp_splits") or None, saved.info.get("stages_per_rank")
         asked = Options(schedule=saved.info.get("schedule"), pp_splits=splits, stages_per_rank=each)
-        how = {"inputs": saved.info.get("inputs", "global"), "backend": saved.backend, "options": asked}
-        program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), **how)
+        program = compile.compile(
+            what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),
+            backend=saved.backend, options=asked,
+        )  # fmt: skip
         if same_program(saved, program.general):
             report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
             print("the saved program is what the model compiles to now")

@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast
 
 import torch
 
@@ -30,18 +30,18 @@ from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds
-from meshc.ir.keys import KINDS
+from meshc.ir.keys import KINDS, PortKind
 from meshc.ir.mesh import Mesh
 from meshc.ir.sizes import parse as parse_size
 from meshc.pipelining import written
 from meshc.plan.plan import Plan
 from meshc.program.complete import refuse_incomplete
 from meshc.program.instance import relation
-from meshc.program.program import BACKENDS, Instruction, PlainProgram, Port
+from meshc.program.program import BACKENDS, Info, Instruction, PlainProgram, Port
 from meshc.text import libraries
 from meshc.text.allowed import name_of
 from meshc.text.parse import parse_one_type, parse_sizes, parse_stage
-from meshc.text.show import port_type, print_sizes, print_stage, side_table
+from meshc.text.show import SideTable, port_type, print_sizes, print_stage, side_table
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 3
@@ -52,6 +52,43 @@ CONSTANTS: Final = "constants.safetensors"
 WEIGHTS: Final = "weights.safetensors"
 TENSORS: Final = (CONSTANTS, WEIGHTS)
 AGAIN: Final = "save or copy the program again"
+
+
+class Entry(TypedDict, total=False):
+    """What the manifest says of a file: of a text its hash, of tensors their header's."""
+
+    bytes: int
+    sha256: str
+    header: str
+
+
+class PortRow(TypedDict, total=False):
+    kind: PortKind
+    name: object
+    type: str
+    of: object
+    requires_grad: bool
+
+
+class Described(TypedDict, total=False):
+    """`program.json`. Of one that is read nothing is certain: what is of another kind raises an error that `load` makes its own."""
+
+    mesh: str
+    plan: str
+    mode: str
+    backend: str
+    microbatches: int
+    axis_sizes: dict[str, int]
+    inputs: list[PortRow]
+    outputs: list[PortRow]
+    stages: list[str]
+    schedule: list[dict[str, object]]
+    pipeline: written.Described
+    notes: list[str]
+    sizes: str
+    constraints: list[str]
+    info: Info
+    side_table: dict[str, SideTable]
 
 
 def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -74,10 +111,10 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
             (made / name).write_text(text, encoding="utf-8", newline="\n")
             to_disk(made / name)
         to_disk(made / "stages")
-        files: dict[str, Any] = {name: {"bytes": (made / name).stat().st_size, "sha256": _sha256(made / name)} for name in texts}
+        files: dict[str, Entry] = {name: {"bytes": (made / name).stat().st_size, "sha256": _sha256(made / name)} for name in texts}
         for name, tensors in ((CONSTANTS, program.constants), (WEIGHTS, weights)):
             if tensors is not None:
-                files[name] = tensor_file.write(made / name, tensors)
+                files[name] = cast(Entry, tensor_file.write(made / name, tensors))
         told = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "mesh": str(program.mesh)}
         (made / MANIFEST).write_text(seal.sealed({**told, "files": dict(sorted(files.items()))}), encoding="utf-8")
         to_disk(made / MANIFEST)
@@ -106,7 +143,7 @@ def load(
             _check(folder, name, entry, editable=_is_text(name))
     for name in (PROGRAM, CONSTANTS):
         _listed(folder, name, files)
-    told = _json(folder / PROGRAM)
+    told = cast(Described, _json(folder / PROGRAM))
     try:
         program = _program(folder, told, files)
         check_program(program, str(folder / PROGRAM), rules)
@@ -129,7 +166,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     files = _manifest(folder)
     if WEIGHTS not in files:
         raise ArtifactError(f"{folder} was saved without weights; save it with them, or load them into the running program")
-    return TensorFile(folder / WEIGHTS, files[WEIGHTS], AGAIN)
+    return TensorFile(folder / WEIGHTS, cast(tensor_file.Seal, files[WEIGHTS]), AGAIN)
 
 
 def load_weights(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -138,7 +175,7 @@ def load_weights(path: str | os.PathLike[str], names: Iterable[str] | None = Non
         return {name: weights.tensor(name) for name in (weights.names if names is None else names)}
 
 
-def _described(program: PlainProgram) -> dict[str, Any]:
+def _described(program: PlainProgram) -> Described:
     return {
         "mesh": str(program.mesh),
         "plan": str(program.plan),
@@ -153,12 +190,12 @@ def _described(program: PlainProgram) -> dict[str, Any]:
         **({"pipeline": written.described(program.pipeline)} if program.pipeline is not None else {}),
         "notes": list(program.notes),
         **({"sizes": print_sizes(program.dynamic), "constraints": list(program.constraints)} if program.dynamic else {}),
-        "info": {name: value for name, value in program.info.items() if _is_json(value)},
+        "info": cast(Info, {name: value for name, value in program.info.items() if _is_json(value)}),
         "side_table": {name: side_table(stage) for name, stage in program.stages.items()},
     }
 
 
-def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) -> PlainProgram:
+def _program(folder: Path, told: Described, files: Mapping[str, Entry]) -> PlainProgram:
     stages = {}
     for name in told["stages"]:
         if name in stages:
@@ -173,7 +210,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
     for instruction in schedule:
         if instruction.stage and instruction.stage not in stages:
             raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
-    with TensorFile(folder / CONSTANTS, files[CONSTANTS], AGAIN) as held:
+    with TensorFile(folder / CONSTANTS, cast(tensor_file.Seal, files[CONSTANTS]), AGAIN) as held:
         constants = {name: held.tensor(name) for name in held.names}
     program = PlainProgram(
         stages,
@@ -187,7 +224,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
         bounds.integer(told["microbatches"], "the number of microbatches", 1, bounds.MOST_RANKS),
         str(told["mode"]),
         list(map(str, told["notes"])),
-        dict(told["info"]),
+        cast(Info, dict(told["info"])),
         dynamic,
         tuple(_constraint(text, hints) for text in told.get("constraints", [])),
         backend=str(told["backend"]),
@@ -195,7 +232,7 @@ def _program(folder: Path, told: Mapping[str, Any], files: Mapping[str, Any]) ->
     return _with_pipeline(program, told, folder) if "pipeline" in told else program
 
 
-def _with_pipeline(program: PlainProgram, told: Mapping[str, Any], folder: Path) -> PlainProgram:
+def _with_pipeline(program: PlainProgram, told: Described, folder: Path) -> PlainProgram:
     try:
         program.pipeline = written.read(told["pipeline"])
         refuse_incomplete(program)
@@ -204,7 +241,7 @@ def _with_pipeline(program: PlainProgram, told: Mapping[str, Any], folder: Path)
     return program
 
 
-def _rows(told: Any) -> list[Any]:
+def _rows(told: list[dict[str, object]]) -> list[dict[str, object]]:
     if not isinstance(told, list) or len(told) > bounds.MOST_RUNS:
         raise ArtifactError(f"a schedule is a list of at most {bounds.MOST_RUNS} instructions; this has {len(told)}")
     return told
@@ -220,9 +257,13 @@ def _instruction(row: Any) -> Instruction:
     return one
 
 
-def _port_row(port: Port) -> dict[str, Any]:
-    row: dict[str, Any] = {"kind": port.kind, "name": port.name, "type": port_type(port)}
-    return row | ({"of": port.of} if port.of else {}) | ({"requires_grad": True} if port.requires_grad else {})
+def _port_row(port: Port) -> PortRow:
+    row: PortRow = {"kind": port.kind, "name": port.name, "type": port_type(port)}
+    if port.of:
+        row["of"] = port.of
+    if port.requires_grad:
+        row["requires_grad"] = True
+    return row
 
 
 def _constraint(text: str, hints: Mapping[str, int]) -> str:
@@ -231,25 +272,24 @@ def _constraint(text: str, hints: Mapping[str, int]) -> str:
     return text
 
 
-def _ports(rows: Sequence[Mapping[str, Any]], hints: Mapping[str, int]) -> tuple[Port, ...]:
+def _ports(rows: Sequence[PortRow], hints: Mapping[str, int]) -> tuple[Port, ...]:
     found = {port.key: port for port in (_port(row, hints) for row in rows)}
     if len(found) != len(rows):
         raise ArtifactError("two ports that enter, or that leave, have one name")
     return tuple(found.values())
 
 
-def _port(row: Mapping[str, Any], hints: Mapping[str, int]) -> Port:
+def _port(row: PortRow, hints: Mapping[str, int]) -> Port:
     record = parse_one_type(row["type"], hints)
     if row["kind"] not in KINDS or record.dtype is None:
         raise ArtifactError(f"{row['kind']}:{row['name']} is no port: kinds are {', '.join(KINDS)}, and a port is a tensor")
-    if not isinstance(row["name"], str) or not isinstance(row.get("of", ""), str):
-        raise ArtifactError(f"a port's name and what it is of are texts, not {bounds.shown(row['name'])} and {bounds.shown(row.get('of'))}")
-    return Port(
-        row["kind"], row["name"], record.shape, record.dtype, record.sharding, row.get("of", ""), bool(row.get("requires_grad", False))
-    )
+    name, of = row["name"], row.get("of", "")
+    if not isinstance(name, str) or not isinstance(of, str):
+        raise ArtifactError(f"a port's name and what it is of are texts, not {bounds.shown(name)} and {bounds.shown(row.get('of'))}")
+    return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, bool(row.get("requires_grad", False)))
 
 
-def _without_defaults(value: Instruction) -> dict[str, Any]:
+def _without_defaults(value: Instruction) -> dict[str, object]:
     return {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
@@ -257,7 +297,7 @@ def _without_defaults(value: Instruction) -> dict[str, Any]:
     }
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def _manifest(folder: Path) -> dict[str, Entry]:
     """The files that the manifest lists, each inside the folder and there."""
     if not folder.is_dir():
         raise ArtifactError(f"there is no saved program at {folder}{kept_aside(folder)}: `program.save(path)` makes such a folder")
@@ -284,7 +324,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         hashed = "header" if name in TENSORS else "sha256"
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get(hashed), str):
             raise ArtifactError(f"{folder / MANIFEST} has no size and hash for {name}")
-    return files
+    return cast(dict[str, Entry], files)
 
 
 def is_saved(path: str | os.PathLike[str]) -> bool:
@@ -298,19 +338,19 @@ def _several(folder: Path) -> str:
     return f"; it holds programs, name one of them: {' or '.join(inside)}" if inside else ""
 
 
-def _listed(folder: Path, name: str, files: Mapping[str, Any]) -> Path:
+def _listed(folder: Path, name: str, files: Mapping[str, Entry]) -> Path:
     if name not in files:
         raise ArtifactError(f"{folder / MANIFEST} does not list {name}, which the program needs")
     return folder / name
 
 
-def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+def _check_size(folder: Path, name: str, entry: Entry) -> None:
     size = (folder / name).stat().st_size
     if size != entry["bytes"]:
         raise ArtifactError(f"{folder / name} is not what was saved: it has {size} bytes, {entry['bytes']} were written; {AGAIN}")
 
 
-def _check(folder: Path, name: str, entry: Mapping[str, Any], *, editable: bool) -> None:
+def _check(folder: Path, name: str, entry: Entry, *, editable: bool) -> None:
     size, found = (folder / name).stat().st_size, _sha256(folder / name)
     if found == entry["sha256"]:
         return
@@ -328,14 +368,14 @@ def _text(file: Path) -> str:
     return bounds.read_text(file)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Path) -> dict[str, bounds.Json]:
     found = bounds.parse_json(bounds.read_text(file), str(file))
     if not isinstance(found, dict):
         raise ArtifactError(f"{file} holds no JSON object")
     return found
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshc import artifact
 from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers
+from meshc.program.program import Info
 
 if TYPE_CHECKING:
     from meshc.api.handle import Program
@@ -46,20 +47,21 @@ def _buffers(program: Program) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in program.asked.module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
 
 
-def beginnings(program: Program) -> dict[str, Any]:
+def beginnings(program: Program) -> Info:
     """What a saved program begins with: seed, the optimizer's numbers, and what each fresh state is filled with.
 
     A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
     """
     seed = torch.initial_seed() if program.options.seed is None else program.options.seed
     store = program.compilations.store
-    found: dict[str, Any] = {"seed": seed if store is None else store.seed}
+    found: Info = {"seed": seed if store is None else store.seed}
     spec = program.compilations.spec
     if program.step is None or spec is None:
         return found
     rows = enumerate(numbers(program.step.optimizers))
     found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
-    found["fresh"] = fresh = {}
+    fresh: dict[str, float | None] = {}
+    found["fresh"] = fresh
     names = {id(parameter): name for name, parameter in program.asked.module.named_parameters()}
     for group in spec.groups:
         for parameter, slots in zip(group.params, group.slots, strict=True):

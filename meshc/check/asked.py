@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -54,10 +54,10 @@ class Asked:
         full = [self._full(spread) for _, _, spread in rows], [
             self._full(spread) if place in used else () for place, spread in enumerate(declared)
         ]
-        ways: list[Any] = [local]
+        ways: list[tuple[list[Shape], list[Shape]]] = [local]
         ones = any(_is_one(spread, self.sizes) for spread in (*given, *declared))
         if ones and not any(shape is None for row in full for shape in row) and node.target not in BY_POSITION:
-            ways.insert(0, full)
+            ways.insert(0, cast(tuple[list[Shape], list[Shape]], full))
         for operands, results in ways:
             for (one, record, _), shape in zip(rows, operands, strict=True):
                 ir.set_record(self.nodes[one], Record(shape, record.dtype))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch.fx import Node
@@ -84,7 +84,7 @@ class _Walk:
     def _place(self, node: Node) -> tuple[str, ...] | None:
         if node.target is spmd.coordinate:
             return (str(node.args[0]),)
-        coordinates: Any = node.args[2] if len(node.args) > 2 else ()
+        coordinates = cast(Sequence[object], node.args[2]) if len(node.args) > 2 else ()
         found: list[str] = []
         for one in coordinates:
             place = self.places.get(one)
@@ -97,7 +97,7 @@ class _Walk:
         return self.spreads[node][0]
 
     def _made(self, node: Node, declared: Sequence[Spread]) -> Sequence[Spread]:
-        target: object = node.target
+        target = node.target
         if ir.is_getitem(node):
             return [self.spreads[node.args[0]][node.args[1]]]  # type: ignore[index]
         if target in spmd.FUNCTIONS.values():
@@ -124,7 +124,7 @@ class _Walk:
 
     def _cut(self, node: Node) -> Spread:
         """A slice of what lies as its operand does."""
-        x: Any = node.args[0]
+        x = cast(Node, node.args[0])
         given, shape = self._of(x), ir.record(x).shape
         dim, start, length, step = _bounds(node, shape)
         parts = given.dims[dim]

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir import Source
+from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
@@ -27,7 +28,7 @@ Memory = frozenset[str]
 """Whose memory a value may lie in: keys of parameters of the stage, and names of values that have their own."""
 
 
-def faults(stage: Stage, may_view: Callable[[object], bool]) -> Iterator[tuple[str, str]]:
+def faults(stage: Stage, may_view: Callable[[Target], bool]) -> Iterator[tuple[str, str]]:
     """(value, what is wrong with it). `may_view`: whether an operator's result may lie in the memory of its operands."""
     memory = memories(stage, may_view)
     written: dict[str, Node] = {}
@@ -56,7 +57,7 @@ def _is_early(node: Node) -> bool:
     return told.phase == "backward" or told.phase == "forward" and (told.source != Source() or bool(told.reason))
 
 
-def memories(stage: Stage, may_view: Callable[[object], bool]) -> Mapping[Node, Memory]:
+def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, Memory]:
     found: dict[Node, Memory] = {}
     keys = iter(stage.inputs)
     for node in stage.graph.nodes:

@@ -10,10 +10,10 @@ Of axes between pipeline stages nothing is said: each stage has a graph and valu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Final
+from typing import Final, cast
 
 from torch.fx import Node
 
@@ -22,6 +22,7 @@ from meshc.check.types import Wrong
 from meshc.ir import spmd
 from meshc.ir.sharding import Part
 
+Axes = Sequence[str]
 Places = Mapping[object, tuple[str, ...] | None]
 """The axes on which an integer says where a rank is; None: not known."""
 
@@ -33,12 +34,12 @@ def moved(node: Node, given: Spread, declared: Spread | None, places: Places, si
     return _MOVES[node.target](node, given, declared, places, sizes)
 
 
-def _all_reduce(node: Node, given: Spread, *_: Any) -> Spread:
-    axes, how = node.args[1:]
+def _all_reduce(node: Node, given: Spread, *_: object) -> Spread:
+    axes, how = cast(tuple[Axes, str], node.args[1:])
     return _reduced(given, axes, how)
 
 
-def _reduced(given: Spread, axes: Any, how: Any) -> Spread:
+def _reduced(given: Spread, axes: Axes, how: str) -> Spread:
     if given.pending is None:
         return given
     for axis in axes:
@@ -48,20 +49,20 @@ def _reduced(given: Spread, axes: Any, how: Any) -> Spread:
 
 
 def _all_gather(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
-    axes, dim = node.args[1:]
+    axes, dim = cast(tuple[Axes, int], node.args[1:])
     left = _without(given, axes, "gathers")
     return _with_dim(given, dim, _less(given, dim, axes, "gathers"), declared, left)
 
 
 def _reduce_scatter(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
-    axes, dim, how = node.args[1:]
+    axes, dim, how = cast(tuple[Axes, int, str], node.args[1:])
     split = given.split()
-    more = None if split is None else split | frozenset(axes)  # type: ignore[arg-type]
+    more = None if split is None else split | frozenset(axes)
     return _with_dim(_reduced(given, axes, how), dim, _more(given, dim, axes), declared, axes=more)
 
 
 def _all_to_all(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
-    axes, split, concat = node.args[1:]
+    axes, split, concat = cast(tuple[Axes, int, int], node.args[1:])
     if split == concat:
         return replace(given, dims=tuple(None if d == split else dim for d, dim in enumerate(given.dims)), axes=given.split())
     less, more = _less(given, concat, axes, "takes together"), _more(given, split, axes)
@@ -70,7 +71,7 @@ def _all_to_all(node: Node, given: Spread, declared: Spread | None, _: Places, s
 
 
 def _shard(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
-    dim, tiles, index = node.args[1:]
+    dim, tiles, index = cast(tuple[int, int, object], node.args[1:])
     axes = places.get(index)
     if axes is None or spmd.MICROBATCH in axes:  # of a step that is the mean of its microbatches the sizes are one microbatch's
         return _with_dim(given, dim, None, declared, axes=None)
@@ -87,13 +88,12 @@ def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Plac
     return replace(given, pending={**given.pending, **{axis: "sum" for axis in axes if axis != spmd.MICROBATCH}})
 
 
-def _same(node: Node, given: Spread, *_: Any) -> Spread:
+def _same(node: Node, given: Spread, *_: object) -> Spread:
     return given
 
 
-def _halo(node: Node, given: Spread, declared: Spread | None, *_: Any) -> Spread:
-    dim: Any = node.args[2]
-    return _with_dim(given, dim, None, declared, axes=None)
+def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
+    return _with_dim(given, cast(int, node.args[2]), None, declared, axes=None)
 
 
 _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
@@ -110,7 +110,9 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
 }
 
 
-def _with_dim(given: Spread, dim: Any, expected: Callable[[Parts], None] | None, declared: Spread | None, axes: Any) -> Spread:
+def _with_dim(
+    given: Spread, dim: int, expected: Callable[[Parts], None] | None, declared: Spread | None, axes: frozenset[str] | None
+) -> Spread:
     """`given` with another dim: what is declared, if that is what is expected."""
     found = declared.dims[dim] if declared is not None else None
     if found is not None and expected is not None:
@@ -118,7 +120,7 @@ def _with_dim(given: Spread, dim: Any, expected: Callable[[Parts], None] | None,
     return replace(given, dims=tuple(found if d == dim else parts for d, parts in enumerate(given.dims)), axes=axes)
 
 
-def _without(given: Spread, axes: Any, does: str) -> frozenset[str] | None:
+def _without(given: Spread, axes: Axes, does: str) -> frozenset[str] | None:
     split = given.split()
     if split is None:
         return None
@@ -128,7 +130,7 @@ def _without(given: Spread, axes: Any, does: str) -> frozenset[str] | None:
     return split - frozenset(axes)
 
 
-def _less(given: Spread, dim: Any, axes: Any, does: str) -> Callable[[Parts], None] | None:
+def _less(given: Spread, dim: int, axes: Axes, does: str) -> Callable[[Parts], None] | None:
     """That the dim lies as the operand's without these axes."""
     before = given.dims[dim]
     if before is None:
@@ -144,7 +146,7 @@ def _less(given: Spread, dim: Any, axes: Any, does: str) -> Callable[[Parts], No
     return check
 
 
-def _more(given: Spread, dim: Any, axes: Any) -> Callable[[Parts], None] | None:
+def _more(given: Spread, dim: int, axes: Axes) -> Callable[[Parts], None] | None:
     """That the dim lies as the operand's with these axes too."""
     before = given.dims[dim]
     if before is None:
@@ -157,7 +159,7 @@ def _more(given: Spread, dim: Any, axes: Any) -> Callable[[Parts], None] | None:
     return check
 
 
-def _differ_by(whole: Parts, split: Parts, axes: Any, why: str) -> None:
+def _differ_by(whole: Parts, split: Parts, axes: Axes, why: str) -> None:
     fits = [(part.factor, part.size) for part in _counted(whole)] == [(part.factor, part.size) for part in _counted(split)]
     if not fits or Counter(_axes(split)) != Counter([*_axes(whole), *axes]):
         raise Wrong(why)

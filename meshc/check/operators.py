@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ INDICES: Final = ("index", "indices", "offsets", "choice", "ends")
 _END: Final = (1 << 63) - 1
 """By which a slice says "to the end"."""
 
-PIECES: Final[Mapping[Any, Callable[..., int]]] = {
+PIECES: Final[Mapping[OpOverload, Callable[..., int]]] = {
     aten.unbind.int: lambda x, dim=0: x.shape[dim],
     aten.unbind_copy.int: lambda x, dim=0: x.shape[dim],
     aten.split.Tensor: lambda x, size, dim=0: -(-x.shape[dim] // max(size, 1)),
@@ -38,7 +38,9 @@ PIECES: Final[Mapping[Any, Callable[..., int]]] = {
 """How many results an operator that gives a list of them has."""
 
 
-def made_by(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Any:
+def made_by(
+    target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], count: int
+) -> Tensor | int | Sequence[Tensor | int] | None:
     """What the operator gives for meta tensors, `count` results of which are declared. Raises Wrong."""
     named = [(argument, value) for argument, value in zip(target._schema.arguments, args, strict=False)]
     named += [(argument, kwargs[argument.name]) for argument in target._schema.arguments if argument.name in kwargs]
@@ -76,7 +78,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _check_argument(value: Any, sizes: bool) -> None:
+def _check_argument(value: object, sizes: bool) -> None:
     """`sizes`: an integer in it says how many, or where, and is none of the numbers that a kernel computes with."""
     if isinstance(value, list | tuple):
         if len(value) > MOST_ITEMS:
@@ -89,7 +91,7 @@ def _check_argument(value: Any, sizes: bool) -> None:
         raise Wrong("a value on the meta device has no memory")
 
 
-def _check_index(name: str, value: Any) -> None:
+def _check_index(name: str, value: object) -> None:
     """What says where to read or write is integers, of which kernels that run without values do not ask; a mask may stand for them."""
     for index in value if isinstance(value, list | tuple) else (value,):
         if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex()):
@@ -99,7 +101,7 @@ def _check_index(name: str, value: Any) -> None:
 _CONSTANTS: Final = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
 
 
-def _check_kind(argument: Any, value: Any) -> None:
+def _check_kind(argument: torch.Argument, value: object) -> None:
     """Torch takes a number where a dtype, layout or memory format is meant, and looks it up in a table without looking at its end."""
     kind = _CONSTANTS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
     if value is not None and kind is not None and not isinstance(value, kind):

@@ -18,6 +18,7 @@ from torch.fx import Node
 from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending, tile
 from meshc.check.types import Wrong
 from meshc.ir import op_name
+from meshc.ir.sharding import Part
 from meshc.ir.spmd import MICROBATCH
 
 Dims = tuple[str, ...]
@@ -51,7 +52,7 @@ class Rule(Protocol):
     @property
     def kind(self) -> str: ...
     @property
-    def windows(self) -> Mapping[str, tuple[str, Any]]: ...
+    def windows(self) -> Mapping[str, tuple[str, object]]: ...
 
 
 class Deferral(Protocol):
@@ -211,7 +212,7 @@ def _related(rule: Rule, given: Sequence[Spread], told: Sequence[Spread]) -> Non
 
 
 def _side(rows: Sequence[Dims], spreads: Sequence[Spread], letters: Dims) -> list[tuple[str, int, tuple[str, ...]]] | None:
-    found: list[Any] = []
+    found: list[Part] = []
     for letter in letters:
         if letter.startswith("#"):
             continue

@@ -11,12 +11,14 @@ asked of such operands raises, and does not hold (`trusting.fault`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from meshc.private import OpOverload
 
 Operands: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Operands], str | None]
@@ -42,10 +44,10 @@ def same_dtype(*names: str) -> Rule:
     return holds(f"{', '.join(names)} have one dtype", lambda o: len({o[name].dtype for name in names if o[name] is not None}) <= 1)
 
 
-def gives(forward: Any, name: str, *operands: str) -> Rule:
-    def shape(o: Operands) -> Any:
+def gives(forward: OpOverload, name: str, *operands: str) -> Rule:
+    def shape(o: Operands) -> torch.Size:
         given = [o[operand].to("meta") if isinstance(o[operand], Tensor) else o[operand] for operand in operands]
-        found = forward(*given)
+        found: Tensor | Sequence[Tensor] = forward(*given)
         return (found if isinstance(found, Tensor) else found[0]).shape
 
     return holds(f"{name} has the shape that {forward} makes of {', '.join(operands)}", lambda o: o[name].shape == shape(o))

@@ -7,8 +7,8 @@ A line that is wrong counts as what it is declared to be for those that read it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,17 @@ from meshc.check import operators, placed
 from meshc.check.memory import OWN, writes
 from meshc.check.types import Wrong, check_type
 from meshc.ir import Record
+from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
 from meshc.ops.optim import MANY
+from meshc.private import OpOverload
 from meshc.program.program import Stage
 from meshc.text.allowed import FUNCTIONS, refusal, spelling
 from meshc.text.show import print_type
 
 aten = torch.ops.aten
+Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
+"""What stands for a value: a meta tensor, an integer, several of them; None where a line was wrong before it was declared anything."""
 
 VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
 """Operators that may give a view though their schema does not say so."""
@@ -35,7 +39,7 @@ VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
 def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(value, what is wrong with it) for every line that is wrong. `sizes`: of all axes."""
     keys = iter(stage.inputs)
-    values: dict[Node, Any] = {}
+    values: dict[Node, Value] = {}
     roots: dict[Node, frozenset[str]] = {}
     for node in stage.graph.nodes:
         if node.op == "output":
@@ -52,7 +56,7 @@ def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
             values.setdefault(node, None)
 
 
-def _declared(node: Node, sizes: Mapping[str, int]) -> Any:
+def _declared(node: Node, sizes: Mapping[str, int]) -> Value:
     """Values without numbers in them, as declared."""
     if not ir.has_record(node):
         raise Wrong('it has no type; a line is NAME: "TYPE" = OPERATOR(ARGUMENTS)')
@@ -65,17 +69,17 @@ def _declared(node: Node, sizes: Mapping[str, int]) -> Any:
     return made if isinstance(node.meta[ir.KEY], tuple) else made[0]
 
 
-def _empty(record: Record) -> Any:
+def _empty(record: Record) -> Tensor | int:
     return placed.INTEGER if record.dtype is None else torch.empty(record.shape, dtype=record.dtype, device="meta")
 
 
-def _made(node: Node, values: Mapping[Node, Any], roots: Mapping[Node, frozenset[str]], sizes: Mapping[str, int]) -> Any:
+def _made(node: Node, values: Mapping[Node, Value], roots: Mapping[Node, frozenset[str]], sizes: Mapping[str, int]) -> Value:
     """What the node's operator gives, which is what is declared, or Wrong is raised."""
     args = map_arg(node.args, lambda operand: values[operand])
     kwargs = map_arg(node.kwargs, lambda operand: values[operand])
     declared = node.meta[ir.KEY]
     if ir.is_getitem(node):
-        found = _item(*args, **kwargs)
+        found = _item(*cast(tuple[Value, object], args), **cast(dict[str, int], kwargs))
     elif node.target in FUNCTIONS.values():
         found = placed.made_by(node.target, args, kwargs, sizes)
     else:
@@ -83,41 +87,41 @@ def _made(node: Node, values: Mapping[Node, Any], roots: Mapping[Node, frozenset
             raise Wrong(f"its operator is not on the allow-list: {why}")
         _check_writes(node, roots)
         _check_places(node, values)
-        found = operators.made_by(node.target, args, kwargs, len(declared) if isinstance(declared, tuple) else 1)  # type: ignore[arg-type]
+        found = operators.made_by(cast(OpOverload, node.target), args, kwargs, len(declared) if isinstance(declared, tuple) else 1)
     _compare(found, declared, sizes)
     return found
 
 
-def _item(values: Any, index: Any) -> Any:
+def _item(values: Value, index: object) -> Value:
     if not isinstance(values, list | tuple) or type(index) is not int or not 0 <= index < len(values):
         raise Wrong(f"it takes result {index!r} of a value that has {len(values) if isinstance(values, list | tuple) else 'one'}")
     return values[index]
 
 
-def _compare(found: Any, declared: Record | tuple[Record, ...], sizes: Mapping[str, int]) -> None:
-    if isinstance(declared, tuple) != isinstance(found, list | tuple):
-        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}")
-    if isinstance(declared, tuple):
+def _compare(found: Value, declared: Record | tuple[Record, ...], sizes: Mapping[str, int]) -> None:
+    if isinstance(declared, tuple) and isinstance(found, list | tuple):
         if len(found) != len(declared):
             raise Wrong(f"its operator gives {len(found)} results, {len(declared)} are declared")
         for one, record in zip(found, declared, strict=True):
             _compare(one, record, sizes)
         return
+    if isinstance(declared, tuple) or isinstance(found, list | tuple):
+        raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}")
     fits = isinstance(found, Tensor) == (declared.dtype is not None)
     if not fits or isinstance(found, Tensor) and (tuple(found.shape) != tuple(declared.shape) or found.dtype != declared.dtype):
         local = "" if declared.sharding is None else f", {list(declared.shape)} on a rank"
         raise Wrong(f"its operator gives {_shown(found)}, declared is {print_type(declared, sizes)}{local}")
 
 
-def _shown(found: Any) -> str:
+def _shown(found: Value) -> str:
     if isinstance(found, list | tuple):
         return f"({', '.join(map(_shown, found))})"
     return print_type(Record(tuple(found.shape), found.dtype)) if isinstance(found, Tensor) else "int"
 
 
-def _check_places(node: Node, values: Mapping[Node, Any]) -> None:
+def _check_places(node: Node, values: Mapping[Node, Value]) -> None:
     """A number that is another on each rank decides no shape: it goes into arithmetic by element, or says where a tile begins."""
-    target: Any = node.target
+    target = cast(OpOverload, node.target)
     if not any(type(values.get(operand)) is int for operand in node.all_input_nodes) or torch.Tag.pointwise in target.tags:
         return
     named = [(argument.name, value) for argument, value in zip(target._schema.arguments, node.args, strict=False)]
@@ -135,11 +139,11 @@ def _roots(node: Node, roots: Mapping[Node, frozenset[str]]) -> frozenset[str]:
     return frozenset(key for operand in node.all_input_nodes for key in roots[operand])
 
 
-def may_view(target: Any) -> bool:
+def may_view(target: Target) -> bool:
     """Whether an operator's result may lie in the memory of its operands."""
     if target in FUNCTIONS.values():
         return True  # a tile that is whole, a mask that covers nothing, a group of one rank
-    schema = target._schema
+    schema = cast(OpOverload, target)._schema
     return target in VIEWS_UNSAID or any(argument.alias_info is not None for argument in schema.arguments)
 
 

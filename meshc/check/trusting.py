@@ -6,9 +6,9 @@ operator that is not here looks at shapes and values itself, or walks its operan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import floor, isfinite, prod
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -321,7 +321,7 @@ NEGATED: Final = {
 """What `neg` has a kernel for. A negated view calls it where somebody reads, by then without a line to name."""
 
 
-TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
+TRUSTING: Final[Mapping[OpOverload, tuple[Rule, ...]]] = {
     aten._adaptive_avg_pool2d_backward.default: _adaptive(2),
     aten._adaptive_avg_pool3d_backward.default: _adaptive(3),
     aten.adaptive_max_pool2d_backward.default: _placed(2),
@@ -431,7 +431,7 @@ TRUSTING: Final[dict[Any, tuple[Rule, ...]]] = {
 """Operator -> what must hold of its operands, asked in this order."""
 
 
-def fault(target: OpOverload, args: Any, kwargs: Any) -> str | None:
+def fault(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """What is wrong with the operands of a call, meta tensors or real ones, in words."""
     rules = TRUSTING.get(target)
     if rules is None:
@@ -443,7 +443,7 @@ def fault(target: OpOverload, args: Any, kwargs: Any) -> str | None:
         return f"they are not of the kind that it takes: {error}"
 
 
-def _named(target: OpOverload, args: Any, kwargs: Any) -> Operands:
+def _named(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Operands:
     given = target._schema.arguments
     found = {argument.name: argument.default_value for argument in given}
     return found | dict(zip((argument.name for argument in given), args, strict=False)) | dict(kwargs)

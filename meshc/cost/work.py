@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from meshc.program.program import PlainProgram
+from meshc.program.program import PlainProgram, WorkRow
 
 SPLIT: Final = "split"
 COULD: Final = "could be split"
@@ -35,7 +35,7 @@ class Work:
     def __str__(self) -> str:
         return f"{self.operator} {self.phase} in {self.module or 'the model'}"
 
-    def plain(self) -> list[object]:
+    def plain(self) -> WorkRow:
         """As JSON holds it."""
         return [self.module, self.operator, self.phase, self.flops, self.by_axis]
 
@@ -43,7 +43,7 @@ class Work:
 def of(program: PlainProgram) -> list[Work] | None:
     """The rows of a program; None if it has none, as one made by an earlier meshc."""
     rows = program.info.get("work")
-    return None if rows is None else [Work(*row) for row in rows]
+    return None if rows is None else [Work(*cast(tuple[str, str, str, float, dict[str, str]], row)) for row in rows]
 
 
 def share(rows: Sequence[Work], axis: str, *, legal: bool = False) -> float | None:

@@ -9,12 +9,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 _SEAL: Final = re.compile(r'"sha256": "([0-9a-f]{64})"\n}\n?\Z')
 
 
-def sealed(table: Mapping[str, Any]) -> str:
+def sealed(table: Mapping[str, object]) -> str:
     """The table's text; the last of its entries is the hash of what stands before it."""
     rows = {name: value for name, value in table.items() if name != "sha256"}
     text = json.dumps({**rows, "sha256": "0" * 64}, indent=1) + "\n"

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypedDict, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,7 +34,27 @@ _LONGEST_HEADER: Final = 100_000_000
 _AGAIN: Final = "save or copy it again"
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+class Seal(TypedDict):
+    """What a table beside a file says of it."""
+
+    bytes: int
+    header: str
+
+
+class _Row(TypedDict):
+    """A tensor, in the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class _Hashes(TypedDict):
+    block_bytes: int
+    sha256: dict[str, list[str]]
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
     """Write tensors with their hashes, and return the file's seal. The file is on the disk when this returns."""
     plain = _plain(tensors)
     hashes = {name: list(_hashes(name, tensor)) for name, tensor in plain.items()}
@@ -53,7 +73,7 @@ class TensorFile:
     Raises ArtifactError for a file that is damaged, here for its size and header, later for the tensors that are read.
     """
 
-    def __init__(self, path: Path, seal: Mapping[str, Any] | None = None, advice: str = _AGAIN) -> None:
+    def __init__(self, path: Path, seal: Seal | None = None, advice: str = _AGAIN) -> None:
         self.path, self._advice = path, advice
         self._stack = contextlib.ExitStack()
         with self._readable():
@@ -65,7 +85,7 @@ class TensorFile:
             self.close()
             raise
 
-    def _open(self, seal: Mapping[str, Any] | None) -> None:
+    def _open(self, seal: Seal | None) -> None:
         with self._readable():
             header = _header(self._descriptor)
             size = os.fstat(self._descriptor).st_size
@@ -75,9 +95,9 @@ class TensorFile:
             raise self._damaged(f"has a header with the hash {_sha256(header)[:12]}, and one with {seal['header'][:12]} was written")
         with self._readable():
             self._file = self._stack.enter_context(safe_open(self.path, framework="pt", device="cpu"))
-            rows: dict[str, Any] = parse_json(header[8:].decode(), f"the header of {self.path}")
+            rows = cast(dict[str, _Row], parse_json(header[8:].decode(), f"the header of {self.path}"))
         self._data = len(header)
-        told = rows.pop("__metadata__", {}).get(_KEY)
+        told = cast(dict[str, str], rows.pop("__metadata__", {})).get(_KEY)
         if told is None and seal is not None:
             raise self._damaged("carries no hashes")
         self._rows = rows
@@ -88,7 +108,7 @@ class TensorFile:
     def _told(self, text: str) -> tuple[int, dict[str, list[str]]]:
         """The size of a block and the hashes of each tensor's blocks, as many as it has."""
         try:
-            told = parse_json(text, "its metadata")
+            told = cast(_Hashes, parse_json(text, "its metadata"))
             block, hashes = int(told["block_bytes"]), dict(told["sha256"])
             wanted = {name: -(-self._bytes(name) // block) for name in self.names}
             if block < 1 or {name: len(rows) for name, rows in hashes.items()} != wanted:
@@ -214,12 +234,12 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _hashes(name: str, tensor: torch.Tensor) -> Iterator[str]:
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
     for index, start in enumerate(range(0, len(data), BLOCK_BYTES)):
         yield _hash(name, tensor.shape, index, data[start : start + BLOCK_BYTES])
 
 
-def _hash(name: str, shape: Sequence[int], index: int, data: Any) -> str:
+def _hash(name: str, shape: Sequence[int], index: int, data: bytes | memoryview) -> str:
     digest = hashlib.sha256(json.dumps([name, list(shape), index]).encode())
     digest.update(data)
     return digest.hexdigest()[:32]

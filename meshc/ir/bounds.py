@@ -11,9 +11,11 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NoReturn, TypeAlias
 
 from meshc.errors import ArtifactError
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 MOST_RANKS: Final = 1 << 20
 """Of a mesh; each position has a number in a table."""
@@ -69,7 +71,7 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT) -> str:
         raise ArtifactError(f"{file} cannot be read as text: {error}") from None
 
 
-def parse_json(text: str, where: str) -> Any:
+def parse_json(text: str, where: str) -> Json:
     """What JSON holds, without NaN, infinities and keys that are there twice. Raises ArtifactError; `where` names the text."""
     items = text.count(",") + text.count("[") + text.count("{")
     if items > MOST_ITEMS:
@@ -80,7 +82,7 @@ def parse_json(text: str, where: str) -> Any:
         raise ArtifactError(f"{where} is no JSON, it was truncated or edited: {error}") from None
 
 
-def _no_number(name: str) -> Any:
+def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number that JSON has")
 
 
@@ -100,14 +102,14 @@ def integer(value: object, what: str, low: int = 0, high: int = MOST_SIZE) -> in
     return value
 
 
-def number(value: Any, what: str, low: float, high: float) -> float:
+def number(value: object, what: str, low: float, high: float) -> float:
     """A number within bounds; NaN is in none. Raises ArtifactError."""
-    if type(value) not in (int, float) or not low <= value <= high:
+    if not (type(value) is int or type(value) is float) or not low <= value <= high:
         raise ArtifactError(f"{what} is {shown(value)}, and must be a number from {low:g} to {high:g}")
     return float(value)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value of any size in a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return f"an integer of some {int(math.log10(2) * value.bit_length())} digits"

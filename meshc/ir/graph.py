@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.ir.functions import Function
 from meshc.ir.nodes import Record, set_record
@@ -120,7 +120,7 @@ def entering(graph: Graph, like: Node) -> Node:
     return node
 
 
-def call(graph: Graph, record: Record | tuple[Record, ...], target: Function, *args: Any, **kwargs: Any) -> Node:
+def call(graph: Graph, record: Record | tuple[Record, ...], target: Function, *args: Argument, **kwargs: Argument) -> Node:
     """A call with its record, where the graph inserts."""
     node = graph.call_function(target, args, kwargs)
     set_record(node, record)

@@ -28,7 +28,7 @@ def cache_paths(spec: trees.Spec) -> list[str]:
     return [".".join(path) for path, cached in _leaves(spec) if cached]
 
 
-def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+def input_names(function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:
     """Paths of the leaves of (args, kwargs): positional arguments take the parameter names of `function`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -43,7 +43,7 @@ def input_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     return names
 
 
-def _below(name: str, argument: Any) -> list[str]:
+def _below(name: str, argument: object) -> list[str]:
     return [".".join((name, *path)) for path, _ in _leaves(trees.structure(argument))]
 
 

@@ -16,14 +16,15 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Final, TypeAlias, overload
 
 import sympy
 
 from meshc.errors import ArtifactError
 from meshc.ir.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIED, MOST_SIZE, MOST_TERMS, shown
 
-T = TypeVar("T")
+Number: TypeAlias = int | float
+"""Plain, or open: a `Size` is an int and a `Ratio` a float."""
 PREFIX = "n_"
 """What a symbol's name begins with; no value of a program has such a name."""
 
@@ -46,48 +47,12 @@ class Dynamic:
 
 
 class _Open:
-    """Arithmetic that keeps expressions. A plain float on the left of an integer would lose it, so write 1 / size, not 1.0 / size."""
+    """Arithmetic that keeps expressions. A plain float on the left of an integer would lose it, so write 1 / size, not 1.0 / size.
+
+    Types know nothing of it: a size is an int whose sum with an int is an int, a ratio a float. The operators are set below, from a table.
+    """
 
     expr: sympy.Expr
-
-    def __add__(self, other: Any) -> Any:
-        return _apply("+", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _apply("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _apply("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _apply("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _apply("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _apply("*", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _apply("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _apply("//", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _apply("%", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _apply("%", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _apply("/", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _apply("/", other, self)
-
-    def __neg__(self) -> Any:
-        return _apply("*", self, -1)
 
 
 class Size(_Open, int):
@@ -112,7 +77,7 @@ class Size(_Open, int):
     def __hash__(self) -> int:
         return int.__hash__(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Size], tuple[int, sympy.Expr]]:
         return Size, (int(self), self.expr)
 
     def __eq__(self, other: object) -> bool:
@@ -143,7 +108,7 @@ class Ratio(_Open, float):
     def __eq__(self, other: object) -> bool:
         return self.expr == other.expr if isinstance(other, Ratio) else float.__eq__(self, other)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Ratio], tuple[float, sympy.Expr]]:
         return Ratio, (float(self), self.expr)
 
 
@@ -151,7 +116,7 @@ def symbol(dynamic: Dynamic) -> Size:
     return Size(dynamic.hint, sympy.Symbol(dynamic.symbol, integer=True, positive=True))
 
 
-def sized(expr: sympy.Expr, hint: float) -> Any:
+def sized(expr: sympy.Expr, hint: float) -> Number:
     """A number for an expression: plain where nothing in it is open."""
     if expr.is_Integer:
         return int(expr)
@@ -167,31 +132,41 @@ def _integral(expr: sympy.Expr) -> bool:
     return not expr.atoms(sympy.Float) and expr.is_integer is None and expr.as_numer_denom()[1].is_Integer
 
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "/": operator.truediv,
+_OPERATORS: Final[Mapping[str, tuple[str, Callable[[Number, Number], Number]]]] = {
+    "+": ("add", operator.add),
+    "-": ("sub", operator.sub),
+    "*": ("mul", operator.mul),
+    "//": ("floordiv", operator.floordiv),
+    "%": ("mod", operator.mod),
+    "/": ("truediv", operator.truediv),
 }
 
 
-def _apply(sign: str, left: Any, right: Any) -> Any:
+def _apply(sign: str, left: object, right: object) -> object:
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         return NotImplemented
-    value = _OPERATORS[sign](_plain(left), _plain(right))
+    value = _OPERATORS[sign][1](_plain(left), _plain(right))
     expr = _combined(sign, _expr(left), _expr(right))
     if sign == "/" or isinstance(left, float) or isinstance(right, float):
         return float(expr) if expr.is_number else Ratio(float(value), expr)
-    return int(expr) if expr.is_Integer else Size(value, expr)
+    return int(expr) if expr.is_Integer else Size(int(value), expr)
 
 
-def _plain(value: Any) -> Any:
+def _set_operators(sign: str, name: str) -> None:
+    setattr(_Open, f"__{name}__", lambda self, other: _apply(sign, self, other))
+    setattr(_Open, f"__r{name}__", lambda self, other: _apply(sign, other, self))
+
+
+for _sign, (_name, _) in _OPERATORS.items():
+    _set_operators(_sign, _name)
+setattr(_Open, "__neg__", lambda self: _apply("*", self, -1))  # noqa: B010
+
+
+def _plain(value: Number) -> Number:
     return int(value) if isinstance(value, Size) else float(value) if isinstance(value, Ratio) else value
 
 
-def _expr(value: Any) -> sympy.Expr:
+def _expr(value: Number) -> sympy.Expr:
     return value.expr if isinstance(value, Size | Ratio) else sympy.sympify(value)
 
 
@@ -201,7 +176,7 @@ def _combined(sign: str, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
         return floor_divided(left, right)
     if sign == "%":
         return sympy.Mod(left, right)
-    return sympy.expand(_OPERATORS[sign](left, right))
+    return sympy.expand(_OPERATORS[sign][1](left, right))
 
 
 def floor_divided(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
@@ -266,7 +241,7 @@ _OF_AST: dict[type[ast.operator], str] = {
 }  # fmt: skip
 
 
-def from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
+def from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
     """The number that a piece of program text describes, or None if it is no such expression. Nothing is executed.
 
     Raises ArtifactError for an expression that is larger than any that is printed, or whose numbers or terms are.
@@ -276,7 +251,7 @@ def from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
     return _from_ast(tree, hints)
 
 
-def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
+def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
     match tree:
         case ast.Name(id=name) if name in hints:
             return Size(hints[name], sympy.Symbol(name, integer=True, positive=True))
@@ -291,29 +266,29 @@ def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Any:
                 return None
             _multiplied_out(_terms(a) * _terms(b))
             _refuse_many_roundings(a, b, multiplied=isinstance(sign, ast.Mult))
-            return _bounded(_OPERATORS[_OF_AST[type(sign)]](a, b))
+            return _bounded(_OPERATORS[_OF_AST[type(sign)]][1](a, b))
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 < power < 8:
-            a = _from_ast(left, hints)
-            if a is None:
+            base = _from_ast(left, hints)
+            if base is None:
                 return None
-            _multiplied_out(_terms(a) ** power)
-            return sized(sympy.expand(_expr(a) ** power), _bounded(_plain(a) ** power))
+            _multiplied_out(_terms(base) ** power)
+            return sized(sympy.expand(_expr(base) ** power), _bounded(_plain(base) ** power))
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, *_] as items, keywords=[]):
-            found = [_from_ast(item, hints) for item in items]
-            if None in found:
+            known = [one for item in items if (one := _from_ast(item, hints)) is not None]
+            if len(known) < len(items):
                 return None
-            _refuse_many_roundings(*found, multiplied=False)
-            return (largest if name == "max" else smallest)(*found)
+            _refuse_many_roundings(*known, multiplied=False)
+            return (largest if name == "max" else smallest)(*known)
     return None
 
 
-def _bounded(value: Any) -> Any:
+def _bounded(value: Number) -> Number:
     if not -MOST_SIZE <= _plain(value) <= MOST_SIZE:
         raise ArtifactError(f"an expression of sizes comes to {shown(_plain(value))}; sizes go to {MOST_SIZE}")
     return value
 
 
-def _refuse_many_roundings(*operands: Any, multiplied: bool) -> None:
+def _refuse_many_roundings(*operands: Number, multiplied: bool) -> None:
     """sympy takes for ever over roundings (//, %, max, min) within each other, most where they are multiplied with other sizes."""
     open_ones = [value.expr for value in operands if isinstance(value, Size | Ratio)]
     count = sum(len(expr.atoms(*_ROUNDINGS)) for expr in open_ones)
@@ -325,7 +300,7 @@ def _refuse_many_roundings(*operands: Any, multiplied: bool) -> None:
 _ROUNDINGS: Final = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min)
 
 
-def _terms(value: Any) -> int:
+def _terms(value: Number) -> int:
     return len(value.expr.args) if isinstance(value, Size | Ratio) and value.expr.is_Add else 1
 
 
@@ -334,7 +309,7 @@ def _multiplied_out(terms: int) -> None:
         raise ArtifactError(f"an expression of sizes has {shown(terms)} terms or so when multiplied out; at most {MOST_TERMS} are read")
 
 
-def parse(source: str, hints: Mapping[str, int]) -> Any:
+def parse(source: str, hints: Mapping[str, int]) -> Number:
     """The number that `source` describes. Raises ArtifactError."""
     try:
         found = from_ast(ast.parse(source.strip(), mode="eval").body, hints)
@@ -345,24 +320,36 @@ def parse(source: str, hints: Mapping[str, int]) -> Any:
     return found
 
 
-def largest(*items: Any) -> Any:
+def largest(*items: Number) -> Number:
     return sized(sympy.Max(*map(_expr, items)), max(map(_plain, items)))
 
 
-def smallest(*items: Any) -> Any:
+def smallest(*items: Number) -> Number:
     return sized(sympy.Min(*map(_expr, items)), min(map(_plain, items)))
 
 
 # --------------------------------------------------------------------------------------------------------------------- other sizes
 
 
-def at(value: Any, sizes: Mapping[str, int]) -> Any:
+@overload
+def at(value: int, sizes: Mapping[str, int]) -> int: ...
+
+
+@overload
+def at(value: float, sizes: Mapping[str, int]) -> Number: ...
+
+
+@overload
+def at(value: object, sizes: Mapping[str, int]) -> object: ...
+
+
+def at(value: object, sizes: Mapping[str, int]) -> object:
     """The number with these sizes put in, by symbol; anything that is no open number is itself."""
     return _value(value.expr, tuple(sorted(sizes.items()))) if isinstance(value, Size | Ratio) else value
 
 
 @lru_cache(maxsize=100_000)
-def _value(expr: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> Any:
+def _value(expr: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> Number:
     found = expr.subs({sympy.Symbol(name, integer=True, positive=True): size for name, size in sizes})
     if not found.is_number or found.is_finite is False:
         raise ArtifactError(f"{text(expr)} has no value at {dict(sizes)}")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Final, cast
 
 import torch
 from torch.fx import Node
@@ -91,25 +91,28 @@ LOCAL: dict[str, Function] = {"shard": shard, "mask": mask, "keep_first": keep_f
 FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL}
 
 
-def moved(target: Target, shape: Sequence[int], args: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
+def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: Mapping[str, int]) -> list[int]:
     """The shape of what a collective, or a cut into tiles, makes of a tensor; `args` are those behind it, `sizes` those of the axes."""
     if target is shard:
-        dim, tiles, _ = args
+        dim, tiles, _ = cast(tuple[int, int, object], args)
         return [-(-extent // tiles) if d == dim else extent for d, extent in enumerate(shape)]
-    axes, *dims = args
-    count = prod(sizes[axis] for axis in axes)
+    axes = cast(Sequence[str], args[0])
+    counts = [sizes[axis] for axis in axes]
     found = list(shape)
     if target is all_gather:
-        found[dims[0]] *= count
+        found[cast(int, args[1])] *= prod(counts)
     elif target is reduce_scatter:
-        found[dims[0]] //= count
+        found[cast(int, args[1])] //= prod(counts)
     elif target is all_to_all:
-        found[dims[0]] //= count
-        found[dims[1]] *= count
+        split, concat = cast(tuple[int, int], args[1:])
+        found[split] //= prod(counts)
+        found[concat] *= prod(counts)
     elif target is halo:
-        found[dims[0]] = dims[2][3]
+        dim, _, window, *_ = cast(tuple[int, int, Sequence[int]], args[1:])
+        found[dim] = window[3]
     elif target is halo_sum:
-        found[dims[0]] = tile_length(dims[1], [sizes[axis] for axis in axes])
+        dim, size, *_ = cast(tuple[int, int], args[1:])
+        found[dim] = tile_length(size, counts)
     return found
 
 

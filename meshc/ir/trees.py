@@ -64,7 +64,7 @@ def known() -> Iterator[None]:
 
 
 def _by_position(flatten: Flatten) -> Flatten:
-    def keyed(value: Any) -> tuple[list[Any], Any]:
+    def keyed(value: object) -> tuple[list[Any], object]:
         children, context = flatten(value)
         return [(_of_torch.SequenceKey(index), child) for index, child in enumerate(children)], context
 
@@ -88,32 +88,32 @@ def borrowed(kind: type) -> Iterator[list[tuple[Flatten, Unflatten]]]:
         _of_fx._deregister_pytree_flatten_spec(kind)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
+def flatten(tree: object) -> tuple[list[object], Spec]:
     with known():
         return _of_torch.tree_flatten(tree)
 
 
-def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Spec]:
+def flatten_with_path(tree: object) -> tuple[Sequence[tuple[Sequence[object], object]], Spec]:
     with known():
         return _of_torch.tree_flatten_with_path(tree)
 
 
-def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
+def unflatten(leaves: Sequence[object], spec: Spec) -> Any:
     with known():
         return _of_torch.tree_unflatten(leaves, spec)
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: object) -> list[object]:
     with known():
         return _of_torch.tree_leaves(tree)
 
 
-def structure(tree: Any) -> Spec:
+def structure(tree: object) -> Spec:
     with known():
         return _of_torch.tree_structure(tree)
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def mapped(function: Callable[[Any], object], tree: object) -> Any:
     """The tree with `function` of each leaf."""
     with known():
         return _of_torch.tree_map(function, tree)

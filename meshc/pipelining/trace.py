@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypedDict, TypeGuard, cast
 
 from meshc.errors import ArtifactError, ScheduleError
 from meshc.ir.bounds import MOST_DRAWN, MOST_EVENTS, MOST_SECONDS, integer, number, parse_json
@@ -20,14 +20,30 @@ from meshc.pipelining.timing import Event, Timeline
 _US = 1e6
 
 
+class _Entry(TypedDict, total=False):
+    """An event as it is read, of which nothing is known."""
+
+    ph: object
+    name: str
+    pid: object
+    id: object
+    ts: object
+    dur: object
+
+
+class _Trace(TypedDict, total=False):
+    traceEvents: list[_Entry]
+    otherData: dict[str, object]
+
+
 def _us(seconds: float) -> float:
     """Microseconds, to the nanosecond."""
     return round(seconds * _US, 3)
 
 
-def write(timeline: Timeline, about: Mapping[str, Any] | None = None) -> str:
+def write(timeline: Timeline, about: Mapping[str, object] | None = None) -> str:
     """JSON with ``traceEvents``; times in microseconds. `about`: more for ``otherData``, which `read` passes over."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     for rank in range(timeline.ranks):
         found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         found.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
@@ -88,7 +104,7 @@ def _slice(event: Event, thread: int) -> dict[str, object]:
     }
 
 
-def _asynchronous(event: Event, kind: str, thread: int, number: int) -> Iterator[dict[str, Any]]:
+def _asynchronous(event: Event, kind: str, thread: int, number: int) -> Iterator[dict[str, object]]:
     """Of these many may be under way at a time, as receives that are posted."""
     shared = {"name": str(event.instruction), "cat": kind, "pid": event.rank, "tid": thread, "id": number}
     yield {"ph": "b", **shared, "ts": _us(event.start_s)}
@@ -114,9 +130,9 @@ def read(text: str, where: str = "this") -> Timeline:
     Raises ArtifactError for what is no trace, has no such event, or more of them, ranks or time than can be drawn.
     """
     trace = parse_json(text, where)
+    told = cast(_Trace, {"traceEvents": trace} if isinstance(trace, list) else trace)
     try:
-        found: list[dict[str, Any]] = trace if isinstance(trace, list) else trace["traceEvents"]
-        other = {} if isinstance(trace, list) else dict(trace.get("otherData", {}))
+        found, other = told["traceEvents"], dict(told.get("otherData", {}))
         if len(found) > MOST_EVENTS:
             raise ArtifactError(f"{where} is a trace of {len(found)} events, of which {MOST_EVENTS} can be drawn")
         ends = {(entry["name"], entry["pid"], entry["id"]): entry["ts"] for entry in found if entry.get("ph") == "e"}
@@ -141,7 +157,7 @@ def _pipelines(told: object, ranks: int, where: str) -> tuple[tuple[int, ...], .
     return found
 
 
-def _event(entry: dict[str, Any], ends: dict[tuple[object, object, object], float], where: str) -> Event | None:
+def _event(entry: _Entry, ends: Mapping[tuple[str, object, object], object], where: str) -> Event | None:
     if entry.get("ph") not in ("X", "b"):
         return None
     try:

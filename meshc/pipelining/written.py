@@ -28,14 +28,27 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final, TypedDict
 
 from meshc.errors import ScheduleError
 from meshc.pipelining.cut import Move, Pipeline, Start
 from meshc.pipelining.schedule import Action, Link, parse, parse_instruction
 
 _LINK: Final = re.compile(r"([FB])(\d{1,9})>(\d{1,9})")
+
+
+class Described(TypedDict):
+    """A pipeline as JSON holds it. Of one that is read, nothing is certain but that `read` looks at it."""
+
+    axis: str
+    name: str
+    schedule: list[str]
+    messages: dict[str, list[str]]
+    owners: dict[str, int]
+    shared: list[list[str | int]]
+    returned: list[list[str | int]]
+    starts: list[list[str | list[str]]]
 
 
 def listings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
@@ -57,7 +70,7 @@ def _move(move: Move) -> str:
     return f"move({json.dumps(move.key)}, {move.source}, {move.target})"
 
 
-def described(pipeline: Pipeline) -> dict[str, Any]:
+def described(pipeline: Pipeline) -> Described:
     """As JSON holds it."""
     return {
         "axis": pipeline.axis,
@@ -71,7 +84,7 @@ def described(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def read(told: Mapping[str, Any]) -> Pipeline:
+def read(told: Described) -> Pipeline:
     """What `described` gave. Raises ScheduleError for what cannot be read; whether it can run is for `complete.faults` to say."""
     links = {_link(text): _keys(text, keys) for text, keys in told["messages"].items()}
     lines = told["schedule"]
@@ -95,29 +108,29 @@ def _link(text: str) -> Link:
     return Link(found[1], int(found[2]), int(found[3]))
 
 
-def _keys(link: str, keys: Any) -> tuple[str, ...]:
+def _keys(link: str, keys: object) -> tuple[str, ...]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ScheduleError(f"messages: {link} carries a list of keys, not {keys!r:.60}")
-    return tuple(keys)
+    return tuple(map(str, keys))
 
 
-def _start(row: Any) -> Start:
+def _start(row: object) -> Start:
     match row:
         case [str(stage), [*keys], str(during)] if all(isinstance(key, str) for key in keys):
             action = parse_instruction(during)
             if isinstance(action, Action):
-                return Start(stage, tuple(keys), action)
+                return Start(stage, tuple(map(str, keys)), action)
     example = '["start_1_all_reduce", ["sum:mm_14"], "B1.3"]'
     raise ScheduleError(f"starts: each is a stage, the sums that it reads and the action that makes them whole: {example}, not {row!r:.60}")
 
 
-def _rank(what: str, rank: Any) -> int:
+def _rank(what: str, rank: object) -> int:
     if type(rank) is not int or rank < 0:
         raise ScheduleError(f"{what}: {rank!r:.60} is no place on the pipeline axis")
     return rank
 
 
-def _moves(what: str, rows: Any) -> tuple[Move, ...]:
+def _moves(what: str, rows: object) -> tuple[Move, ...]:
     if not isinstance(rows, Sequence) or any(not isinstance(row, Sequence) or len(row) != 3 or not isinstance(row[0], str) for row in rows):
         raise ScheduleError(f"{what}: a move is a key and two places on the pipeline axis, as in [\"parameter:w\", 0, 1], not {rows!r:.60}")
     return tuple(Move(key, _rank(f"{what}: {key}", source), _rank(f"{what}: {key}", target)) for key, source, target in rows)

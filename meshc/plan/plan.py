@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
@@ -37,7 +36,7 @@ class Plan:
     axes: tuple[AxisEntry, ...]
     pins: tuple[Pin, ...]
 
-    def __init__(self, lines: str | Iterable[str] | Mapping[str, Any] | Plan = "") -> None:
+    def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         if isinstance(lines, Plan):
             self._fill(lines.axes, lines.pins)
         else:

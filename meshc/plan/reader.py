@@ -6,7 +6,7 @@ import importlib
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
@@ -16,18 +16,18 @@ from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, 
 # Sources of lines: pairs of the line's number, 0 where there is none, and the line.
 
 
-def numbered(lines: str | Iterable[str] | Mapping[str, Any]) -> list[tuple[int, str]]:
+def numbered(lines: str | Iterable[str] | Mapping[str, object]) -> list[tuple[int, str]]:
     if isinstance(lines, Mapping):
         return _mapping_lines((0, key, value) for key, value in lines.items())
     if isinstance(lines, str):
         _refuse_long(lines, MOST_PLAN)
-    split: list[Any] = lines.splitlines() if isinstance(lines, str) else list(lines) if isinstance(lines, Iterable) else [lines]
-    if not all(isinstance(line, str) for line in split):
+    split = lines.splitlines() if isinstance(lines, str) else list(lines) if isinstance(lines, Iterable) else None
+    if split is None or not all(isinstance(line, str) for line in split):
         raise PlanError(f"a plan is text, lines of text, or a mapping of axes to entries, not {lines!r}")
     return list(enumerate(split, start=1))
 
 
-def _mapping_lines(items: Iterable[tuple[int, Any, Any]]) -> list[tuple[int, str]]:
+def _mapping_lines(items: Iterable[tuple[int, object, object]]) -> list[tuple[int, str]]:
     """The lines of (number, key, value) triples: an axis and its entry, ``pin PATTERN`` and dims, ``pin`` and a list of pins."""
     lines = []
     for number, key, value in items:

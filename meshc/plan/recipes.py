@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import ROLES, Axis, Mesh, role
@@ -74,7 +74,7 @@ _NOT_YET: Final[Mapping[str, str]] = {
 }
 
 
-def resolve(plan: str | Plan | Mapping[str, Any] | Iterable[str] | None, mesh: Mesh) -> Plan:
+def resolve(plan: str | Plan | Mapping[str, object] | Iterable[str] | None, mesh: Mesh) -> Plan:
     """The plan with exactly one entry for each axis of the mesh, in mesh order, and the user's pins.
 
     ``plan`` is ``"auto"`` or None (the roles' recipes), recipe names joined by ``+``, or a plan by hand: a Plan, or what ``Plan`` reads;
@@ -108,7 +108,7 @@ def resolve(plan: str | Plan | Mapping[str, Any] | Iterable[str] | None, mesh: M
     return Plan.of(entries, hand.pins)
 
 
-def explain(plan: str | Plan | Mapping[str, Any] | Iterable[str] | None, mesh: Mesh) -> str:
+def explain(plan: str | Plan | Mapping[str, object] | Iterable[str] | None, mesh: Mesh) -> str:
     """A table of what each axis does and where that comes from, then the pins."""
     resolved = resolve(plan, mesh)
     rows = [("axis", "ranks", "splits", "stores split", "from")]

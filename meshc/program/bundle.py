@@ -19,12 +19,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc.ir import Record, local_bytes, record, records, spmd
+from meshc.ir.functions import Function, Target
 from meshc.ir.graph import call
 from meshc.program.packing import is_view
 from meshc.program.preparation import from_placeholder, ready
@@ -45,6 +47,17 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 
+class _Alike(NamedTuple):
+    """What collectives that travel together have in common."""
+
+    target: Target
+    kind: str
+    axes: tuple[str, ...]
+    reduction_or_phase: object
+    dtype: torch.dtype | None
+    together: int
+
+
 @dataclass(frozen=True)
 class Bundle:
     """One collective that stands for several, its `members`. `cut`: the nodes that take its result apart, in order."""
@@ -60,7 +73,7 @@ def bundle(
     together: Mapping[Node, int] = MappingProxyType({}),
     limit: int = BUCKET,
     alone: int = ALONE,
-    targets: Collection[Any] = (spmd.all_reduce, spmd.reduce_scatter, spmd.all_gather),
+    targets: Collection[Function] = (spmd.all_reduce, spmd.reduce_scatter, spmd.all_gather),
     apart: Collection[Node] = (),
 ) -> list[Bundle]:
     """Joins collectives of a stage, in place. `sizes`: of the mesh's axes.
@@ -71,17 +84,17 @@ def bundle(
     targets   the kinds of collectives to join; not those `apart`
     """
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
-    groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
+    groups: dict[_Alike, list[Node]] = defaultdict(list)
     for node in stage.graph.nodes:
         kind = _kind(node, node in together, alone) if node.target in targets and node not in apart else ""
         if kind:
             alike = record(node).phase if node.target is spmd.all_gather else node.args[-1]  # the reduction
-            groups[(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, together.get(node, 0))].append(node)
+            groups[_Alike(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, together.get(node, 0))].append(node)
     planned: list[tuple[list[Node], int]] = []
-    for (_, kind, axes, *_), members in groups.items():
-        size = _limit(members) if kind == "gradient" else limit
-        batches = _batches(members, order, size, reads=kind != "stored")
-        planned += [(batch, prod(sizes[axis] for axis in axes)) for batch in batches if len(batch) > 1]
+    for alike, members in groups.items():
+        size = _limit(members) if alike.kind == "gradient" else limit
+        batches = _batches(members, order, size, reads=alike.kind != "stored")
+        planned += [(batch, prod(sizes[axis] for axis in alike.axes)) for batch in batches if len(batch) > 1]
     return [_Bundle(stage.graph, batch, count).send() for batch, count in planned]
 
 
@@ -179,7 +192,7 @@ class _Bundle:
         else:
             joined = self._add(aten.cat.default, flat, like=like, shape=(total,))
             rest, rows = ([0], self.count) if self.gather else (head.args[2:], 1)
-            sent = self._add(head.target, joined, head.args[1], *rest, like=self._about(like), shape=(rows * total,))
+            sent = self._add(cast(Function, head.target), joined, head.args[1], *rest, like=self._about(like), shape=(rows * total,))
         self.cut.clear()
         rows = self.count if self.gather else 1
         apart = self._add(aten.reshape.default, sent, [rows, total], like=like, shape=(rows, total))
@@ -198,7 +211,7 @@ class _Bundle:
         said = f"{len(self.members)} {what} together: {' | '.join(reasons[:2])}{more}"
         return Record((), like.dtype, None, like.source, said, like.phase)
 
-    def _add(self, target: Any, *args: Any, like: Record, shape: tuple[int, ...], final: bool = False) -> Node:
+    def _add(self, target: Function, *args: Argument, like: Record, shape: tuple[int, ...], final: bool = False) -> Node:
         made = Record(shape, like.dtype, like.sharding if final else None, like.source, like.reason, like.phase)
         with self.graph.inserting_after(self.place):
             self.place = call(self.graph, made, target, *args)

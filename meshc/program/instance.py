@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 
 from meshc.errors import InputError
 from meshc.ir import KEY, Record
@@ -130,10 +130,10 @@ def put_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
     graph = Graph()
     copies: dict[Node, Node] = {}
 
-    def number(argument: Any) -> Any:
+    def number(argument: Argument) -> Argument:
         if isinstance(argument, Node):
             return copies[argument]
-        return number_at(argument, values)
+        return cast(Argument, number_at(argument, values))
 
     for node in open_graph.nodes:
         args, kwargs = map_aggregate(node.args, number), map_aggregate(node.kwargs, number)

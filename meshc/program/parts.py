@@ -7,7 +7,7 @@ A microbatch is a range of the whole batch's rows, whatever the mesh; with M of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class Parts:
     dims: tuple[int | None, ...]
     draws: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def cut(self, inputs: Any, index: int) -> Any:
+    def cut(self, inputs: object, index: int) -> Any:
         """A call's inputs for microbatch `index`: the same structure, its rows of each tensor."""
 
         def rows(leaf: torch.Tensor, dim: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Parts:
 
         return self._each(inputs, rows)
 
-    def like_one(self, inputs: Any) -> Any:
+    def like_one(self, inputs: object) -> Any:
         """A call's inputs with the shapes of one microbatch; tensors that are cut have no values."""
 
         def empty(leaf: torch.Tensor, dim: int) -> torch.Tensor:
@@ -46,12 +46,12 @@ class Parts:
 
         return self._each(inputs, empty)
 
-    def _each(self, inputs: Any, make: Any) -> Any:
+    def _each(self, inputs: object, make: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
         dims = iter(self.dims)
 
-        def one(leaf: Any) -> Any:
+        def one(leaf: object) -> object:
             dim = next(dims) if isinstance(leaf, torch.Tensor) else None
-            return leaf if dim is None else make(leaf, dim)
+            return make(leaf, dim) if isinstance(leaf, torch.Tensor) and dim is not None else leaf
 
         return trees.mapped(one, inputs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, TypeAlias, TypedDict
 
 import torch
 from torch.fx import Graph, Node
@@ -126,6 +126,31 @@ RUNS: Final = ("run", "start")
 """The instructions that have a stage do its work."""
 
 
+WorkRow: TypeAlias = list[str | float | dict[str, str]]
+
+
+class Info(TypedDict, total=False):
+    """What stands in a saved program beside its text. What is loaded has been looked at (`meshc.check.info`).
+
+    fresh    what each fresh state is filled with; None: a copy of the parameter
+    numbers  the optimizer's, as `0.lr`
+    work     rows of a module, an operator, a phase, its arithmetic, and what each axis does of it (`meshc.cost.work`)
+    """
+
+    seed: int
+    numbers: dict[str, float]
+    fresh: dict[str, float | None]
+    inputs: str
+    outputs: str
+    output_paths: list[str]
+    random_calls: int
+    work: list[WorkRow]
+    batch_mix: str
+    schedule: str | None
+    stages_per_rank: int
+    pp_splits: list[str] | None
+
+
 @dataclass
 class PlainProgram:
     """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model.
@@ -147,7 +172,7 @@ class PlainProgram:
     microbatches: int = 1
     mode: str = "forward"
     notes: list[str] = field(default_factory=list)
-    info: dict[str, Any] = field(default_factory=dict)
+    info: Info = field(default_factory=Info)
     dynamic: tuple[Dynamic, ...] = ()
     constraints: tuple[str, ...] = ()
     pipeline: Pipeline | None = None

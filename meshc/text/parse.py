@@ -9,23 +9,25 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Final, NoReturn
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from meshc import ir
 from meshc.errors import ArtifactError
 from meshc.ir import PHASES, Record, Source
+from meshc.ir.functions import Function
 from meshc.ir.regions import set_region
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sharing import WORDS, set_sharing
-from meshc.ir.sizes import Dynamic, from_ast
+from meshc.ir.sizes import Dynamic, Number, from_ast
 from meshc.ir.sizes import parse as parse_size
 from meshc.program.program import Origin, Stage
 from meshc.text.allowed import resolve
-from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD
+from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, Row, SideTable
 
 REDUCTIONS: Final = ("sum", "max", "min")
 REGION: Final = "the only blocks are regions, by number: with region(3):"
@@ -49,7 +51,7 @@ _PENDING: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
 _AXIS: Final = re.compile(rf"({_WORD}?)=([1-9][0-9]{{0,8}})")
 
 
-def parse_stage(text: str, side_table: Mapping[str, Any] | None = None, where: str = "program text") -> Stage:
+def parse_stage(text: str, side_table: SideTable | None = None, where: str = "program text") -> Stage:
     """The stage that a text describes, its sources, reasons and phases from `side_table`; `where` names the text in messages.
 
     Raises ArtifactError. The text of the result is `text`, without the comments of which the side table knows nothing.
@@ -143,7 +145,9 @@ def _shape(
 
 
 def _size(text: str, hints: Mapping[str, int]) -> int:
-    found: int = parse_size(text[1:-1] if text.startswith("{") else text, hints)
+    found = parse_size(text[1:-1] if text.startswith("{") else text, hints)
+    if not isinstance(found, int):
+        raise ArtifactError(f"{text} is no integer, as a size is")
     return found
 
 
@@ -180,7 +184,7 @@ def _zero(clause: str | None, text: str) -> frozenset[tuple[int, int]]:
 class _Reader:
     """One text on its way to a stage."""
 
-    def __init__(self, text: str, side_table: Mapping[str, Any], where: str) -> None:
+    def __init__(self, text: str, side_table: SideTable, where: str) -> None:
         self.lines = text.split("\n")
         self.side_table = side_table
         self.where = where
@@ -291,14 +295,16 @@ class _Reader:
         except ArtifactError as error:
             self.fail(value.func, str(error))
         arguments = tuple(self.argument(item) for item in value.args)
-        keywords: dict[str, Any] = {}
+        keywords: dict[str, Argument] = {}
         for item in value.keywords:
             if item.arg is None:
                 self.fail(value, "** may not stand here")
             keywords[item.arg] = self.argument(item.value)
         return self.define(statement, target.id, annotation, (operator, arguments, keywords))
 
-    def define(self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None) -> Node:
+    def define(
+        self, at: ast.AST, name: str, annotation: ast.expr | None, call: tuple[Function, tuple[Argument, ...], dict[str, Argument]] | None
+    ) -> Node:
         """A parameter, or the result of `call`: operator, arguments, keywords."""
         if name in self.values:
             self.fail(at, f"{name} is assigned twice")
@@ -321,15 +327,17 @@ class _Reader:
             self.fail(annotation, str(error))
         row = self.side_table.get(name, {})
         if isinstance(found, tuple):
-            rows = row if isinstance(row, list) and len(row) == len(found) else [row] * len(found)
+            rows: Sequence[Row | list[Row]] = row if isinstance(row, list) and len(row) == len(found) else [row] * len(found)
             ir.set_record(node, tuple(self.told(name, record, row) for record, row in zip(found, rows, strict=True)))
         else:
             ir.set_record(node, self.told(name, found, row))
         return node
 
-    def told(self, name: str, record: Record, row: Any) -> Record:
+    def told(self, name: str, record: Record, row: Row | list[Row]) -> Record:
         """The record with what the side table says of it."""
         try:
+            if not isinstance(row, dict):
+                raise TypeError
             source = Source(**row.get("source", {}))
             reason, phase = row.get("reason", ""), row.get("phase", record.phase)
             if not all(isinstance(words, str) for words in (source.file, source.code, source.module, reason)):
@@ -340,7 +348,7 @@ class _Reader:
         except (TypeError, AttributeError):
             raise ArtifactError(f"{self.where}: the side table's entry for {name} is no source, reason and phase: {row!r}") from None
 
-    def argument(self, value: ast.expr) -> Any:
+    def argument(self, value: ast.expr) -> Argument:
         match value:
             case ast.Name(id=name) if name in self.values:
                 return self.values[name]
@@ -350,8 +358,8 @@ class _Reader:
                 return torch.device(name)
             case ast.Name(id=name) if name not in self.hints:
                 self.fail(value, f"{name} is not defined above; {ARGUMENT}")
-            case ast.Constant(value=None | bool() | int() | float() | str()):
-                return value.value
+            case ast.Constant(value=None | bool() | int() | float() | str() as constant):
+                return constant
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if not isinstance(number, bool):
                 return -number
             case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
@@ -363,11 +371,11 @@ class _Reader:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as index)) if name in DEVICES:
                 return torch.device(name, index)
             case _:
-                if self.hints and (number := self.size(value)) is not None:
-                    return number
+                if self.hints and (size := self.size(value)) is not None:
+                    return size
                 self.fail(value, f"{_shown(value)} may not stand here; {ARGUMENT}")
 
-    def size(self, value: ast.expr) -> Any:
+    def size(self, value: ast.expr) -> Number | None:
         try:
             return from_ast(value, self.hints)
         except (ArtifactError, ArithmeticError, RecursionError) as error:

@@ -47,7 +47,7 @@ import keyword
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final, TypeAlias, TypedDict, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -72,7 +72,27 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     **{f"c{bits}": getattr(torch, f"complex{bits}") for bits in (32, 64, 128)},
     **{f"f8{kind}": getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
 }
-CONSTANTS: Final[dict[str, object]] = {
+class SourceRow(TypedDict, total=False):
+    """A `Source`, what is not empty."""
+
+    file: str
+    line: int
+    code: str
+    module: str
+
+
+class Row(TypedDict, total=False):
+    """What the side table says of one value, what is not usual."""
+
+    source: SourceRow
+    reason: str
+    phase: str
+
+
+SideTable: TypeAlias = dict[str, Row | list[Row]]
+"""By value name; a row for each result where they differ."""
+
+CONSTANTS: Final[dict[str, torch.dtype | torch.layout | torch.memory_format | float]] = {
     **DTYPES,
     "inf": math.inf,
     "nan": math.nan,
@@ -213,10 +233,10 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
     return text
 
 
-def side_table(stage: Stage) -> dict[str, object]:
+def side_table(stage: Stage) -> SideTable:
     """What the comments say, by value name: for each value (for each result) its source, reason and phase, defaults left out."""
     names = value_names(stage.graph)
-    table: dict[str, object] = {}
+    table: SideTable = {}
     for node in stage.graph.nodes:
         if ir.has_record(node):
             rows = [_side_row(record) for record in ir.records(node)]
@@ -247,7 +267,7 @@ def quote(text: str) -> str:
     return '"' + text.encode("unicode_escape").decode("ascii").replace('"', '\\"') + '"'
 
 
-def print_argument(value: Any, names: Mapping[Node, str]) -> str:
+def print_argument(value: object, names: Mapping[Node, str]) -> str:
     """An argument: a value's name, a literal, a constant, a list, or a tuple."""
     if isinstance(value, Node):
         return names[value]
@@ -343,10 +363,10 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-def _side_row(record: Record) -> dict[str, object]:
+def _side_row(record: Record) -> Row:
     source = {name: value for name, value in vars(record.source).items() if value != getattr(Source(), name)}
     row = {"source": source, "reason": record.reason, "phase": "" if record.phase == Record.phase else record.phase}
-    return {name: value for name, value in row.items() if value}
+    return cast(Row, {name: value for name, value in row.items() if value})
 
 
 def _long(text: str) -> str:
@@ -376,5 +396,5 @@ def _constant(name: str, value: torch.Tensor) -> str:
     return f"constant({quote(name)}, {quote(kind)}, sha256={quote(hashlib.sha256(data).hexdigest())})"
 
 
-def _instruction(fields: Mapping[str, Any]) -> str:
+def _instruction(fields: Mapping[str, object]) -> str:
     return f"{fields['op']}({', '.join(f'{name}={print_argument(value, {})}' for name, value in fields.items() if name != 'op' and value)})"

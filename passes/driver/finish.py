@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshc.ir import calls
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.place import work
-from meshc.program.program import PlainProgram
+from meshc.program.program import Info, PlainProgram
 from meshc.text.allowed import refusal, spelling
 
 
@@ -30,14 +30,16 @@ def finish(lowered: Lowered) -> PlainProgram:
     )  # fmt: skip
 
 
-def _pipeline_asked(lowered: Lowered) -> dict[str, object]:
+def _pipeline_asked(lowered: Lowered) -> Info:
     """What compiling a pipeline again takes; of a function the schedule that it has made."""
     request, pipeline = lowered.request, lowered.pipeline
     if pipeline is None:
         return {}
     made = request.schedule if request.schedule is None or isinstance(request.schedule, str) else str(pipeline.schedule)
-    each = {"stages_per_rank": request.stages_per_rank} if request.stages_per_rank is not None else {}
-    return {"schedule": made, "pp_splits": list(request.pp_splits), **each}
+    asked: Info = {"schedule": made, "pp_splits": list(request.pp_splits)}
+    if request.stages_per_rank is not None:
+        asked["stages_per_rank"] = request.stages_per_rank
+    return asked
 
 
 def _unlisted(lowered: Lowered) -> list[str]:

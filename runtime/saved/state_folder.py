@@ -25,7 +25,7 @@ from torch import Tensor
 from meshc.errors import ArtifactError, FileError, MeshcError, StateError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
-from meshc.files.tensor_file import TensorFile
+from meshc.files.tensor_file import Seal, TensorFile
 from meshc.ir import Record
 from meshc.ir.bounds import integer, parse_json, read_text
 from meshc.ir.keys import is_a, name_of
@@ -107,7 +107,7 @@ def _together(target: Path, meet: Meet, work: Callable[[], str]) -> list[str]:
     return [one["value"] for one in found]
 
 
-def _written(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> dict[str, Any]:
+def _written(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> Seal:
     if not made.is_dir():
         raise FileError(f"rank {rank} does not see {made}, which rank {root} made\n  what to do: choose a folder that all ranks see")
     return tensor_file.write(made / _file(rank), tiles)
@@ -140,7 +140,7 @@ class SavedState:
             files = {rank: table["files"][_file(rank)] for rank in self._mesh.ranks}
             hashed = table["version"] > READ[0]
             sizes = {_file(rank): int(told["bytes"] if hashed else told) for rank, told in files.items()}
-            self._seals = {rank: {"bytes": int(told["bytes"]), "header": str(told["header"])} for rank, told in files.items() if hashed}
+            self._seals = {rank: Seal(bytes=int(told["bytes"]), header=str(told["header"])) for rank, told in files.items() if hashed}
         except (MeshcError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ArtifactError(f"{self.path / TABLE} does not describe a state: {type(error).__name__} {error}") from error
         for name, size in sizes.items():

@@ -9,7 +9,7 @@ last place at random (Monte Carlo arithmetic, Parker 1997); programs were found 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -60,5 +60,5 @@ class Perturbed(TorchDispatchMode):
         return value * (1 + unit * (2 * torch.rand(value.shape, generator=self.generator, dtype=value.dtype) - 1))
 
 
-def _is_floating(leaf: object) -> bool:
+def _is_floating(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, torch.float64)
