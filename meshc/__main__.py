@@ -50,7 +50,7 @@ from meshc.runtime.simulator import verify as comparison
 from meshc.runtime.simulator.widened import widened
 from meshc.text import show
 
-Target = tuple[Any, tuple[Any, ...], dict[str, Any]]
+Target = tuple[Any, tuple[object, ...], dict[str, object]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,7 +175,7 @@ def _call_user(function: Callable[[], Any], what: str) -> Any:
         raise CompileError(f"{what} raised {type(error).__name__}: {error}\n  at {frame.filename}:{frame.lineno}") from error
 
 
-def _as_target(found: Any, target: str) -> Target:
+def _as_target(found: object, target: str) -> Target:
     if isinstance(found, tuple) and found and (isinstance(found[0], nn.Module | TrainStep) or callable(found[0])):
         what, *rest = found
         if len(rest) == 1 and isinstance(rest[0], Mapping):
@@ -297,7 +297,7 @@ def same_program(one: PlainProgram, other: PlainProgram) -> bool:
 
 
 def verify_as_it_stands(
-    saved: PlainProgram, program: compile.Program, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+    saved: PlainProgram, program: compile.Program, args: tuple[object, ...], kwargs: dict[str, object], double: bool
 ) -> comparison.Report:
     """The saved program itself, in double precision if that is asked for, against the model on one device. Raises VerifyError."""
     ask = program.lowered.request

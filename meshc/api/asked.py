@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshc.api.options import Options, refuse_others
@@ -15,17 +16,29 @@ from meshc.errors import PlanError
 from meshc.frontend import admission, calling, dynamic
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
+from meshc.ir.functions import Function
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.request import Request
-from meshc.plan.recipes import resolve
+from meshc.plan.recipes import PlanLike, resolve
 from meshc.program.program import BACKENDS
 from meshc.runtime.state.store import Store
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 """A call's arguments: those by position, those by name."""
+
+
+
+class Key(NamedTuple):
+    """What a compilation is kept under: structure, shapes and dtypes of a call's inputs, what else of the module decides its program, the
+    optimizer's flags and branches."""
+
+    inputs: calling.InputKey
+    module: tuple[object, ...]
+    optimizer: tuple[tuple[str, Hashable], ...]
+
 
 KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": BACKENDS}
 
@@ -35,9 +48,9 @@ class Asked:
 
     def __init__(
         self,
-        what: nn.Module | TrainStep | Callable[..., Any],
-        mesh: Any,
-        plan: Any,
+        what: nn.Module | TrainStep | Function,
+        mesh: Mesh | DeviceMesh,
+        plan: PlanLike,
         inputs: str,
         outputs: str,
         backend: str,
@@ -69,7 +82,7 @@ class Asked:
             return traced_step(self.step)
         if isinstance(self.what, nn.Module):
             return Traced(self.what, calling.call_module, self.what.forward)
-        function: Callable[..., Any] = self.what  # type: ignore[assignment]
+        function = cast(Function, self.what)
         return Traced(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
 
     @property
@@ -92,47 +105,48 @@ class Asked:
 
     # ------------------------------------------------------------------------------------------------------------------- a call
 
-    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """A call's arguments as the signature has them. Raises InputError."""
         return calling.canonical(self.traced.signature, args, kwargs)
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: OptimizerSpec | None) -> Any:
+    def key(self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None) -> Key:
         """What a compilation for this call is kept under."""
         optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
-            return (calling.input_key(args, kwargs), calling.module_key(self.module), optimizer)
+            return Key(calling.input_key(args, kwargs), calling.module_key(self.module), optimizer)
 
-    def general_key(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+    def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Key:
         """The key of what serves all sizes: dynamic dims go by name."""
         if not self.dynamic:
             return key
         names = input_names(self.traced.signature, args, kwargs)
-        (spec, leaves), *rest = key
-        return (spec, tuple(self.dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True)), *rest)
+        spec, leaves = key.inputs
+        return key._replace(inputs=(spec, tuple(self.dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
 
-    def shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    def shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, tuple[int, ...]]]:
         """Path and shape of each tensor that a call passes."""
         names = input_names(self.traced.signature, args, kwargs)
         leaves = zip(names, trees.leaves((args, kwargs)), strict=True)
         return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def whole(self, inputs: Any) -> Any:
+    def whole(self, inputs: Arguments) -> Arguments:
         """With inputs="local", examples are a rank's part; tracing sees the whole batch."""
         if self.inputs == "global":
             return inputs
         count = self.data_ranks
 
-        def whole(leaf: Any) -> Any:
+        def whole(leaf: object) -> object:
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
                 return leaf
             return torch.empty((leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
-        return trees.mapped(whole, inputs)
+        found: Arguments = trees.mapped(whole, inputs)
+        return found
 
     # ---------------------------------------------------------------------------------------------------------------- a request
 
     def request(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: OptimizerSpec | None, store: Store | None, **changes: Any
+        self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, store: Store | None, **changes: Any
     ) -> Request:
         """What the passes are asked for. store: where the model's state lies already, by which later programs go. changes: fields."""
         step = self.step
@@ -162,7 +176,7 @@ class Asked:
             return 1
         return None if step is None or step.batch_mix == "refuse" else 1  # with a mean of parts another number is another meaning
 
-    def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _takes_gradient(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         leaves = trees.leaves((args, kwargs))
         return any(p.requires_grad for p in self.module.parameters()) or any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshc.api import module_mode
-from meshc.api.asked import Asked
+from meshc.api.asked import Asked, Key
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
@@ -59,8 +59,8 @@ class Compilations:
     def __init__(self, asked: Asked, world: World) -> None:
         self.asked, self.world = asked, world
         self.spec = describe(asked.step.optimizers) if asked.step else None
-        self.kept: dict[Any, Compilation] = {}
-        self.general: dict[Any, tuple[PlainProgram, Lowered]] = {}
+        self.kept: dict[Key, Compilation] = {}
+        self.general: dict[Key, tuple[PlainProgram, Lowered]] = {}
         self.seconds: dict[str, float] = {}
         """By pass, of the last that was compiled."""
         self.store: Store | None = None
@@ -78,7 +78,7 @@ class Compilations:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
         return self.world.guarded(what, self.store.step if self.store else 0)
 
-    def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[object, ...], dict[str, object], Key]:
         """What a call passes, by name, and the key of its compilation; a part of another shape is refused."""
         asked = self.asked
         with self.world.refusable():
@@ -89,13 +89,13 @@ class Compilations:
                 self._refuse_other_shapes(args, kwargs)
             return args, kwargs, asked.key(args, kwargs, self.spec)
 
-    def _refuse_other_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse_other_shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """With inputs="local", a part of another shape would stop the other ranks: it is refused, before anything is sent."""
         mine = calling.describe_inputs(args, kwargs)
         if mine not in self._known:
             raise InputError(calling.unequal_parts(f"this rank passed {mine}; the program takes {' or '.join(self._known)}"))
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Compilation:
+    def prepare(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Compilation:
         """The compilation for a call that `admit` has taken. All ranks call it."""
         if key not in self.kept:
             with self.guarded("compile"):
@@ -124,15 +124,15 @@ class Compilations:
 
     # -------------------------------------------------------------------------------------------------------------- compiling
 
-    def request(self, args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any) -> Request:
+    def request(self, args: tuple[object, ...], kwargs: dict[str, object], **changes: Any) -> Request:
         """What the passes are asked for now; changes: fields of the request."""
         store = self.store or Store.of(self.asked.module)
         return self.asked.request(args, kwargs, self.spec, store, **changes)
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Compilation:
+    def _compile(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Compilation:
         asked = self.asked
         if self.kept and self.spec is not None and asked.step is not None:
-            lines = changes(next(reversed(self.kept))[2], key[2])
+            lines = changes(next(reversed(self.kept)).optimizer, key.optimizer)
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=5)
                 self.spec = describe(asked.step.optimizers)
@@ -148,7 +148,7 @@ class Compilations:
             lowered = replace(lowered, request=replace(lowered.request, optimizer=self.spec))  # the adopted optimizer's
         return Compilation(own, general, lowered, session)
 
-    def _compile_general(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlainProgram, Lowered]:
+    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[PlainProgram, Lowered]:
         asked = self.asked
         request = self.request(args, kwargs)
         hook = hooks.hook(PassCheck())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshc.api import module_mode
 from meshc.api.asked import Asked
@@ -15,6 +15,7 @@ from meshc.api.world import World
 from meshc.frontend import admission
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
+from meshc.plan.recipes import PlanLike
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.run.train_step import TrainStep
@@ -24,11 +25,11 @@ DEFAULTS = Options()
 
 def compile(
     what: nn.Module | TrainStep | Function,
-    mesh: Any,
+    mesh: Mesh | DeviceMesh,
     *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    plan: Any = "auto",
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    plan: PlanLike = "auto",
     inputs: str = "global",
     outputs: str = "plain",
     backend: str = "eager",

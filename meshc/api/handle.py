@@ -45,9 +45,9 @@ class Program:
     def __init__(self, asked: Asked, world: World) -> None:
         self.asked, self.world = asked, world
         self.compilations = Compilations(asked, world)
-        self.metrics: dict[str, Any] = {}
+        self.metrics: dict[str, object] = {}
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
         with self.guarded("compile"):
             self.compilations.prepare(*self.compilations.admit(args, kwargs))
@@ -58,7 +58,7 @@ class Program:
 
     # ------------------------------------------------------------------------------------------------------------------ calling
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
         self.world.refuse_call()
         with self.guarded("call"):
@@ -70,7 +70,7 @@ class Program:
             "  what to do: program.save(path) for `meshc run`; program.state_dict() or torch.distributed.checkpoint for its state"
         )
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         args, kwargs, key = self.compilations.admit(args, kwargs)
         session = self.compilations.prepare(args, kwargs, key).session
         assert session is not None
@@ -198,12 +198,12 @@ class Program:
             raise StateError("this program has no state yet: it needs a process group, and a first call or example inputs")
         return self.compilations.store
 
-    def state_dict(self, full: bool = False) -> dict[str, Any]:
+    def state_dict(self, full: bool = False) -> dict[str, object]:
         """Model and optimizer by name, seed and step, as DTensors; with `full`, whole CPU tensors on rank 0."""
         with self.world.together("state_dict"):
             return self.store.state_dict(full)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         with self.world.together("load_state_dict"):
             self.store.load_state_dict(state)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshc.errors import PlanError
 from meshc.frontend import dynamic
@@ -37,7 +36,7 @@ class Options:
 
     seed: int | None = None
     cuda_graph: str | bool = "auto"
-    dynamic: Any = None
+    dynamic: object = None
     pp_splits: Sequence[str] | None = None
     schedule: str | Function | None = None
     stages_per_rank: int | None = None

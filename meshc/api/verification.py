@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
+from meshc.api.asked import Arguments
 from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
 from meshc.ir import records, trees
@@ -34,8 +35,10 @@ from meshc.runtime.state.ownership import calls_allowed
 if TYPE_CHECKING:
     from meshc.api.handle import Program
 
+Inputs: TypeAlias = Mapping[str, object] | Sequence[object] | None
 
-def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = None) -> verification.Report:
+
+def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = None) -> verification.Report:
     """Simulate all ranks in this process and compare with the model itself on one device.
 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
@@ -61,7 +64,7 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
         args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
         values = store.state_dict(full=True).get("model")
 
-        def work() -> dict[str, Any]:
+        def work() -> dict[str, object]:
             report = _verify(program, values, args, kwargs, dtype == torch.float64)
             moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
             return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows, "moved": moved}
@@ -71,26 +74,27 @@ def verify(program: Program, inputs: Any = None, dtype: torch.dtype | None = Non
     return verification.Report(found["tolerance"], found["amplified"], rows, {(kind, name): moved for kind, name, moved in found["moved"]})
 
 
-def _described(inputs: Any) -> str:
+def _described(inputs: Inputs) -> str:
     if inputs is None:
         return "none"
     return calling.describe_inputs((), inputs) if isinstance(inputs, Mapping) else calling.describe_inputs(inputs, {})
 
 
-def _plain(tree: Any) -> Any:
+def _plain(inputs: Arguments) -> Arguments:
     """DTensors whole, and everything on the host; all ranks call it."""
 
-    def plain(leaf: Any) -> Any:
+    def plain(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
             return leaf
         whole = leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf.detach()
         return whole.cpu().requires_grad_(leaf.requires_grad)
 
-    return trees.mapped(plain, tree)
+    found: Arguments = trees.mapped(plain, inputs)
+    return found
 
 
 def _verify(
-    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
 ) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
     with _as_compiled(program.lowered.request.autocast):
@@ -113,14 +117,14 @@ class Twins:
     key  what it was compiled from, to be compared with `same`
     """
 
-    def __init__(self, key: tuple[Any, ...], request: Request) -> None:
+    def __init__(self, key: tuple[object, ...], request: Request) -> None:
         self.key = key
         self._traced = trace(request) if request.train else None
         self.plain, lowered = compile_program(request, traced=self._traced)
         self.graph = lowered.placed.graph
         self._updating: PlainProgram | None = None
 
-    def same(self, key: tuple[Any, ...]) -> bool:
+    def same(self, key: tuple[object, ...]) -> bool:
         return self.key[0] is key[0] and self.key[1:] == key[1:]
 
     def updating(self, spec: OptimizerSpec) -> PlainProgram:
@@ -135,12 +139,12 @@ _OPEN: Final[WeakKeyDictionary[Program, Twins]] = WeakKeyDictionary()
 """Of programs of open sizes, which are verified at several, what they were compared by last."""
 
 
-def _optimizer_key(program: Program) -> Any:
+def _optimizer_key(program: Program) -> tuple[tuple[str, Hashable], ...]:
     spec = program.compilations.spec
     return spec.key_of(program.step.optimizers) if spec is not None and program.step is not None else ()
 
 
-def _twins(program: Program, key: tuple[Any, ...], request: Request) -> Twins:
+def _twins(program: Program, key: tuple[object, ...], request: Request) -> Twins:
     found = _OPEN.get(program)
     if found is None or not found.same(key):
         found = Twins(key, request)
@@ -150,7 +154,7 @@ def _twins(program: Program, key: tuple[Any, ...], request: Request) -> Twins:
 
 
 def _verify_there(
-    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any], double: bool
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
 ) -> verification.Report:
     store, module = program.compilations.store, program.asked.module
     ask = program.lowered.request
@@ -187,7 +191,7 @@ def _verify_there(
     return report
 
 
-def _chosen(program: Program) -> dict[str, Any]:
+def _chosen(program: Program) -> dict[str, object]:
     """What the compiler has chosen of a pipeline; it might choose otherwise for float64, and for a CPU."""
     pipeline = program.general.pipeline
     if pipeline is None:
@@ -246,13 +250,13 @@ def verify_update(
     )
 
 
-def _call_inputs(inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_inputs(inputs: Inputs, args: tuple[object, ...], kwargs: dict[str, object], program: Program) -> Arguments:
     if inputs is not None:
         given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         return program.asked.by_name(*given)
     generator = torch.Generator().manual_seed(0)
 
-    def random(leaf: Any) -> Any:
+    def random(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
             return leaf
         if leaf.is_floating_point():

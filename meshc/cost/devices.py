@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -180,7 +180,7 @@ def _quoted(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _device(name: str, section: Any, path: Path) -> Device:
+def _device(name: str, section: object, path: Path) -> Device:
     where = f"{path}, section [{name}"
     if not isinstance(section, Mapping):
         raise ArtifactError(f"{path}: {name} stands in no section; {ANEW}")
@@ -205,7 +205,7 @@ def _device(name: str, section: Any, path: Path) -> Device:
     return one
 
 
-def _refuse_keys(given: Mapping[str, Any], kind: type[Device] | type[Link] | type[Efficiency], where: str) -> None:
+def _refuse_keys(given: Mapping[str, object], kind: type[Device] | type[Link] | type[Efficiency], where: str) -> None:
     """A section has a key for each field, those with a default aside, and no other."""
     wanted = {field.name: field.default is MISSING for field in fields(kind) if field.name != "name"}
     missing = [key for key, needed in wanted.items() if needed and key not in given]

@@ -90,7 +90,7 @@ def refuse_kind(what: Any) -> None:
         )
 
 
-def refuse_examples(args: Any, kwargs: Any) -> None:
+def refuse_examples(args: object, kwargs: object) -> None:
     """Examples of the wrong kind, which Python would take apart in a way that nobody means. Raises InputError."""
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
         raise InputError(f"args is a sequence of positional arguments, not {_a(type(args).__name__)}\n  what to do: args=(x,)")
@@ -119,7 +119,7 @@ def refuse_module(module: nn.Module, adopted: bool) -> None:
         raise CaptureError("the model cannot be compiled as it is:\n  " + "\n  ".join(dict.fromkeys(faults)))
 
 
-def refuse_inputs(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def refuse_inputs(names: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Inputs that no program takes, whatever it was compiled for. Raises InputError. `names`: paths of the leaves."""
     leaves = trees.leaves((tuple(args), dict(kwargs)))
     faults = [foreign_tensor(f"input {name}", leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
@@ -134,7 +134,7 @@ def refuse_inputs(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str
         raise InputError("inputs that no program takes:\n  " + "\n  ".join(found))
 
 
-def does_not_bind(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def does_not_bind(signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Why a call does not fit the model's forward, with what that takes; "" if it does, or nobody knows."""
     try:
         takes = inspect.signature(signature)

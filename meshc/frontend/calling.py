@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,21 +13,22 @@ from meshc.errors import InputError
 from meshc.frontend import admission, flex
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
+from meshc.ir.functions import Function
 from meshc.ir.paths import input_names
 
 
-def name_of(what: Any) -> str:
+def name_of(what: object) -> str:
     """What is compiled, as messages name it: TrainStep(GPT), GPT, or the name of a function."""
     if isinstance(what, TrainStep):
         return f"TrainStep({type(what.model).__name__})"
     return type(what).__name__ if isinstance(what, nn.Module) else getattr(what, "__name__", type(what).__name__)
 
 
-def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
     return module(*args, **kwargs)
 
 
-def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def canonical(signature: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
     """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation.
 
     What goes to `*args` of the signature has no name, and then neither has what stands before it.
@@ -39,7 +40,7 @@ def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     except (TypeError, ValueError):
         return tuple(args), dict(kwargs)
     named = dict(kwargs)
-    rest: list[Any] = []
+    rest: list[object] = []
     star = next((index for index, one in enumerate(parameters) if one.kind is inspect.Parameter.VAR_POSITIONAL), len(args))
     for position, argument in enumerate(args):
         kind = parameters[position].kind if position < len(parameters) else None
@@ -55,19 +56,22 @@ def canonical(signature: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
-def input_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+InputKey: TypeAlias = tuple[trees.Spec, tuple[tuple[object, ...], ...]]
+
+
+def input_key(args: Sequence[object], kwargs: Mapping[str, object]) -> InputKey:
     """Structure, shapes, dtypes and plain values of a call's inputs."""
     leaves, spec = trees.flatten((tuple(args), dict(kwargs)))
     return (spec, tuple(_described(leaf) for leaf in leaves))
 
 
-def _described(leaf: Any) -> tuple[Any, ...]:
+def _described(leaf: object) -> tuple[object, ...]:
     if isinstance(leaf, torch.Tensor):
         return ("tensor", tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     return ("value", type(leaf), _hashable(leaf))
 
 
-def describe_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def describe_inputs(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Inputs for people, and to compare between ranks: `input_ids int64 [4, 16], labels int64 [4, 16]`."""
     lines = []
     for path, leaf in trees.flatten_with_path((tuple(args), dict(kwargs)))[0]:
@@ -86,7 +90,7 @@ def unequal_parts(text: str) -> str:
     )
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     try:
         hash(value)
     except TypeError:
@@ -94,7 +98,7 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def module_key(module: nn.Module) -> tuple[Any, ...]:
+def module_key(module: nn.Module) -> tuple[object, ...]:
     """What else of a module decides its program: training flags, hooks, which parameters take gradients, grad mode, autocast."""
     return (
         tuple((child.training, _hooks(child)) for child in module.modules()),

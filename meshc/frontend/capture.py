@@ -28,6 +28,7 @@ from meshc.frontend.spared import apart, unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
 from meshc.ir import Source, trees
+from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
 from meshc.ir.keys import PortKind, key_of
 from meshc.ir.paths import input_names
@@ -37,6 +38,7 @@ from meshc.private import (
     FakeTensor,
     FakeTensorMode,
     GradAOTOutput,
+    OpOverload,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
@@ -53,16 +55,16 @@ WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 class Root(nn.Module):
     """What is traced: `function(module, *args, **kwargs)`, under the autocast state of the caller."""
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any], autocast: Sequence[tuple[str, torch.dtype]] = ()) -> None:
+    def __init__(self, module: nn.Module, function: Function, autocast: Sequence[tuple[str, torch.dtype]] = ()) -> None:
         super().__init__()
         self.module = module
         self.function = function
         self.autocast = tuple(autocast)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self._within(self.autocast, args, kwargs)
 
-    def _within(self, regions: tuple[tuple[str, torch.dtype], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _within(self, regions: tuple[tuple[str, torch.dtype], ...], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         if not regions:
             return self.function(self.module, *args, **kwargs)
         with torch.autocast("cpu", regions[0][1]):  # whatever the device: capture runs on the CPU, and `autocast` knows the mesh's
@@ -79,8 +81,8 @@ class TorchGraph:
     """
 
     module: torch.fx.GraphModule
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     inputs: list[tuple[str, torch.Tensor]]
     tensors: dict[str, torch.Tensor]
     trainable: set[str]
@@ -116,7 +118,7 @@ def fake_tensors(
 
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
     """
-    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    swapped: list[tuple[dict[str, object], str, Any]] = []
     fakes: dict[int, torch.Tensor] = {}
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -148,11 +150,11 @@ def fake_tensors(
 
 def torch_graph(
     module: nn.Module,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Function,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
-    signature: Callable[..., Any],
+    signature: Callable[..., object],
     grad: bool,
     autocast: Sequence[tuple[str, torch.dtype]] = (),
     double: bool = False,
@@ -167,7 +169,7 @@ def torch_graph(
     mode = FakeTensorMode()
     opened = dynamic or {}
 
-    def fake(name: str, leaf: Any) -> Any:
+    def fake(name: str, leaf: object) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
@@ -221,7 +223,7 @@ def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) ->
     extents: list[tuple[Any, Dynamic]] = []
     for (name, _), tensor in zip(traced.inputs, symbolic, strict=True):
         for dim, size in dynamic.get(name, {}).items():
-            extent: Any = tensor.shape[dim]
+            extent: object = tensor.shape[dim]
             if not isinstance(extent, torch.SymInt) or not extent.node.expr.is_Symbol:
                 raise CaptureError(
                     f"the model fixes dim {dim} of {name} at {extent}, and it was to stay open as {size.name}\n"
@@ -245,7 +247,7 @@ def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
             )
 
 
-def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> OutputTree:
+def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[object]) -> OutputTree:
     codegen: Any = module.graph._codegen  # a captured graph's, which flattens and unflattens
     given = dict(zip(placeholders(module.graph), inputs, strict=True))
     leaves = [given.get(leaf, leaf) for leaf in results_of(module.graph)]
@@ -301,7 +303,7 @@ def _widen(module: torch.fx.GraphModule) -> None:
     """Casts to float32 inside the model become casts to float64, complex64 likewise: what `verify(dtype=torch.float64)` compares is so
     throughout."""
 
-    def wide(argument: Any) -> Any:
+    def wide(argument: object) -> Any:
         return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
     for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
@@ -327,7 +329,7 @@ def _dynamo_settings() -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(whole_layers)
 
 
-def joint_graph(traced: TorchGraph, decompositions: Mapping[Any, Callable[..., Any]]) -> JointGraph:
+def joint_graph(traced: TorchGraph, decompositions: Mapping[OpOverload, Function]) -> JointGraph:
     """AOTAutograd's ATen graph: outputs, and one gradient per trainable parameter and differentiable input when tracing with grad."""
     from meshc.private import aot_export_joint_with_descriptors
 
@@ -420,7 +422,7 @@ def _tensor_index(traced: TorchGraph, flat_index: int) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:flat_index])
 
 
-def _output_name(description: Any, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[PortKind | Literal["none"], str]:
+def _output_name(description: object, qualified: Callable[[str], str], traced: TorchGraph) -> tuple[PortKind | Literal["none"], str]:
     if isinstance(description, PlainAOTOutput):
         return "output", traced.output_tree.paths()[description.idx]
     if isinstance(description, GradAOTOutput):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 from meshc.errors import InputError, PlanError
 from meshc.ir.sizes import Dynamic, hint_for
@@ -47,13 +47,13 @@ class DynamicDims:
             raise InputError("sizes do not fit the program:\n  " + "\n  ".join(faults))
         return {name: size for name, (size, _) in found.items()}
 
-    def named(self, path: str, described: Any) -> Any:
+    def named(self, path: str, described: tuple[object, ...]) -> tuple[object, ...]:
         """What a key says of an input (`calling.input_key`), with names for its dynamic sizes."""
         row = self.dims.get(path)
         if not row or described[0] != "tensor":
             return described
         kind, shape, *rest = described
-        return (kind, tuple(row.get(dim, size) for dim, size in enumerate(shape)), *rest)
+        return (kind, tuple(row.get(dim, size) for dim, size in enumerate(cast(Sequence[int], shape))), *rest)
 
     def settled(self, inputs: Sequence[tuple[str, Sequence[int]]], fixed: set[int], least: int) -> dict[str, Dynamic]:
         """Each size with the integer that stands for it in passes: a prime near the example's that fits nothing else.

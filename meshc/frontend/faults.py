@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from torch.fx import Node
 
@@ -79,7 +79,7 @@ def _in_frames(trace: TracebackType | None) -> tuple[Node | None, Record | None]
     return found, kept if isinstance(kept, Record) else None
 
 
-def _node_of(value: Any) -> Node | None:
+def _node_of(value: object) -> Node | None:
     if isinstance(value, Node):
         return value
     inner = getattr(value, "node", None) if type(value).__module__.startswith("meshc.") else None

@@ -23,7 +23,7 @@ STOCK = "transformers.masking_utils"
 
 def masks_as_inputs() -> None:
     """From here on a block mask among a model's inputs is the tensors that it holds, as torch lays it out for a trace."""
-    loaded: Any = sys.modules.get(MODULE)
+    loaded = sys.modules.get(MODULE)
     if loaded is not None and not trees.is_known(loaded.BlockMask):
         kind = loaded.BlockMask
         trees.learn(kind, kind._flatten, kind._unflatten, kind._flatten_with_keys)
@@ -52,7 +52,7 @@ def written_out_flex() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: str, **names: Any) -> Iterator[None]:
+def _replaced(module: str, **names: object) -> Iterator[None]:
     """Inside, these names of a module that is loaded are others."""
     loaded = sys.modules.get(module)
     before = {name: found(f"{module}:{name}") for name in names} if loaded is not None else {}
@@ -65,11 +65,11 @@ def _replaced(module: str, **names: Any) -> Iterator[None]:
             setattr(loaded, name, own)
 
 
-def _any_device(query: Any, key: Any, value: Any) -> None:
+def _any_device(query: object, key: object, value: object) -> None:
     pass
 
 
-def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> Any:
+def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> object:
     """Stock models compile the making of a mask, which a trace does not go into."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -81,7 +81,7 @@ def _perhaps_not(mask: Tensor) -> bool:
     return False
 
 
-def _no_options(*call: Any, **named: Any) -> dict[str, Any]:
+def _no_options(*call: object, **named: object) -> dict[str, object]:
     """They choose kernels; and torch refuses the greatest scores on a CPU there, which its written-out form gives."""
     return {"BACKEND": "AUTO"}
 

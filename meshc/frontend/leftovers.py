@@ -51,7 +51,7 @@ def _finalizers() -> list[weakref.finalize[Any, Any]]:
     return list(registry)
 
 
-def _guards_code_of(finalizer: weakref.finalize[Any, Any], names: dict[str, Any]) -> bool:
+def _guards_code_of(finalizer: weakref.finalize[Any, Any], names: dict[str, object]) -> bool:
     """Whether it is there to invalidate the guards of code with these globals."""
     from meshc.private import CheckFunctionManager
 

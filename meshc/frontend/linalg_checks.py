@@ -11,7 +11,7 @@ must not be taken for a result either. The tokens by which torch keeps checks in
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -52,11 +52,11 @@ def settle_checks(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _poison(graph: Graph, check: Node, info: Any) -> None:
+def _poison(graph: Graph, check: Node, info: Node) -> None:
     """NaN in all that the factorisation gave for a matrix whose `info` is not 0."""
     while info.target in (aten.detach.default, aten.alias.default):
-        info = info.args[0]
-    factorisation = info.args[0]
+        info = cast(Node, info.args[0])
+    factorisation = cast(Node, info.args[0])
     results = [item for item in factorisation.users if item is not info and _is_floating(item)]
     if info.target is not operator.getitem or not all(item.target is operator.getitem for item in results):
         raise CaptureError(f"the check of {info} follows no factorisation that meshc knows")
@@ -77,11 +77,12 @@ def _is_floating(item: Node) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _made(graph: Graph, like: Node, target: Function, *args: Any) -> Node:
+def _made(graph: Graph, like: Node, target: Function, first: Node, *rest: float | Node) -> Node:
     """A call with the value that tracing would have noted, and the source of `like`."""
+    args = (first, *rest)
     node = graph.call_function(target, args)
     node.meta.update(like.meta)
     values = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in args]
-    with values[0].fake_mode:
+    with first.meta["val"].fake_mode:
         node.meta["val"] = target(*values)
     return node

@@ -28,7 +28,7 @@ class OutputTree:
         """Paths of the leaves that lie in a key-value cache."""
         return cache_paths(self.spec)
 
-    def build(self, tensors: Sequence[Any]) -> Any:
+    def build(self, tensors: Sequence[object]) -> Any:
         """The output with these tensors, in the order of their leaves. Raises ValueError if their number is another."""
         rest = iter(tensors)
         count = len(self.paths()) - len(self.plain)

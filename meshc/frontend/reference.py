@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from meshc.errors import MeshcError
+from meshc.ir.functions import Target
 from meshc.ops import distributions, random
 from meshc.private import OpOverload, TorchDispatchMode
 from meshc.program.parts import offsets
@@ -91,7 +92,7 @@ class ReferenceRandom(TorchDispatchMode):
         if state is not None:
             torch.set_rng_state(state)
 
-    def __torch_dispatch__(self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Named | None = None) -> object:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -127,7 +128,7 @@ class ReferenceRandom(TorchDispatchMode):
         return distributions.Draws(*self.next(func, shape, device))
 
 
-def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
+def _named(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Named:
     """All arguments by name; the dispatcher leaves out those that equal their default."""
     named = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
     named.update(zip((argument.name for argument in func._schema.arguments), args, strict=False))
@@ -148,7 +149,7 @@ def _undefined(func: OpOverload, named: Named) -> MeshcError:
     return MeshcError(f"{func} draws random numbers in a way that meshc does not define.\n  what to do: {advice}")
 
 
-def _fill(mode: ReferenceRandom, func: OpOverload, out: Tensor, values: Callable[..., Tensor], *numbers: Any) -> Tensor:
+def _fill(mode: ReferenceRandom, func: OpOverload, out: Tensor, values: Callable[..., Tensor], *numbers: object) -> Tensor:
     """`out` overwritten by a distribution's draws at its shape."""
     return out.copy_(values(mode.draws(func, out.shape, out.device), *numbers, out.dtype))
 
@@ -234,7 +235,7 @@ def _answer_bernoulli(mode: ReferenceRandom, func: OpOverload, named: Named) -> 
     return _bernoulli(mode, func, torch.empty_like(named["self"]), named["p"] if "p" in named else named["self"])
 
 
-ANSWERS: dict[Any, Answer] = {
+ANSWERS: dict[Target, Answer] = {
     aten.native_dropout: _answer_native_dropout,
     aten.dropout: lambda mode, func, named: _answer_native_dropout(mode, func, named)[0],
     aten.bernoulli: _answer_bernoulli,

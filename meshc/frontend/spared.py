@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 OBJECTS = 100_000
@@ -44,7 +43,7 @@ def apart() -> Iterator[None]:
         yield
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 

@@ -6,10 +6,10 @@ A model of another origin needs none of this, and `transformers` is not imported
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshc.ir import trees
 from meshc.private import found
@@ -71,12 +71,12 @@ def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
     """transformers has a tree for caches of keys and values only; those of state-space models are laid out here, by state, then layer."""
     keys_and_values = _of_transformers(cache_class)
 
-    def flatten(cache: Any) -> tuple[list[Any], Any]:
+    def flatten(cache: Any) -> tuple[list[object], object]:
         if not any(_is_linear(layer) for layer in cache.layers):
             return keys_and_values[0](cache)
         return [[dict(getattr(layer, name)) for layer in cache.layers] for name in STATES], list(STATES)
 
-    def unflatten(values: Any, context: Any) -> Any:
+    def unflatten(values: Sequence[list[dict[int, Tensor]]], context: object) -> object:
         if context != list(STATES):
             return keys_and_values[1](values, context)
         return _cache_of_states(cache_class, *values)
@@ -91,11 +91,11 @@ def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]
     return registered[0]
 
 
-def _is_linear(layer: Any) -> bool:
+def _is_linear(layer: object) -> bool:
     return all(hasattr(layer, name) for name in STATES)
 
 
-def _cache_of_states(cache_class: type, convolutions: list[dict[int, Any]], recurrences: list[dict[int, Any]]) -> Any:
+def _cache_of_states(cache_class: type, convolutions: list[dict[int, Tensor]], recurrences: list[dict[int, Tensor]]) -> object:
     cache, layer_class = cache_class(), found("transformers.cache_utils:LinearAttentionLayer")
     for convolution, recurrence in zip(convolutions, recurrences, strict=True):
         layer = layer_class(len(convolution))

@@ -10,9 +10,9 @@ All families have one class for the weights of their experts and choose among im
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
@@ -43,7 +43,21 @@ def unsorted_experts() -> Iterator[None]:
                 table[name] = own
 
 
-def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+class _Experts(Protocol):
+    """What transformers' own forward of experts reads of their module."""
+
+    _is_expert_parallel: bool
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    down_proj: Tensor
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+
+
+def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward` has it.
 
     A row is weighed before the last product, which is linear, if no norm stands behind that and nothing is promoted: split over the
@@ -72,13 +86,13 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     return made.to(hidden_states.dtype)
 
 
-def _product(self: Any, name: str, rows: Tensor, choice: Tensor) -> Tensor:
+def _product(self: _Experts, name: str, rows: Tensor, choice: Tensor) -> Tensor:
     """Rows times the weights of their experts, [g, in, out] or, untransposed, [g, out, in]."""
     weight = getattr(self, name)
     matrices = weight if self.is_transposed else weight.transpose(-2, -1)
     return routed_mm(rows.to(matrices.dtype), matrices, choice)
 
 
-def _bias(self: Any, name: str, choice: Tensor) -> Tensor:
+def _bias(self: _Experts, name: str, choice: Tensor) -> Tensor:
     found: Tensor = getattr(self, f"{name}_bias")[choice]
     return found

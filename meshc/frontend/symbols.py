@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import sympy
 import torch
 
 from meshc.errors import CompileError
-from meshc.ir.sizes import PREFIX, Dynamic, floor_divided, sized, text
+from meshc.ir.sizes import PREFIX, Dynamic, Number, floor_divided, sized, text
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard
 
 _RELATIONS = {"Equality": "==", "Unequality": "!=", "StrictGreaterThan": ">", "GreaterThan": ">=", "StrictLessThan": "<", "LessThan": "<="}
 
@@ -22,11 +25,11 @@ _BOUNDS = ("<", "<=", ">", ">=")
 class Symbols:
     """Torch's symbols of one trace, and the user's dynamic sizes that they stand for."""
 
-    def __init__(self, extents: Sequence[tuple[Any, Dynamic]]) -> None:
+    def __init__(self, extents: Sequence[tuple[torch.SymInt, Dynamic]]) -> None:
         """`extents` are open dims of the trace's inputs, and what the user calls them."""
         self.extents = list(extents)
 
-    def _names(self) -> tuple[tuple[Any, Any], ...]:
+    def _names(self) -> tuple[tuple[sympy.Expr, sympy.Symbol], ...]:
         """Torch puts one symbol in the place of another as it learns that they are equal, so this is asked anew each time."""
         found = {}
         for extent, size in self.extents:
@@ -34,23 +37,23 @@ class Symbols:
             found[extent.node._expr] = found[extent.node.expr] = name
         return tuple(found.items())
 
-    def open(self, value: Any) -> Any:
+    def open(self, value: Number | torch.SymInt | torch.SymFloat | torch.SymBool) -> Number:
         """A number of the trace: plain where it is fixed, a Size or a Ratio where it is open.
 
         Multiplied out, as arithmetic with sizes leaves them: two are equal if their expressions are, and torch keeps n * (m - 1).
         """
         if not isinstance(value, torch.SymInt | torch.SymFloat):
-            return value
+            return cast(Number, value)
         return sized(sympy.expand(self._translated(value.node.expr)), value.node.hint)
 
-    def shape(self, shape: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(self.open(extent) for extent in shape)
+    def shape(self, shape: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+        return tuple(cast(int, self.open(extent)) for extent in shape)
 
-    def constraints(self, env: Any, sizes: Sequence[Dynamic]) -> tuple[tuple[Dynamic, ...], tuple[str, ...]]:
+    def constraints(self, env: ShapeEnv | None, sizes: Sequence[Dynamic]) -> tuple[tuple[Dynamic, ...], tuple[str, ...]]:
         """What tracing took for granted of the sizes: narrower ranges, and what no range says: `n_seq % 4 == 0`."""
         found: dict[str, None] = {}
         ranges = {size.symbol: size for size in sizes}
-        for guard in env.guards:
+        for guard in env.guards if env is not None else ():
             if _of_a_kernel(guard):
                 continue
             expr = self._translated(guard.expr)
@@ -71,7 +74,7 @@ class Symbols:
                 found[f"{text(expr.lhs)} {sign} {text(expr.rhs)}"] = None
         return tuple(ranges.values()), tuple(found)
 
-    def _translated(self, expr: Any) -> Any:
+    def _translated(self, expr: sympy.Expr) -> sympy.Expr:
         return _as_sympy(expr, self._names())
 
 
@@ -81,13 +84,13 @@ def _narrowed(size: Dynamic, sign: str, bound: int) -> Dynamic:
     return replace(size, low=max(size.low, bound + (sign == ">")))
 
 
-def _of_a_kernel(guard: Any) -> bool:
+def _of_a_kernel(guard: ShapeGuard) -> bool:
     """Whether a guard only chose the kernel of a convolution on the tracing machine, which no program depends on."""
     frame = getattr(guard.sloc, "framework_loc", None)
     return getattr(frame, "name", "") == "conv" and str(getattr(frame, "filename", "")).endswith("fake_impls.py")
 
 
-def _place(guard: Any) -> str:
+def _place(guard: ShapeGuard) -> str:
     """Where a guard comes from, in the user's model if torch knows, else in torch."""
     user = getattr(guard.sloc, "maybe_user_loc", None)
     frame = getattr(guard.sloc, "framework_loc", None)
@@ -95,7 +98,7 @@ def _place(guard: Any) -> str:
 
 
 @lru_cache(maxsize=100_000)
-def _as_sympy(expr: Any, names: tuple[tuple[Any, Any], ...]) -> Any:
+def _as_sympy(expr: sympy.Expr, names: tuple[tuple[sympy.Expr, sympy.Symbol], ...]) -> sympy.Expr:
     """torch's own functions over integers as sympy's."""
     if expr.is_Symbol:
         found = dict(names).get(expr)

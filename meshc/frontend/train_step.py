@@ -99,7 +99,7 @@ def traced_step(step: TrainStep) -> Traced:
     signature = StepSignature(step.model.forward, loss)
     forward, positional, star = signature.forward, signature.positional, signature.star
 
-    def function(module: nn.Module, *args: Any, **kwargs: Any) -> object:
+    def function(module: nn.Module, *args: object, **kwargs: object) -> object:
         mine = {key: value for key, value in kwargs.items() if key not in forward}
         places = len(args) if star else len([name for name in positional if name not in kwargs])
         output = module(*args[:places], **{key: value for key, value in kwargs.items() if key in forward})
@@ -152,7 +152,7 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss.reshape(())
 
 
-def _collect(value: Any, path: str, found: dict[str, Tensor]) -> None:
+def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
     """Tensors and numbers by their path: {"top": {"1": t}} is `top.1`."""
     if isinstance(value, Mapping):
         for key in value:
@@ -193,11 +193,11 @@ class StepSignature:
         behind = [] if self.star else [p for p in self.theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
         self.__signature__ = inspect.Signature([*places, *behind, *named], __validate_parameters__=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         """It only has a signature."""
         raise TypeError("a signature is not called")
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def check(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Raises InputError if the loss lacks an argument that it needs, or is given one that it does not know; `args` have no names."""
         places = len(args) if self.star else len([name for name in self.positional if name not in kwargs])
         surplus = len(args[places:])

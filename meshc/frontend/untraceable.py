@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -76,7 +76,7 @@ CONTENT: Final[tuple[tuple[str, str, str], ...]] = (
 """Calls whose value or size depends on what tensors contain: (name of the call, what it does, what to do)."""
 
 
-def explained(error: Exception, signature: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> MeshcError:
+def explained(error: Exception, signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> MeshcError:
     """The error to raise for what torch's tracer raised."""
     if isinstance(error, MeshcError):
         return error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from meshc.ir import trees
 
@@ -28,7 +28,7 @@ def cache_paths(spec: trees.Spec) -> list[str]:
     return [".".join(path) for path, cached in _leaves(spec) if cached]
 
 
-def input_names(function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:
+def input_names(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:
     """Paths of the leaves of (args, kwargs): positional arguments take the parameter names of `function`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Target
 from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import bernoulli, keep_mask, normal, uniform
@@ -20,11 +20,11 @@ def _shape(size: tuple[Any, ...]) -> list[int]:
     return list(size[0]) if len(size) == 1 and not isinstance(size[0], int) else list(size)
 
 
-def _raised_rand(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+def _raised_rand(*size: int, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return uniform(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
 
 
-def _raised_randn(*size: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+def _raised_randn(*size: int, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return normal(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
 
 
@@ -117,7 +117,7 @@ def _raised_bernoulli_(input: Tensor, p: Tensor | float = 0.5, *, seed_step: Ten
     return input.copy_(keep_mask(seed_step, call, 1.0 - p, input.shape))
 
 
-RAISED: dict[object, Function] = {
+RAISED: dict[Target, Function] = {
     torch.rand: _raised_rand,
     torch.randn: _raised_randn,
     torch.rand_like: _raised_rand_like,

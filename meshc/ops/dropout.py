@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Target
 from meshc.ops.random import dropout, keep_mask, keep_scale, settled
 
 functional = torch.nn.functional
@@ -103,7 +103,7 @@ def _raised_recurrent(layer: Function) -> Function:
     return raised
 
 
-RAISED: dict[Any, Function] = {
+RAISED: dict[Target, Function] = {
     functional.dropout: _raised_dropout,
     torch.dropout: _train(_raised_dropout),
     torch.dropout_: _in_place(_raised_dropout),

@@ -14,11 +14,11 @@ with zeros. Elsewhere, a product for each run that has rows; that waits for `end
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshc.ir.functions import Function
 from meshc.ops.operands import misfit
 
 KERNEL_BYTES = 16
@@ -179,7 +179,7 @@ def fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(input, weight, offs)
 
 
-RAISED: dict[Any, Callable[..., Tensor]] = {
+RAISED: dict[Function, Callable[..., Tensor]] = {
     torch.nn.functional.grouped_mm: functional_grouped_mm,
     torch._grouped_mm: torch_grouped_mm,
 }

@@ -8,7 +8,7 @@ torch's own code is not traced: it would take the backend's attention, and draw 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from meshc.ops.attention import sdpa
 from meshc.ops.random import dropout, settled
 
 functional = torch.nn.functional
+_Weights: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def multi_head_attention(
@@ -61,7 +62,7 @@ def multi_head_attention(
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     target, batch, width = query.shape
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
+    weights = cast(_Weights, (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight)
     q, k, v = (
         x.reshape(x.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for x in _projected(query, key, value, weights, in_proj_bias)
     )
@@ -82,7 +83,7 @@ def multi_head_attention(
     return out, shares
 
 
-def _projected(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None) -> list[Tensor]:
+def _projected(query: Tensor, key: Tensor, value: Tensor, weights: _Weights, bias: Tensor | None) -> list[Tensor]:
     """Query, key and value after their projections; one product where they are one tensor and have one weight."""
     if isinstance(weights, Tensor) and query is key and key is value:
         return list(functional.linear(query, weights, bias).chunk(3, -1))

@@ -18,7 +18,6 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -182,7 +181,7 @@ LAYOUT = {
 }
 
 
-def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds on int64 tensors that hold 32-bit words; a product wraps modulo 2^64, and the mask drops the sign's copies."""
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57

@@ -188,7 +188,7 @@ def _(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     return grad.new_empty(grad.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.p = inputs[3]
     ctx.save_for_backward(output[1])
 
@@ -198,7 +198,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return torch.ops.meshc.dropout_backward(grad, mask, ctx.p), None, None, None, None, None, None
 
 
-def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_twice(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
     ctx.p = inputs[2]
     ctx.save_for_backward(inputs[1])
 

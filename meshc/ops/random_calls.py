@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from meshc.ops import drawing, dropout
 _functional = torch.nn.functional
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
-RAISED: dict[Any, Function] = {**dropout.RAISED, **drawing.RAISED}
+RAISED: dict[Target, Function] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
 
 UNKNOWN_COUNT = "how many uniform numbers one of its results takes is not known beforehand"
@@ -52,7 +52,7 @@ def is_random(target: Target) -> bool:
         return False
 
 
-def draws(target: Target, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> int:
+def draws(target: Target, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> int:
     """How many numbered random calls torch makes for this call of `target`, so that capture and `ReferenceRandom` count alike.
 
     Dropout that is off, has p = 0 or p = 1, or gets an empty tensor makes none; attention makes one if 0 < dropout_p < 1; a recurrent layer
@@ -61,7 +61,7 @@ def draws(target: Target, args: Sequence[Any] = (), kwargs: dict[str, Any] | Non
     kwargs = kwargs or {}
     name = getattr(target, "__name__", str(target))
 
-    def argument(position: int, key: str, default: Any) -> Any:
+    def argument(position: int, key: str, default: object) -> Any:
         return kwargs.get(key, args[position] if position < len(args) else default)
 
     if name == "scaled_dot_product_attention":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,14 +21,14 @@ class Registered:
     """`rule` is a rule's text or a function of `(node, tensors)`; `fields` are further fields of the `Rule` that the text becomes."""
 
     rule: str | Function
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
 
 RULES: Final[dict[OpOverload, Registered]] = {}
 """By operator; the last that was said of one stands."""
 
 
-def by_name() -> dict[str, tuple[Any, Mapping[str, Any]]]:
+def by_name() -> dict[str, tuple[str | Function, Mapping[str, object]]]:
     """For comparing: everything that was said, in an order of its own."""
     return {str(op): (found.rule, found.fields) for op, found in sorted(RULES.items(), key=lambda item: str(item[0]))}
 
@@ -51,7 +51,7 @@ def overload_of(op: Target) -> OpOverload:
     return found
 
 
-def _of_name(name: str) -> Any:
+def _of_name(name: str) -> OpOverload | OpOverloadPacket:
     namespace, colons, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     words = (namespace, base, overload or "default")

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +62,8 @@ upsample.register_autograd(_backward, setup_context=_setup)
 
 def interpolate(
     input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
@@ -77,11 +76,12 @@ def interpolate(
     return upsample(input, factors)
 
 
-def _whole_factors(input: Tensor, size: Any, scale_factor: Any) -> list[int] | None:
+def _whole_factors(input: Tensor, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None) -> list[int] | None:
     space = input.shape[2:]
     if (size is None) == (scale_factor is None) or not space:
         return None
-    wanted = size if scale_factor is None else scale_factor
+    wanted = size if size is not None else scale_factor
+    assert wanted is not None
     each = list(wanted) if isinstance(wanted, Sequence) else [wanted] * len(space)
     if len(each) != len(space):
         return None

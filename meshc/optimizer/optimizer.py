@@ -20,18 +20,18 @@ import inspect
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import Argument
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshc.errors import CompileError, InputError, StateError
-from meshc.ir.functions import Function
 from meshc.ir.graph import results_of
 from meshc.ir.keys import key_of, name_of
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
@@ -57,6 +57,9 @@ from meshc.optimizer.spec import (
     unhooked,
 )
 from meshc.optimizer.trace import trace_update
+
+Value = TypeVar("Value")
+"""What an update is written in: graph nodes, or tensors."""
 
 __all__ = [
     "FIRST",
@@ -136,7 +139,7 @@ def describe(optimizer: AnyOptimizer) -> OptimizerSpec:
 def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A context in which no other optimizer may step: one that `step` reaches, and meshc did not find, would be lost."""
 
-    def refuse(other: torch.optim.Optimizer, *_: Any) -> None:
+    def refuse(other: torch.optim.Optimizer, *_: object) -> None:
         name, theirs = type(optimizer).__qualname__, type(other).__qualname__
         raise CompileError(
             f"{name}.step calls {theirs}.step, and no {theirs} lies in {name}'s attributes, where meshc looks for inner optimizers\n"
@@ -179,7 +182,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[GroupSpec]:
     return groups
 
 
-def _with_values(slots: Sequence[Slot], state: Mapping[str, Any] | None) -> tuple[Slot, ...]:
+def _with_values(slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None) -> tuple[Slot, ...]:
     """Slots with the tensors that a resumed optimizer holds."""
     if not state:
         return tuple(slots)
@@ -202,13 +205,13 @@ def _with_values(slots: Sequence[Slot], state: Mapping[str, Any] | None) -> tupl
 
 def update_nodes(
     group: GroupSpec,
-    param: object,
-    grad: object,
-    state: Mapping[str, object],
-    numbers: Mapping[str, Any],
-    call: Function,
-    like: Any = None,
-) -> tuple[Any, dict[str, Any]]:
+    param: Value,
+    grad: Value,
+    state: Mapping[str, Value],
+    numbers: Mapping[str, Value],
+    call: Callable[..., Value],
+    like: Tensor | None = None,
+) -> tuple[Value, dict[str, Value]]:
     """Write one parameter's update; returns its new value and its new state, one entry a slot.
 
     `param`, `grad`, the values of `state` and `numbers` are opaque: graph nodes, or tensors. `call(op, *args, **kwargs)` adds one operator.
@@ -228,13 +231,19 @@ def update_nodes(
         plain = call(torch.ops.meshc.sgd_plain.default, param, grad, numbers["lr"], numbers["weight_decay"], group.flag("maximize"))
         return plain, {}
     else:
-        return _inline(group, param, grad, state, numbers, call, param if like is None else like)
+        return _inline(group, param, grad, state, numbers, call, cast(Tensor, param) if like is None else like)
     return call(operator.getitem, result, 0), {name: call(operator.getitem, result, i) for i, name in enumerate(names, 1)}
 
 
 def _inline(
-    group: GroupSpec, param: Any, grad: Any, state: Mapping[str, object], numbers: Mapping[str, Any], call: Function, like: Any
-) -> tuple[Any, dict[str, Any]]:
+    group: GroupSpec,
+    param: Value,
+    grad: Value,
+    state: Mapping[str, Value],
+    numbers: Mapping[str, Value],
+    call: Callable[..., Value],
+    like: Tensor,
+) -> tuple[Value, dict[str, Value]]:
     update = group.traced.get((tuple(like.shape), like.dtype))
     if update is None:
         raise InputError(
@@ -245,13 +254,13 @@ def _inline(
     sources |= {key_of("state", name): value for name, value in state.items()} | {
         key_of("number", name): value for name, value in numbers.items()
     }
-    values: dict[Node, Any] = {}
+    values: dict[Node, Value] = {}
     inputs = iter(update.inputs)
     for node in update.graph.graph.nodes:
         if node.op == "placeholder":
             values[node] = sources[next(inputs)]
         elif node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), cast(Callable[[Node], Argument], values.__getitem__))
             values[node] = call(node.target, *args, **kwargs)
     results = dict(zip(update.outputs, [values[node] for node in results_of(update.graph.graph)], strict=True))
     return results.pop("param"), {name_of(key): value for key, value in results.items()}
@@ -285,7 +294,7 @@ def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tenso
         optimizer.state[replaced.get(id(p), p)].update({name: value for name, value in slots.items() if not name.startswith(HIDDEN)})
 
 
-def replace_parameters(optimizer: Any, params: Mapping[Tensor, Tensor]) -> None:
+def replace_parameters(optimizer: object, params: Mapping[Tensor, Tensor]) -> None:
     """New parameters for old ones in an optimizer's groups, or in those that a wrapper lists, in place."""
     for group in getattr(optimizer, "param_groups", ()):
         group["params"][:] = [params.get(p, p) for p in group["params"]]

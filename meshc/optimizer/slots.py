@@ -6,19 +6,26 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from meshc.errors import CompileError, MeshcError
+from meshc.ir.functions import Function
 from meshc.optimizer.spec import FIRST, IMPLEMENTATION, Slot, is_torchs_own, kind_of, numbers, unhooked
 from meshc.private import FakeTensorMode
 
 
-def private_copy(optimizer: torch.optim.Optimizer, index: int, param: Tensor, entries: Mapping[str, Any], state: dict[Any, Any]) -> Any:
+def private_copy(
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    param: Tensor,
+    entries: Mapping[str, float | Tensor],
+    state: defaultdict[Tensor, Any],
+) -> torch.optim.Optimizer:
     """A copy with one group and one parameter, torch's plain implementation, no hooks; containers are copied, so nothing leaks back."""
-    twin: Any = object.__new__(type(optimizer))
+    twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "step"):  # a scheduler's wrapped `step` calls the original
             continue
@@ -38,9 +45,9 @@ def private_copy(optimizer: torch.optim.Optimizer, index: int, param: Tensor, en
     return twin
 
 
-def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> Any:
+def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> torch.optim.Optimizer:
     """A copy that steps other parameters, given by the id of those that they stand for: torch's plain loops, no state, no hooks."""
-    twin: Any = object.__new__(type(optimizer))
+    twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name not in ("state", "param_groups", "step", "defaults"):
             setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.copy(value) if isinstance(value, dict | list) else value)
@@ -50,38 +57,44 @@ def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -
     return twin
 
 
-def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(entries: Mapping[str, object]) -> dict[str, object]:
     return {**entries, **{name: False for name in IMPLEMENTATION if name in entries}}
 
 
-def _holds_objects(value: Any) -> bool:
+def _holds_objects(value: dict[object, object] | list[object] | set[object]) -> bool:
     items = value.values() if isinstance(value, dict) else value
     return any(not isinstance(v, int | float | str | bool | type(None) | tuple | list | dict) for v in items)
+
+
+class _Inits(Protocol):
+    """One of torch's own optimizers."""
+
+    _init_group: Function
 
 
 class _Recorder(dict):
     """A parameter's state that keeps each entry as it was when first put in."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.first: dict[str, Any] = {}
+        self.first: dict[str, object] = {}
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name not in self:
             self.first[name] = value.detach().clone() if isinstance(value, Tensor) else value
         super().__setitem__(name, value)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
 
-def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, Any]:
+def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
     """State entries as the class creates them. torch's own classes do so in `_init_group`, without a step. Seed 2 has other numbers too."""
     present = numbers(optimizer)[index] if seed == 2 else {}
     twin = private_copy(optimizer, index, param, {name: 0.75 * value for name, value in present.items()}, defaultdict(_Recorder))
@@ -95,9 +108,10 @@ def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor,
     return twin.state[param].first if param in twin.state else {}
 
 
-def create_state(twin: Any) -> None:
-    lists = list(inspect.signature(twin._init_group).parameters)[1:]
-    twin._init_group(twin.param_groups[0], *([] for _ in lists))
+def create_state(twin: torch.optim.Optimizer) -> None:
+    init_group = cast(_Inits, twin)._init_group
+    lists = list(inspect.signature(init_group).parameters)[1:]
+    init_group(twin.param_groups[0], *([] for _ in lists))
 
 
 def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
@@ -110,7 +124,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
             Slot(FIRST, "scalar", (), torch.float32, 1.0),
         )
     small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
-    born: list[tuple[Tensor, dict[str, Any]]] = []
+    born: list[tuple[Tensor, dict[str, object]]] = []
     for seed in (1, 2):
         values = torch.randn(small, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         param = torch.nn.Parameter(values.to(dtype))
@@ -148,8 +162,13 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
 
 
 def _born_at(
-    optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype, known: dict[str, Any], small: tuple[int, ...]
-) -> dict[str, Any]:
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    known: dict[str, object],
+    small: tuple[int, ...],
+) -> dict[str, object]:
     """Entries at a parameter's full size, for their shapes only; `known` are those of a parameter of shape `small`."""
     if known and small == shape:
         return known
@@ -161,7 +180,7 @@ def _born_at(
     return _born(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
 
 
-def _born(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, Any]:
+def _born(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
     try:
         return _state_at_birth(optimizer, index, param, seed)
     except MeshcError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class GroupSpec:
     slots: tuple[tuple[Slot, ...], ...]
     traced: Mapping[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = field(default_factory=dict)
 
-    def flag(self, name: str) -> Any:
+    def flag(self, name: str) -> Hashable:
         return dict(self.flags)[name]
 
     def slots_of(self, param: Tensor) -> tuple[Slot, ...]:
@@ -159,7 +159,7 @@ class OptimizerSpec:
 # What torch's optimizers hold in a group.
 
 
-def token(value: Any) -> Hashable:
+def token(value: object) -> Hashable:
     """Equal as long as plain values, also in lists and dicts, are; of all else its identity."""
     if isinstance(value, dict):
         return tuple((repr(k), token(v)) for k, v in value.items())
@@ -168,12 +168,12 @@ def token(value: Any) -> Hashable:
     return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
 
 
-def unhooked(function: Any) -> Any:
+def unhooked(function: Function) -> Function:
     """`step` as written: `Optimizer.__init__` wraps each class's once, to run hooks."""
-    return function.__wrapped__ if getattr(function, "hooked", False) else function
+    return getattr(function, "__wrapped__", function) if getattr(function, "hooked", False) else function
 
 
-def _undecorated(function: Function) -> Any:
+def _undecorated(function: Function) -> Function:
     """A method as its class wrote it, for comparisons: a first `torch.compile` wraps those of optimizers, each class's anew."""
     while True:
         inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
@@ -202,16 +202,16 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     return "sgd" if _follows(optimizer, torch.optim.SGD) else "other"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float | Tensor]:
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.dtype != torch.bool
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _entries(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _entries(group: Mapping[str, Any]) -> tuple[dict[str, float | Tensor], dict[str, object]]:
     """(numbers, flags) of an optimizer without operator: numbers, also in tuples, are read at each call, all else is compiled in."""
-    numbers: dict[str, Any] = {}
-    flags: dict[str, Any] = {}
+    numbers: dict[str, float | Tensor] = {}
+    flags: dict[str, object] = {}
     for name, value in group.items():
         if name in ("params", "param_names", *_SCHEDULERS, *IMPLEMENTATION):
             continue
@@ -219,13 +219,16 @@ def _entries(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             numbers[name] = value
         elif isinstance(value, tuple | list) and any(_is_number(v) for v in value):
             for i, v in enumerate(value):
-                (numbers if _is_number(v) else flags)[f"{name}_{i}"] = v
+                if _is_number(v):
+                    numbers[f"{name}_{i}"] = v
+                else:
+                    flags[f"{name}_{i}"] = v
         else:
             flags[name] = value
     return numbers, flags
 
 
-def _hashable(value: Any) -> Hashable:
+def _hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
@@ -233,7 +236,7 @@ def _hashable(value: Any) -> Hashable:
     return value
 
 
-def group_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def group_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
     kind = kind_of(optimizer, group)
     if kind in ("adam", "adamw"):
         beta1, beta2 = group["betas"]
@@ -246,7 +249,7 @@ def group_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 def group_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
     kind = kind_of(optimizer, group)
     if kind in ("adam", "adamw"):
-        flags = {"amsgrad": bool(group["amsgrad"]), "maximize": bool(group["maximize"]), "decoupled": kind == "adamw"}
+        flags: dict[str, object] = {"amsgrad": bool(group["amsgrad"]), "maximize": bool(group["maximize"]), "decoupled": kind == "adamw"}
     elif kind == "sgd":
         flags = {"nesterov": bool(group["nesterov"]), "maximize": bool(group["maximize"]), "momentum": bool(group["momentum"] != 0)}
     else:

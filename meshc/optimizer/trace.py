@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -88,14 +88,14 @@ def _one_path(
     name = type(optimizer).__qualname__
     param = given["param"].clone()
     hyper = {number: given[key_of("number", number)] for number in present}
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     mode = NumbersAsTensors(name, decisions)
     mode.grads[id(param)] = (param, given["grad"].clone())
     mode.guards = guards
     for number, tensor in hyper.items():
         mode.number(tensor, present[number], frozenset([number]))
         mode.known[id(tensor)].is_input = True
-    created: dict[str, Any] | None = None
+    created: dict[str, Tensor] | None = None
     started = True
     if any(slot.name == FIRST for slot in slots):
         first = given[key_of("state", FIRST)] != 0
@@ -140,13 +140,13 @@ def _one_path(
     return results
 
 
-def _created(optimizer: torch.optim.Optimizer, index: int, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Any]:
+def _created(optimizer: torch.optim.Optimizer, index: int, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Tensor]:
     twin = private_copy(optimizer, index, param, hyper, defaultdict(dict))
     create_state(twin)
     return twin.state[param]
 
 
-def _snapshot(twin: Any) -> dict[str, Hashable]:
+def _snapshot(twin: torch.optim.Optimizer) -> dict[str, Hashable]:
     """Everything outside the parameter's state, so that what a step changes there can be named."""
     skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
     seen = {f"self.{k}": v for k, v in vars(twin).items() if k not in skipped}
@@ -228,7 +228,7 @@ def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, 
     a, b = then.args[position], otherwise.args[position]
     if not all(isinstance(v, Node | float | int) and not isinstance(v, bool) for v in (a, b)):
         return None
-    value = _choose(graph, at, condition, a, b, sunk)
+    value = _choose(graph, at, condition, cast(Node | float, a), cast(Node | float, b), sunk)
     if value is None:
         return None
     with graph.inserting_before(at):
@@ -239,7 +239,9 @@ def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, 
     return node
 
 
-def _choose(graph: Graph, at: Node, condition: Node, a: Any, b: Any, sunk: dict[tuple[Node, Node, Node], Node]) -> Node | None:
+def _choose(
+    graph: Graph, at: Node, condition: Node, a: Node | float, b: Node | float, sunk: dict[tuple[Node, Node, Node], Node]
+) -> Node | None:
     if isinstance(a, Node) and isinstance(b, Node):
         if a.meta["val"].shape != b.meta["val"].shape or a.meta["val"].dtype != b.meta["val"].dtype:
             return None
@@ -255,5 +257,5 @@ def _choose(graph: Graph, at: Node, condition: Node, a: Any, b: Any, sunk: dict[
         return None
     with graph.inserting_before(at):
         node = graph.call_function(op, (condition, a, b))
-    node.meta["val"] = (a if isinstance(a, Node) else b).meta["val"]
+    node.meta["val"] = next(one for one in (a, b) if isinstance(one, Node)).meta["val"]
     return node

@@ -16,9 +16,9 @@ import os
 import traceback
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from meshc.ir import trees
 from meshc.optimizer.sets import Optimizers, refuse_shared
 from meshc.optimizer.spec import token, unhooked
 from meshc.package import FOLDER
-from meshc.private import TorchDispatchMode
+from meshc.private import OpOverload, TorchDispatchMode
 
 _OWN: Final = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer in which no other optimizer is looked for; `step` is there once a scheduler has wrapped it."""
@@ -37,7 +37,7 @@ _CONTAINERS: Final = (list, tuple, set, dict, OrderedDict, defaultdict)
 NameOf = Callable[[Tensor], str]
 
 
-def find(given: Any, name_of: NameOf) -> Optimizers:
+def find(given: object, name_of: NameOf) -> Optimizers:
     """The optimizers that stepping `given`, an optimizer, a wrapper or a list of both, steps. `name_of` names parameters in messages.
 
     Raises StateError for what is no optimizer, CompileError for a wrapper that does more than call its optimizers' steps.
@@ -58,12 +58,12 @@ def find(given: Any, name_of: NameOf) -> Optimizers:
     return Optimizers(members, tuple(wrapper for one in found for wrapper in one.wrappers), idle)
 
 
-def inner(owner: Any) -> dict[str, torch.optim.Optimizer]:
+def inner(owner: object) -> dict[str, torch.optim.Optimizer]:
     """Other optimizers that lie in an object's attributes, in lists, dicts and wrappers there, by where: `.muon`, `.optimizers[0]`."""
     found: dict[str, torch.optim.Optimizer] = {}
     seen = {id(owner)}
 
-    def look(value: Any, path: str) -> None:
+    def look(value: object, path: str) -> None:
         for name, item in _entries(value):
             if id(item) in seen or not _is_looked_into(item):
                 continue
@@ -76,18 +76,18 @@ def inner(owner: Any) -> dict[str, torch.optim.Optimizer]:
     return found
 
 
-def _is_looked_into(value: Any) -> bool:
+def _is_looked_into(value: object) -> bool:
     if isinstance(value, torch.optim.Optimizer) or type(value) in _CONTAINERS:
         return True
     return not isinstance(value, Tensor | nn.Module | type) and hasattr(value, "__dict__") and callable(getattr(value, "step", None))
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(value: object) -> Iterator[tuple[str, object]]:
     """What lies in a container or an object, and where; lists of tensors and of plain values have nothing to look for."""
     if isinstance(value, dict) and type(value) in _CONTAINERS:
-        rows = [(f"[{key!r}]", item) for key, item in value.items()]
+        rows: list[tuple[str, object]] = [(f"[{key!r}]", item) for key, item in value.items()]
     elif type(value) in _CONTAINERS:
-        rows = [(f"[{index}]", item) for index, item in enumerate(value)]
+        rows = [(f"[{index}]", item) for index, item in enumerate(cast(Iterable[object], value))]
     else:
         own = _OWN if isinstance(value, torch.optim.Optimizer) else ()
         yield from ((f".{name}", item) for name, item in vars(value).items() if name not in own and not name.endswith("_hooks"))
@@ -96,7 +96,7 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
         yield from rows
 
 
-def _one(given: Any, name_of: NameOf) -> Optimizers:
+def _one(given: object, name_of: NameOf) -> Optimizers:
     is_optimizer = isinstance(given, torch.optim.Optimizer)
     inside = inner(given) if hasattr(given, "__dict__") and not isinstance(given, type | Tensor | nn.Module) else {}
     if not is_optimizer and not (inside and callable(getattr(type(given), "step", None))):
@@ -106,17 +106,21 @@ def _one(given: Any, name_of: NameOf) -> Optimizers:
             "  what to do: give a torch.optim.Optimizer, several of them in a list, or a wrapper that keeps them in its attributes"
         )
     if not inside:
-        return Optimizers((given,))
-    return _Trial(given, inside, name_of).outcome()
+        return Optimizers((cast(torch.optim.Optimizer, given),))
+    return _Trial(cast(Wrapper, given), inside, name_of).outcome()
 
 
 # A wrapper's step, tried on samples.
 
 
+class Wrapper(Protocol):
+    def step(self) -> object: ...
+
+
 class _Trial:
     """One run of a wrapper's `step` on a copy of it that holds samples."""
 
-    def __init__(self, wrapper: Any, inside: dict[str, torch.optim.Optimizer], name_of: NameOf) -> None:
+    def __init__(self, wrapper: Wrapper, inside: dict[str, torch.optim.Optimizer], name_of: NameOf) -> None:
         self.wrapper, self.inside, self.name_of = wrapper, inside, name_of
         self.name = type(wrapper).__qualname__
         self.optimizers = [one for one in (wrapper, *inside.values()) if isinstance(one, torch.optim.Optimizer)]
@@ -127,9 +131,9 @@ class _Trial:
         self.gradients: dict[int, Tensor] = {}
         for index, (key, parameter) in enumerate(self.parameters.items()):
             self.samples[key], self.gradients[key] = _sample(parameter, index)
-        self.copies: dict[int, Any] = {}
-        self.paths: list[tuple[str, Any]] = []
-        self.originals: list[Any] = []  # so that ids stay their own
+        self.copies: dict[int, object] = {}
+        self.paths: list[tuple[str, object]] = []
+        self.originals: list[object] = []  # so that ids stay their own
         self.twin = self._copy(wrapper, "self")
         self.writes = _Writes(self)
 
@@ -185,7 +189,7 @@ class _Trial:
             "  and averages after the call of the program; or compile the module itself and step in eager code"
         )
 
-    def tell(self, original: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def tell(self, original: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
         """Stands in the place of an inner optimizer's step."""
         name = type(original).__qualname__
         if any(value is not None for value in (*args, *kwargs.values())):
@@ -210,7 +214,7 @@ class _Trial:
 
     # The copy.
 
-    def _copy(self, value: Any, path: str) -> Any:
+    def _copy(self, value: object, path: str) -> object:
         if isinstance(value, Tensor):
             return self.samples.get(id(value), value)
         if not _is_looked_into(value) and value is not self.wrapper:
@@ -219,23 +223,28 @@ class _Trial:
             self.originals.append(value)
             if type(value) is tuple:
                 self.copies[id(value)] = tuple(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
-            elif type(value) in _CONTAINERS:
+            elif isinstance(value, list | dict | set) and type(value) in _CONTAINERS:
                 self._copy_container(value, path)
             else:
                 self._copy_object(value, path)
         return self.copies[id(value)]
 
-    def _copy_container(self, value: Any, path: str) -> None:
-        made: Any
-        made = self.copies[id(value)] = defaultdict(value.default_factory) if type(value) is defaultdict else type(value)()
+    def _copy_container(self, value: list[object] | dict[object, object] | set[object], path: str) -> None:
+        """Under its name before it is filled: it may lie in itself."""
         if isinstance(value, dict):
-            made.update({self._copy(key, path): self._copy(item, f"{path}[{key!r}]") for key, item in value.items()})
+            table: dict[object, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+            self.copies[id(value)] = table
+            table.update({self._copy(key, path): self._copy(item, f"{path}[{key!r}]") for key, item in value.items()})
         elif isinstance(value, list):
-            made.extend(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
+            row: list[object] = []
+            self.copies[id(value)] = row
+            row.extend(self._copy(item, f"{path}[{i}]") for i, item in enumerate(value))
         else:
-            made.update(self._copy(item, path) for item in value)
+            members: set[object] = set()
+            self.copies[id(value)] = members
+            members.update(self._copy(item, path) for item in value)
 
-    def _copy_object(self, value: Any, path: str) -> None:
+    def _copy_object(self, value: object, path: str) -> None:
         made = self.copies[id(value)] = object.__new__(type(value))
         self.paths.append((path, made))
         is_optimizer = isinstance(value, torch.optim.Optimizer)
@@ -246,7 +255,7 @@ class _Trial:
                 made.__dict__[name] = defaultdict(dict)
             elif not (is_optimizer and name == "step"):  # a scheduler's wrapped `step` calls the original
                 made.__dict__[name] = self._copy(item, f"{path}.{name}")
-        if is_optimizer and value is not self.wrapper:
+        if isinstance(value, torch.optim.Optimizer) and value is not self.wrapper:
             nested = id(value) in self.nested
             made.__dict__["step"] = partial(unhooked(type(value).step), made) if nested else partial(self.tell, value)
 
@@ -283,7 +292,9 @@ class _Writes(TorchDispatchMode):
         self.of = {_memory(sample): (key, "") for key, sample in trial.samples.items()}
         self.of |= {_memory(gradient): (key, "the gradient of ") for key, gradient in trial.gradients.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         for argument in func._schema.arguments:

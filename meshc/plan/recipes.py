@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import ROLES, Axis, Mesh, role
 from meshc.plan.entries import AxisEntry
 from meshc.plan.plan import Plan
+
+PlanLike: TypeAlias = str | Plan | Mapping[str, object] | Iterable[str] | None
+"""What may be given for a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ _NOT_YET: Final[Mapping[str, str]] = {
 }
 
 
-def resolve(plan: str | Plan | Mapping[str, object] | Iterable[str] | None, mesh: Mesh) -> Plan:
+def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     """The plan with exactly one entry for each axis of the mesh, in mesh order, and the user's pins.
 
     ``plan`` is ``"auto"`` or None (the roles' recipes), recipe names joined by ``+``, or a plan by hand: a Plan, or what ``Plan`` reads;
@@ -108,7 +111,7 @@ def resolve(plan: str | Plan | Mapping[str, object] | Iterable[str] | None, mesh
     return Plan.of(entries, hand.pins)
 
 
-def explain(plan: str | Plan | Mapping[str, object] | Iterable[str] | None, mesh: Mesh) -> str:
+def explain(plan: PlanLike, mesh: Mesh) -> str:
     """A table of what each axis does and where that comes from, then the pins."""
     resolved = resolve(plan, mesh)
     rows = [("axis", "ranks", "splits", "stores split", "from")]

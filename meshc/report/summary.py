@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Protocol
 
+import torch
 from tabulate import tabulate
+from torch.fx import Node
 
 from meshc import ir
 from meshc.cost import memory, work
@@ -92,6 +94,17 @@ def _head(program: PlainProgram) -> str:
 # ----------------------------------------------------------------------------------------------------------------------- parameters
 
 
+class _Alike(NamedTuple):
+    """What parameters of one row have in common; of gradient and state where they lie otherwise."""
+
+    name: str
+    shape: tuple[int, ...]
+    lies: str
+    gradient: str
+    state: str
+    dtype: torch.dtype
+
+
 def _parameters(program: PlainProgram) -> str:
     sizes = program.axis_sizes
     gradients = gradient_shardings(program)
@@ -99,7 +112,7 @@ def _parameters(program: PlainProgram) -> str:
     for port in program.inputs:
         if port.kind == "state":
             states[port.of].append(port)
-    groups: dict[tuple[Any, ...], list[Port]] = defaultdict(list)
+    groups: dict[_Alike, list[Port]] = defaultdict(list)
     for port in program.inputs:
         if port.kind == "parameter":
             kept = [state for state in states[port.name] if state.shape == port.shape]
@@ -107,12 +120,12 @@ def _parameters(program: PlainProgram) -> str:
                 _placement(gradients.get(port.name), port.sharding, sizes),
                 _placement(kept[0].sharding if kept else None, port.sharding, sizes),
             )
-            groups[(collapsed(port.name), port.shape, placement(port.sharding, port.shape), others, port.dtype)].append(port)
+            groups[_Alike(collapsed(port.name), port.shape, placement(port.sharding, port.shape), *others, port.dtype)].append(port)
     if not groups:
         return ""
     rows = []
     axis = "" if program.pipeline is None else f"rank of {program.pipeline.axis}"
-    for (name, _, text, (gradient, state), dtype), ports in groups.items():
+    for (name, _, text, gradient, state, dtype), ports in groups.items():
         here, size = _on_ranks(program, ports, [[port] for port in ports])
         _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
         kind = str(dtype).removeprefix("torch.")
@@ -346,11 +359,26 @@ def _notes(program: PlainProgram) -> str:
     return "\n".join(["notes", *(f"  {note}" for note in program.notes)]) if program.notes else ""
 
 
-def factors(names: Any, found: Any, program: PlainProgram) -> str:
-    """What a plan can name: a row a name, with sizes, the number of classes and some members.
+class Names(Protocol):
+    """`of`: class -> name, `also`: class -> all its names (`meshc.passes.place.names`)."""
 
-    names  `of`: class -> name, `also`: class -> all its names        found  `dims`: (node, result) -> classes of each dim, `size`
-    """
+    @property
+    def of(self) -> Mapping[int, str]: ...
+    @property
+    def also(self) -> Mapping[int, Iterable[str]]: ...
+
+
+class Found(Protocol):
+    """`dims`: (node, result) -> classes of each dim, `size`: of each class (`meshc.passes.phases.factors`)."""
+
+    @property
+    def dims(self) -> Mapping[tuple[Node, int], Sequence[Sequence[int]]]: ...
+    @property
+    def size(self) -> Mapping[int, int]: ...
+
+
+def factors(names: Names, found: Found, program: PlainProgram) -> str:
+    """What a plan can name: a row a name, with sizes, the number of classes and some members."""
     members: dict[int, list[str]] = defaultdict(list)
     graph = next((node.graph for node, _ in found.dims), None)
     if graph is not None:
@@ -375,7 +403,7 @@ def factors(names: Any, found: Any, program: PlainProgram) -> str:
     return _table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
 
 
-def _table(rows: Any, headers: list[str], title: str) -> str:
+def _table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:
     text = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
