@@ -36,7 +36,7 @@ class Key(NamedTuple):
     optimizer's flags and branches."""
 
     inputs: calling.InputKey
-    module: tuple[object, ...]
+    module: tuple[object, object, bool, object]
     optimizer: tuple[tuple[str, Hashable], ...]
 
 

@@ -98,7 +98,7 @@ def _hashable(value: object) -> object:
     return value
 
 
-def module_key(module: nn.Module) -> tuple[object, ...]:
+def module_key(module: nn.Module) -> tuple[object, object, bool, object]:
     """What else of a module decides its program: training flags, hooks, which parameters take gradients, grad mode, autocast."""
     return (
         tuple((child.training, _hooks(child)) for child in module.modules()),

@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import nn
@@ -329,7 +329,7 @@ def _dynamo_settings() -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(whole_layers)
 
 
-def joint_graph(traced: TorchGraph, decompositions: Mapping[OpOverload, Function]) -> JointGraph:
+def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -> JointGraph:
     """AOTAutograd's ATen graph: outputs, and one gradient per trainable parameter and differentiable input when tracing with grad."""
     from meshc.private import aot_export_joint_with_descriptors
 
@@ -351,7 +351,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[OpOverload, Function
         stack.enter_context(untraceable.said_once())
         try:
             joint = aot_export_joint_with_descriptors(
-                stack, traced.module, traced.args, traced.kwargs, decompositions=dict(decompositions)
+                stack, traced.module, traced.args, traced.kwargs, decompositions=cast(dict[OpOverload, Function], dict(decompositions))
             )
         except RuntimeError as error:
             untraceable.refuse_no_gradient(error, traced.module, source_of)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, overload
 
 import sympy
 import torch
+from torch.fx.node import Argument
 
 from meshc.errors import CompileError
-from meshc.ir.sizes import PREFIX, Dynamic, Number, floor_divided, sized, text
+from meshc.ir.sizes import PREFIX, Dynamic, floor_divided, sized, text
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard
@@ -37,17 +38,26 @@ class Symbols:
             found[extent.node._expr] = found[extent.node.expr] = name
         return tuple(found.items())
 
-    def open(self, value: Number | torch.SymInt | torch.SymFloat | torch.SymBool) -> Number:
+    @overload
+    def open(self, value: int | torch.SymInt) -> int: ...
+
+    @overload
+    def open(self, value: Argument) -> Argument: ...
+
+    @overload
+    def open(self, value: object) -> object: ...
+
+    def open(self, value: object) -> object:
         """A number of the trace: plain where it is fixed, a Size or a Ratio where it is open.
 
         Multiplied out, as arithmetic with sizes leaves them: two are equal if their expressions are, and torch keeps n * (m - 1).
         """
         if not isinstance(value, torch.SymInt | torch.SymFloat):
-            return cast(Number, value)
+            return value
         return sized(sympy.expand(self._translated(value.node.expr)), value.node.hint)
 
     def shape(self, shape: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
-        return tuple(cast(int, self.open(extent)) for extent in shape)
+        return tuple(self.open(extent) for extent in shape)
 
     def constraints(self, env: ShapeEnv | None, sizes: Sequence[Dynamic]) -> tuple[tuple[Dynamic, ...], tuple[str, ...]]:
         """What tracing took for granted of the sizes: narrower ranges, and what no range says: `n_seq % 4 == 0`."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from meshc.ir.functions import Function
+from meshc.ir.functions import Target
 from meshc.ops.operands import misfit
 
 KERNEL_BYTES = 16
@@ -179,7 +179,7 @@ def fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(input, weight, offs)
 
 
-RAISED: dict[Function, Callable[..., Tensor]] = {
+RAISED: dict[Target, Callable[..., Tensor]] = {
     torch.nn.functional.grouped_mm: functional_grouped_mm,
     torch._grouped_mm: torch_grouped_mm,
 }
