@@ -75,6 +75,14 @@ def test_what_would_be_overwritten_is_refused(old: str, new: str, at: str, why: 
     assert at in found and why in found[at]
 
 
+def test_what_a_region_has_is_not_kept() -> None:
+    lines = SAID.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("    flat:"))
+    said = "\n".join([*lines[:place], "    with region(0):", f"    {lines[place]}", *lines[place + 1 :]])
+    assert dict(faults(parse_stage(said))) == {"flat": "flat: kept, but it is in region 0, whose memory is the compiler's"}
+    assert 'flat: "f32[32]; its parts inside" =' in print_stage(shared(parse_stage(said)))
+
+
 @pytest.mark.parametrize("words", ["shared", "kept, ", "kept; kept", ""])
 def test_other_words_are_refused(words: str) -> None:
     with pytest.raises(ArtifactError, match=r"line 5: behind a type stands what its value's memory is, its parts inside or over its operand or kept, not"):
