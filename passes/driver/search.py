@@ -172,7 +172,7 @@ class Search:
             yield from uncut.shapes.can
             if self.budget is not None and not uncut.lowered.request.pp_splits:
                 for shape, need in tuple(large):
-                    yield from uncut.leaner(shape, need.most.total, self.budget)
+                    yield from uncut.within(shape, need.most.total, self.budget)
 
         for shape in candidates():
             answer = self._cut(uncut, shape)

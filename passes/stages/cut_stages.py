@@ -27,13 +27,13 @@ from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.forwarded import forwarded
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
-from meshc.passes.stages.lean import Held, lean_cuts
 from meshc.passes.stages.owners import Owners
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.shape import Shape, Shapes, shapes_of
-from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Home, Kinds, assigned, kinds, numbers
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
+from meshc.passes.stages.within_budget import Held, cuts_within
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
 from meshc.program.accumulate import whole_of
@@ -89,9 +89,9 @@ class Uncut:
         shape = replace(shape, placed=assigned(own.found, shape.cuts, own.numbers))
         return Cutter(self.lowered, axis.name, own.stage, own.found, shape).run()
 
-    def leaner(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
+    def within(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
         """Shapes whose stages may hold no more than the budget, where this one's take `needed`; the faster first."""
-        return [replace(shape, cuts=cuts) for cuts in lean_cuts(shape, self.work, self._held, needed, budget)]
+        return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._held, needed, budget)]
 
     @cached_property
     def _held(self) -> Held:
@@ -122,13 +122,13 @@ class Cutter:
         lowered, shape = self.lowered, self.shape
         self.placed = {**shape.placed, **forwarded(self.found, shape.placed, self.ranks, lowered.mesh)}
         before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
-        parts = parts_of(each, after, self.placed, Home(len(self.ranks) - 1, FORWARD))
+        parts = parts_of(each, after, self.placed, Half(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)
         crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
         stages = self._halves(each, parts, ways, crossings)
         messages = messages_of(next(iter(crossings.values())), self.ranks, shape.schedule(()).actions)
         owners = Owners(lowered, stages, self.ranks, before)
-        made = {whole[1]: self.ranks[home.stage] for key, (_, home) in parts.made.items() if (whole := whole_of(key))}
+        made = {whole[1]: self.ranks[half.stage] for key, (_, half) in parts.made.items() if (whole := whole_of(key))}
         made, returned = owners.returned(parts.after, made)
         late = self._late(parts.after, made, owners)
         early = before_ranks(before, [*stages, *late], self._rank_of, max(self.ranks) + 1)
@@ -140,9 +140,9 @@ class Cutter:
         check(pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
         return replace(lowered, stages=cut, schedule=(), pipeline=pipeline)
 
-    def _ways(self, parts: Parts) -> dict[Names, dict[Node, Home]]:
+    def _ways(self, parts: Parts) -> dict[Names, dict[Node, Half]]:
         """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""
-        found: dict[Names, Mapping[Node, Home]] = {}
+        found: dict[Names, Mapping[Node, Half]] = {}
         graphs = self.shape.graphs
         if not self.shape.halved or any(name == "backward" for name, _ in graphs):
             found[((FORWARD, "forward"), (BACKWARD, "backward"))] = self.placed
@@ -150,23 +150,23 @@ class Cutter:
             names = ((BACKWARD, "input"), (WEIGHTS, "weight"))
             placed = split_backward(self.found, self.placed, [node for node, _ in parts.made.values()], self.shape.halved)
             found[names if found else ((FORWARD, "forward"), *names)] = placed
-        return {names: {node: home for node, home in placed.items() if node not in parts.apart} for names, placed in found.items()}
+        return {names: {node: half for node, half in placed.items() if node not in parts.apart} for names, placed in found.items()}
 
     def _halves(
-        self, each: Stage, parts: Parts, ways: Mapping[Names, Mapping[Node, Home]], crossings: Mapping[Names, Flows]
+        self, each: Stage, parts: Parts, ways: Mapping[Names, Mapping[Node, Half]], crossings: Mapping[Names, Flows]
     ) -> list[Stage]:
         """The graphs that run once a microbatch."""
         split = Splitter(each.graph, each.keys())
         stages = []
         for names, placed in ways.items():
             crossing = crossings[names]
-            for half, name in names:
+            for op, name in names:
                 for stage in [stage for stage in range(len(self.ranks)) if (name, stage) in self.shape.graphs]:
-                    home = Home(stage, half)
-                    given = [one.gives[home] for one in crossings.values()] if half == FORWARD else [crossing.gives[home]]
+                    half = Half(stage, op)
+                    given = [one.gives[half] for one in crossings.values()] if op == FORWARD else [crossing.gives[half]]
                     results = {flow_of(node): node for nodes in given for node in nodes}
-                    results |= {key: node for key, (node, at) in parts.made.items() if placed.get(node, at) == home}
-                    stages.append(split.stage(f"{name}_{stage}", results, {node: flow_of(node) for node in crossing.reads[home]}))
+                    results |= {key: node for key, (node, at) in parts.made.items() if placed.get(node, at) == half}
+                    stages.append(split.stage(f"{name}_{stage}", results, {node: flow_of(node) for node in crossing.reads[half]}))
         return stages
 
     def _late(self, after: Stage, made: Mapping[str, int], owners: Owners) -> list[Stage]:
@@ -182,6 +182,6 @@ class Cutter:
         return int(number) if kind == "after" else self.ranks[int(number)]
 
 
-def _made(parts: Parts, placed: Mapping[Node, Home]) -> Sequence[tuple[Node, Home]]:
+def _made(parts: Parts, placed: Mapping[Node, Half]) -> Sequence[tuple[Node, Half]]:
     """What a microbatch gives, with the half that makes it."""
-    return [(node, placed.get(node, home)) for node, home in parts.made.values()]
+    return [(node, placed.get(node, half)) for node, half in parts.made.values()]

@@ -5,7 +5,7 @@
     stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
 
 A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips.
-Values that need only the call's inputs are made again where they are read, unless `forwarded.py` has found a home for them, since a
+Values that need only the call's inputs are made again where they are read, unless `forwarded.py` has found who makes them, since a
 message is cheaper; and unless they are worth their memory: then the stage that made them forward keeps them for backward.
 """
 
@@ -21,7 +21,7 @@ from torch.fx import Node
 from meshc.ir import is_getitem, is_tensor, spmd
 from meshc.ir.graph import made_of
 from meshc.ir.keys import key_of
-from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Home, Kinds
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds
 from meshc.pipelining.schedule import Action, Link
 
 
@@ -29,11 +29,11 @@ from meshc.pipelining.schedule import Action, Link
 class Flows:
     """Of each half of each stage: what it reads that others made, and what it hands on, by node.
 
-    messages   (half, from stage, to stage) -> values
+    messages   (op, from stage, to stage) -> values
     """
 
-    reads: dict[Home, dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
-    gives: dict[Home, dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
+    reads: dict[Half, dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
+    gives: dict[Half, dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
     messages: dict[tuple[str, int, int], dict[Node, None]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -42,46 +42,46 @@ def flow_of(node: Node) -> str:
     return key_of("flow", node.name)
 
 
-def flows(found: Kinds, placed: Mapping[Node, Home], results: Iterable[tuple[Node, Home]]) -> Flows:
+def flows(found: Kinds, placed: Mapping[Node, Half], results: Iterable[tuple[Node, Half]]) -> Flows:
     """`results`: values that a half must make whoever reads them, each with the half that does."""
     made = Flows()
-    work: dict[Home, list[Node]] = defaultdict(list)
-    for node, home in placed.items():
-        work[home].append(node)
-    for node, home in results:
-        work[home].append(node)
-    forward = {home.stage: _closure(nodes, home, placed) for home, nodes in work.items() if home.half == FORWARD}
-    for home in sorted(work, key=lambda home: (home.half != FORWARD, home.stage)):
-        own = forward[home.stage] if home.half == FORWARD else _closure(work[home], home, placed)
+    work: dict[Half, list[Node]] = defaultdict(list)
+    for node, half in placed.items():
+        work[half].append(node)
+    for node, half in results:
+        work[half].append(node)
+    forward = {half.stage: _closure(nodes, half, placed) for half, nodes in work.items() if half.op == FORWARD}
+    for half in sorted(work, key=lambda half: (half.op != FORWARD, half.stage)):
+        own = forward[half.stage] if half.op == FORWARD else _closure(work[half], half, placed)
         for node in own:
             source = placed.get(node)
-            if source == home:
+            if source == half:
                 continue
             if source is None:
-                keeper = Home(home.stage, FORWARD)
-                if home.half != FORWARD and node in found.given and worth_keeping(node) and node in forward.get(home.stage, ()):
-                    made.reads[home][node] = None
+                keeper = Half(half.stage, FORWARD)
+                if half.op != FORWARD and node in found.given and worth_keeping(node) and node in forward.get(half.stage, ()):
+                    made.reads[half][node] = None
                     made.gives[keeper][node] = None
                 continue
-            made.reads[home][node] = None
-            _carry(made, node, source, home)
+            made.reads[half][node] = None
+            _carry(made, node, source, half)
     return made
 
 
-def _closure(nodes: Iterable[Node], home: Home, placed: Mapping[Node, Home]) -> dict[Node, None]:
-    """What these nodes need: up to values at home elsewhere, those included, each as one tensor."""
-    return made_of(nodes, through=lambda node: placed.get(node, home) == home)
+def _closure(nodes: Iterable[Node], half: Half, placed: Mapping[Node, Half]) -> dict[Node, None]:
+    """What these nodes need: up to values that are made elsewhere, those included, each as one tensor."""
+    return made_of(nodes, through=lambda node: placed.get(node, half) == half)
 
 
-def _carry(made: Flows, node: Node, source: Home, reader: Home) -> None:
+def _carry(made: Flows, node: Node, source: Half, reader: Half) -> None:
     """The way of a value from where it is made to a half that reads it."""
     if source.stage == reader.stage:
         made.gives[source][node] = None
-    elif source.half == FORWARD and source.stage < reader.stage:
+    elif source.op == FORWARD and source.stage < reader.stage:
         made.gives[source][node] = None
         made.messages[(FORWARD, source.stage, reader.stage)][node] = None
     else:  # towards stage 0: a gradient, or what the later stage's forward half has kept
-        giver = Home(source.stage, BACKWARD)
+        giver = Half(source.stage, BACKWARD)
         made.gives[source][node] = None
         if source != giver:
             made.reads[giver][node] = None
@@ -99,17 +99,17 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
         for turn, item in enumerate(actions):
             turns[item.direction, item.stage][item.microbatch] = turn
     found: dict[Link, tuple[str, ...]] = {}
-    for (half, source, target), nodes in made.messages.items():
+    for (op, source, target), nodes in made.messages.items():
         if ranks[source] == ranks[target]:
             continue
         first = [
             stage for stage in range(len(ranks))
-            if ranks[stage] == ranks[target] and _precedes(turns[half, stage], turns[half, target])
+            if ranks[stage] == ranks[target] and _precedes(turns[op, stage], turns[op, target])
         ]  # fmt: skip
-        there = {node for stage in first for node in made.messages.get((half, source, stage), ())}
+        there = {node for stage in first for node in made.messages.get((op, source, stage), ())}
         keys = tuple(flow_of(node) for node in nodes if node not in there)
         if keys:
-            found[Link(half, source, target)] = keys
+            found[Link(op, source, target)] = keys
     return found
 
 

@@ -22,20 +22,20 @@ from meshc.ir.graph import made_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.spmd import is_collective
 from meshc.passes.stages.flows import worth_keeping
-from meshc.passes.stages.stage_assignment import FORWARD, Home, Kinds
+from meshc.passes.stages.stage_assignment import FORWARD, Half, Kinds
 
 MOST_TRIED: Final = 64
 """Of the values that could be sent, those are tried that would save most."""
 
 
-def forwarded(found: Kinds, placed: Mapping[Node, Home], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Home]:
+def forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Half]:
     """Homes of the values that are sent: the first stage that needs them. `ranks`: of each stage."""
     costs = Given(found, placed, ranks, mesh)
-    chosen: dict[Node, Home] = {}
+    chosen: dict[Node, Half] = {}
     candidates = costs.candidates()
     best = costs.total_s(chosen) if candidates else 0.0
     while candidates:
-        totals = {node: costs.total_s({**chosen, node: home}) for node, home in candidates.items()}
+        totals = {node: costs.total_s({**chosen, node: half}) for node, half in candidates.items()}
         node = min(totals, key=totals.__getitem__)
         if totals[node] >= best:
             break
@@ -50,7 +50,7 @@ class Given:
     reads  of each half of each stage, those that it reads at once
     """
 
-    def __init__(self, found: Kinds, placed: Mapping[Node, Home], ranks: Sequence[int], mesh: Mesh) -> None:
+    def __init__(self, found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> None:
         device, axis = for_mesh(mesh), mesh.pipeline_axis
         assert axis is not None
         self.ranks, self.posting_s = ranks, 2 * device.collective_s
@@ -59,45 +59,45 @@ class Given:
             node: collective_seconds(node, mesh, device) if is_collective(node.target) else seconds(node, device)
             for node in found.given if node.op == "call_function"
         }  # fmt: skip
-        homes = sorted(set(placed.values()), key=lambda home: (home.half != FORWARD, home.stage))
-        self.reads: dict[Home, dict[Node, None]] = {home: {} for home in homes}
-        for node, home in placed.items():
-            self.reads[home] |= dict.fromkeys(operand for operand in node.all_input_nodes if operand in self.takes)
+        halves = sorted(set(placed.values()), key=lambda half: (half.op != FORWARD, half.stage))
+        self.reads: dict[Half, dict[Node, None]] = {half: {} for half in halves}
+        for node, half in placed.items():
+            self.reads[half] |= dict.fromkeys(operand for operand in node.all_input_nodes if operand in self.takes)
 
-    def candidates(self) -> dict[Node, Home]:
+    def candidates(self) -> dict[Node, Half]:
         """Values that take longer than a message and that several stages need, each with the first of these."""
         needed: dict[Node, set[int]] = {}
-        for home, nodes in self.reads.items():
+        for half, nodes in self.reads.items():
             for node in self._behind(nodes):
-                needed.setdefault(node, set()).add(home.stage)
+                needed.setdefault(node, set()).add(half.stage)
         gains = {}
         for node, stages in needed.items():
             if len(stages) > 1 and is_tensor(node):
                 gains[node] = sum(self.takes[one] for one in self._behind([node])) - self._send_s(node)
         most = sorted((node for node in gains if gains[node] > 0), key=lambda node: (-gains[node], node.name))[:MOST_TRIED]
-        return {node: Home(min(needed[node]), FORWARD) for node in most}
+        return {node: Half(min(needed[node]), FORWARD) for node in most}
 
-    def total_s(self, chosen: Mapping[Node, Home]) -> float:
+    def total_s(self, chosen: Mapping[Node, Half]) -> float:
         """Seconds of making and sending, on all ranks together."""
         total = 0.0
         forward: dict[int, set[Node]] = {}
         received: set[tuple[Node, int]] = set()
-        for home, nodes in self.reads.items():
+        for half, nodes in self.reads.items():
             made: set[Node] = set()
-            work = [*nodes, *(node for node, own in chosen.items() if own == home)]
+            work = [*nodes, *(node for node, own in chosen.items() if own == half)]
             while work:
                 node = work.pop()
                 if node in made:
                     continue
                 made.add(node)
-                if node in chosen and chosen[node] != home:
-                    if self.ranks[chosen[node].stage] != self.ranks[home.stage]:
-                        received.add((node, self.ranks[home.stage]))
-                elif home.half == FORWARD or not (worth_keeping(node) and node in forward.get(home.stage, ())):
+                if node in chosen and chosen[node] != half:
+                    if self.ranks[chosen[node].stage] != self.ranks[half.stage]:
+                        received.add((node, self.ranks[half.stage]))
+                elif half.op == FORWARD or not (worth_keeping(node) and node in forward.get(half.stage, ())):
                     total += self.takes[node]
                     work += (operand for operand in node.all_input_nodes if operand in self.takes)
-            if home.half == FORWARD:
-                forward[home.stage] = made
+            if half.op == FORWARD:
+                forward[half.stage] = made
         return total + sum(self._send_s(node) for node, _ in received)
 
     def _send_s(self, node: Node) -> float:

@@ -28,7 +28,7 @@ from torch.fx.node import Argument
 
 from meshc.ir import is_getitem, records
 from meshc.ir.graph import call, copied
-from meshc.passes.stages.stage_assignment import BACKWARD, Home, Kinds
+from meshc.passes.stages.stage_assignment import BACKWARD, Half, Kinds
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -66,20 +66,20 @@ def _with_mask(graph: Graph, node: Node, given: Sequence[Argument], mask: Sequen
     return call(graph, made, aten.convolution_backward.default, *given, list(mask))
 
 
-def split_backward(found: Kinds, placed: Mapping[Node, Home], parts: Collection[Node], stages: Collection[int]) -> dict[Node, Home]:
+def split_backward(found: Kinds, placed: Mapping[Node, Half], parts: Collection[Node], stages: Collection[int]) -> dict[Node, Half]:
     """Homes with the operators of the backward of `stages` in two halves. `parts` are the gradients, microbatch by microbatch."""
     made = dict(placed)
     weight: dict[Node, Node | None] = {}  # the one gradient that comes of a value; none if it is more than that
     for node in reversed(found.backward):
-        home = placed[node]
-        own = [user for user in node.users if user in weight and placed[user] == home]
+        half = placed[node]
+        own = [user for user in node.users if user in weight and placed[user] == half]
         gradients = {weight[user] for user in own} | ({node} if node in parts else set())
         if None not in gradients and node.users and all(map(is_getitem, node.users)):
             gradients = {node}  # those of one layer's weight and bias count as one
-        alone = len(gradients) == 1 and not any(user in placed and placed[user] != home for user in node.users)
+        alone = len(gradients) == 1 and not any(user in placed and placed[user] != half for user in node.users)
         weight[node] = next(iter(gradients)) if alone else None
-        if weight[node] is not None and home.stage in stages and home.half == BACKWARD:
-            made[node] = Home(home.stage, WEIGHTS)
+        if weight[node] is not None and half.stage in stages and half.op == BACKWARD:
+            made[node] = Half(half.stage, WEIGHTS)
     for node in found.backward:
         if is_getitem(node):
             made[node] = made[node.args[0]]  # type: ignore[index]

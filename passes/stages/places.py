@@ -21,7 +21,7 @@ from meshc.ir.spmd import is_collective
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.stages.balance import Place
 from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.stage_assignment import Home, Kinds
+from meshc.passes.stages.stage_assignment import Half, Kinds
 from meshc.pipelining.schedule import chain
 from meshc.pipelining.timing import Costs
 
@@ -62,13 +62,13 @@ class Work:
             places = sorted(least, key=lambda place: place.position)
         return cls(takes, places, Place(len(order), before[-1]), send_s)
 
-    def costs(self, placed: Mapping[Node, Home], cuts: Sequence[int], found: Kinds) -> Costs:
+    def costs(self, placed: Mapping[Node, Half], cuts: Sequence[int], found: Kinds) -> Costs:
         """What each stage's halves take, and what goes from stage to stage, as if stages were a chain."""
         stages = range(len(cuts) + 1)
         spent: dict[tuple[str, int], float] = defaultdict(float)
         halved = split_backward(found, placed, _ends(found), stages)
-        for node, home in halved.items():
-            spent[{WEIGHTS: "W", "B": "I"}.get(home.half, home.half), home.stage] += self.takes[node]
+        for node, half in halved.items():
+            spent[{WEIGHTS: "W", "B": "I"}.get(half.op, half.op), half.stage] += self.takes[node]
         table = {(op, stage): spent[op, stage] for op in "FIW" for stage in stages}
         sends = {link: self.send_s[cuts[min(link.source, link.target)]] for link in chain(len(stages))}
         return Costs(table, sends)

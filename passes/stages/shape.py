@@ -18,7 +18,7 @@ from meshc.passes.schedules.kind import Kind, Lists
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.balance import best_cuts
 from meshc.passes.stages.places import Work
-from meshc.passes.stages.stage_assignment import Home, Kinds, assigned
+from meshc.passes.stages.stage_assignment import Half, Kinds, assigned
 from meshc.pipelining.cut import STAGE_NAMES
 from meshc.pipelining.schedule import Link, Schedule, chain, connect, parse
 from meshc.pipelining.timing import Costs, simulate
@@ -37,7 +37,7 @@ class Shape:
     kind: Kind | str
     microbatches: int
     trains: bool
-    placed: Mapping[Node, Home]
+    placed: Mapping[Node, Half]
 
     @property
     def name(self) -> str:

@@ -1,13 +1,13 @@
 """Stage assignment: which pipeline stage makes each value of one microbatch, and in which half of it.
 
     forward order   embed  block.0  block.1 | block.2  block.3  head        cuts: [3]
-    home            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)
+    half            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)
     backward of block.2: (1, B)      of block.1: (0, B), and so on
 
-An operator of the forward half is at home where its place in the trace falls between the cuts; an operator of the backward half where the
-forward operator is at home that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later stage than the gradient that
-it reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has no home: each stage
-that reads it makes it. What is made of inputs alone has none either, unless a message is cheaper (`forwarded.py`).
+An operator of the forward half is made by the stage between whose cuts its place in the trace falls; one of the backward half by the stage
+of the forward operator that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later one than the gradient that it
+reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has none: each stage that
+reads it makes it. What is made of inputs alone has none either, unless a message is cheaper (`forwarded.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BACKWARD: Final = "B"
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a value is made: the stage, and F or B."""
+class Half:
+    """Where a value is made: the pipeline stage, and F or B; W where backward is split."""
 
     stage: int
-    half: str
+    op: str
 
 
 @dataclass(frozen=True)
@@ -81,34 +81,34 @@ def _integer(node: Node) -> bool:
     return node.op == "call_function" and not is_getitem(node) and records(node)[0].dtype is None and len(records(node)) == 1
 
 
-def assigned(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dict[Node, Home]:
-    """The home of each node that has one.
+def assigned(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dict[Node, Half]:
+    """The half of each node that has one.
 
     cuts     positions in `found.forward` at which stages 1, 2, ... begin
     numbers  `seq_nr` of a node's global-view value, where it has one
     """
-    placed: dict[Node, Home] = {}
+    placed: dict[Node, Half] = {}
     by_number: dict[int, int] = {}
     for position, node in enumerate(found.forward):
         stage = bisect_right(cuts, position)
         if is_getitem(node) and node.args[0] in placed:
             stage = placed[node.args[0]].stage  # type: ignore[index]
-        placed[node] = Home(stage, FORWARD)
+        placed[node] = Half(stage, FORWARD)
         if node in numbers:
             by_number[numbers[node]] = stage  # the last of its operators: what backward begins with
     order = sorted(by_number)
     last = len(cuts)
     for node in found.backward:
         read = [placed[operand] for operand in operands(node) if operand in placed]
-        above = min((home.stage for home in read if home.half == BACKWARD), default=last)
-        below = max((home.stage for home in read if home.half == FORWARD), default=above)
+        above = min((half.stage for half in read if half.op == BACKWARD), default=last)
+        below = max((half.stage for half in read if half.op == FORWARD), default=above)
         wanted = below
         if node in numbers:
             place = bisect_right(order, numbers[node]) - 1
             wanted = by_number[order[place]] if place >= 0 else 0
         if is_getitem(node):
             wanted = above
-        placed[node] = Home(min(wanted, above), BACKWARD)
+        placed[node] = Half(min(wanted, above), BACKWARD)
     return placed
 
 

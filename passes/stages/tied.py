@@ -15,7 +15,7 @@ from torch.fx import Node
 from meshc.ir import record, set_record
 from meshc.ir.graph import call, copied, placeholders
 from meshc.ir.keys import is_a, key_of, name_of
-from meshc.passes.stages.stage_assignment import Home
+from meshc.passes.stages.stage_assignment import Half
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -25,13 +25,13 @@ aten = torch.ops.aten
 class Parts:
     """What a microbatch gives, by key, each with the half that makes it; the stage after the last one; additions that are left out."""
 
-    made: dict[str, tuple[Node, Home]]
+    made: dict[str, tuple[Node, Half]]
     after: Stage
     apart: set[Node] = field(default_factory=set)
 
 
-def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Home], end: Home) -> Parts:
-    """`end`: where what has no home is made."""
+def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Half], end: Half) -> Parts:
+    """`end`: where what no half was given is made."""
     found = Parts({}, after)
     for key, node in each.results().items():
         terms = _terms(node, placed) if is_a(key, "part") else [node]
@@ -43,7 +43,7 @@ def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Home], end: Home) 
     return found
 
 
-def _terms(node: Node, placed: Mapping[Node, Home]) -> list[Node]:
+def _terms(node: Node, placed: Mapping[Node, Half]) -> list[Node]:
     """A partial sum as what different stages add to it: gradients of a tied parameter travel once, not with every microbatch."""
     if node.target is not aten.add.Tensor or node.kwargs or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
         return [node]

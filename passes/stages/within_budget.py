@@ -1,4 +1,4 @@
-"""Lean: cuts for stages that hold less, where those of equal time hold more than a rank may.
+"""Cuts within a budget: stages that hold less, where those of equal time hold more than a rank may.
 
     seconds  2 2 2 2    bytes  6 6 1 1    2 stages, at most 8 bytes:  2 | 2 2 2   rather than   2 2 | 2 2
 
@@ -73,7 +73,7 @@ class Held:
         return self.kept[last] - self.kept[first] + waiting * (self.saved[last] - self.saved[first])
 
 
-def lean_cuts(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
+def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
     """Cuts that may hold no more than the budget, the faster first. `needed`: what a rank holds under the shape's own."""
     stages = range(len(shape.ranks))
     lists = shape.schedule(()).actions
