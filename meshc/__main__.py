@@ -81,20 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     one = commands.add_parser("compile", help="compile a model for a mesh and save the program")
-    one.add_argument("target", metavar="FILE.py:FUNCTION", help="returns the model and example inputs")
-    one.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
-    one.add_argument("--plan", default="auto", help="a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file")
-    one.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
-    told = "eager or inductor; of several (eager,inductor) each has its program, in PATH/eager and PATH/inductor"
-    one.add_argument("--backend", default=["eager"], type=_backends, help=told)
-    one.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
-    one.add_argument("--seed", type=int, help="of the program's random numbers")
-    one.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zb_v, ...; by default the one predicted to be fastest")
-    told = "modules at which the second and further stages of a pipeline begin; by default stages of equal time"
-    one.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
-    one.add_argument("--stages-per-rank", metavar="N", type=int, help="of a pipeline; by default as many as the schedule wants")
-    one.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
-    one.add_argument("--no-weights", action="store_true", help="save the program alone")
+    _arguments_of_compile(one)
     one.set_defaults(run=_compile)
 
     saved = "the folder of a saved program"
@@ -115,15 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
     three = commands.add_parser("run", help="run a saved program; under torchrun, one process a rank")
     three.add_argument("path", metavar="PATH", help=saved)
-    told = "safetensors: each input, the whole batch, under its path; of several files each is a call (a training step)"
-    three.add_argument("--inputs", metavar="FILE", nargs="+", default=[], help=told)
-    three.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
-    told = "begin with the parameters and optimizer state that --save-state wrote here, instead of the program's weights"
-    three.add_argument("--state", metavar="DIR", help=told)
-    told = "write parameters, optimizer state, seed and step to this folder at the end, each rank its own part"
-    three.add_argument("--save-state", metavar="DIR", help=told)
-    three.add_argument("--backend", choices=BACKENDS, help="refused unless the program was compiled for it")
-    three.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
+    _arguments_of_run(three)
     three.set_defaults(run=_run)
 
     four = commands.add_parser("calibrate", help="measure this machine for predicted times; under torchrun, its links too")
@@ -136,6 +115,35 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--allow", metavar="LIBRARY[=MODULE]", nargs="+", default=[], help=told)
         command.add_argument("--allow-edited", action="store_true", help="accept texts that were edited after saving")
     return parser
+
+
+def _arguments_of_compile(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", metavar="FILE.py:FUNCTION", help="returns the model and example inputs")
+    command.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
+    command.add_argument("--plan", default="auto", help="a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file")
+    command.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
+    told = "eager or inductor; of several (eager,inductor) each has its program, in PATH/eager and PATH/inductor"
+    command.add_argument("--backend", default=["eager"], type=_backends, help=told)
+    command.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
+    command.add_argument("--seed", type=int, help="of the program's random numbers")
+    command.add_argument("--schedule", help="of a pipeline (an axis pp): 1f1b, zb_v, ...; by default the one predicted to be fastest")
+    told = "modules at which the second and further stages of a pipeline begin; by default stages of equal time"
+    command.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
+    command.add_argument("--stages-per-rank", metavar="N", type=int, help="of a pipeline; by default as many as the schedule wants")
+    command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
+    command.add_argument("--no-weights", action="store_true", help="save the program alone")
+
+
+def _arguments_of_run(command: argparse.ArgumentParser) -> None:
+    told = "safetensors: each input, the whole batch, under its path; of several files each is a call (a training step)"
+    command.add_argument("--inputs", metavar="FILE", nargs="+", default=[], help=told)
+    command.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
+    told = "begin with the parameters and optimizer state that --save-state wrote here, instead of the program's weights"
+    command.add_argument("--state", metavar="DIR", help=told)
+    told = "write parameters, optimizer state, seed and step to this folder at the end, each rank its own part"
+    command.add_argument("--save-state", metavar="DIR", help=told)
+    command.add_argument("--backend", choices=BACKENDS, help="refused unless the program was compiled for it")
+    command.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
 
 
 # -------------------------------------------------------------------------------------------------------------------------- compile

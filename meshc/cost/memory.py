@@ -10,7 +10,7 @@ it, as if it had left by then; gloo keeps it until the update.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -171,6 +171,24 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int]) -> Peak:
     return best
 
 
+def _highest(stage: Stage, size: Mapping[Node, int], last: Mapping[Node, int], grown: Collection[Node], alive: int, growing: int) -> Peak:
+    """The peak, from what is there before the stage: each value that has a size comes where it is made and goes after its last use."""
+    dying: dict[int, list[Node]] = {}
+    for node in size:
+        dying.setdefault(last[node], []).append(node)
+    best = Peak()
+    for position, node in enumerate(stage.graph.nodes):
+        if node in size and node.op != "placeholder":
+            alive += size[node]
+            growing += size[node] if node in grown else 0
+        if alive > best.total:
+            best = Peak(alive, growing, _place(stage, node))
+        for dead in dying.get(position, ()):
+            alive -= size[dead]
+            growing -= size[dead] if dead in grown else 0
+    return best
+
+
 def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple[Peak, dict[str, int]]:
     """The peak inside a stage, and the bytes of each value that it makes and another may read.
 
@@ -216,19 +234,7 @@ def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple
         if node in size:  # the runtime has it for good
             growing += size[node] if node in grown else 0
             alive += size.pop(node)
-    dying: dict[int, list[Node]] = {}
-    for node in size:
-        dying.setdefault(last[node], []).append(node)
-    best = Peak()
-    for position, node in enumerate(nodes):
-        if node in size and node.op != "placeholder":
-            alive += size[node]
-            growing += size[node] if node in grown else 0
-        if alive > best.total:
-            best = Peak(alive, growing, _place(stage, node))
-        for dead in dying.get(position, ()):
-            alive -= size[dead]
-            growing -= size[dead] if dead in grown else 0
+    best = _highest(stage, size, last, grown, alive, growing)
     return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
 
 

@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -148,6 +149,27 @@ def fake_tensors(
             store[key] = value
 
 
+def _stand_in(
+    mode: FakeTensorMode, grad: bool, double: bool, opened: Mapping[str, Mapping[int, Dynamic]], name: str, leaf: object
+) -> object:
+    """A fake CPU tensor for an input, with the dims marked that are left open; what is no tensor is itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
+    with mode:
+        made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=_wide(leaf.dtype, double), device="cpu")
+    for dim in opened.get(name, {}):
+        torch._dynamo.maybe_mark_dynamic(made, dim)
+    return made.requires_grad_(grad and leaf.requires_grad)
+
+
+def _rooted(module: nn.Module, function: Callable[..., object], autocast: Sequence[tuple[str, torch.dtype]]) -> Root:
+    """What is traced: a call of `function`, in the module's mode."""
+    root = Root(module, function, autocast)
+    root.training = module.training  # its own flag alone: a model in training may hold layers in evaluation (frozen norms)
+    return root
+
+
 def torch_graph(
     module: nn.Module,
     function: Function,
@@ -168,24 +190,13 @@ def torch_graph(
 
     mode = FakeTensorMode()
     opened = dynamic or {}
-
-    def fake(name: str, leaf: object) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
-        with mode:
-            made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=_wide(leaf.dtype, double), device="cpu")
-        for dim in opened.get(name, {}):
-            torch._dynamo.maybe_mark_dynamic(made, dim)
-        return made.requires_grad_(grad and leaf.requires_grad)
-
+    fake = partial(_stand_in, mode, grad, double, opened)
     names = input_names(signature, args, kwargs)
     given, spec = trees.flatten((tuple(args), dict(kwargs)))
     fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = trees.leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    root = Root(module, function, autocast)
-    root.training = module.training  # its own flag alone: a model in training may hold layers in evaluation (frozen norms)
+    root = _rooted(module, function, autocast)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
         stock.prepared(module),
@@ -203,9 +214,7 @@ def torch_graph(
             raise untraceable.explained(error, signature, args, kwargs) from error
     untraceable.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
-    tree = _output_tree(graph, leaves)
-    _detach_outputs(graph, tree.paths(), tree.caches())
-    _own_outputs(graph)
+    tree = _arrange_outputs(graph, leaves)
     if double:
         _widen(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
@@ -253,6 +262,14 @@ def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Outp
     leaves = [given.get(leaf, leaf) for leaf in results_of(module.graph)]
     plain = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.fx.Node | torch.Tensor)}
     return OutputTree(codegen.pytree_info.out_spec, plain)
+
+
+def _arrange_outputs(graph: torch.fx.GraphModule, leaves: Sequence[object]) -> OutputTree:
+    """Each output a value of its own, and of caches one that carries no gradient; their tree."""
+    tree = _output_tree(graph, leaves)
+    _detach_outputs(graph, tree.paths(), tree.caches())
+    _own_outputs(graph)
+    return tree
 
 
 def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[str]) -> None:

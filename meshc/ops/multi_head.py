@@ -21,6 +21,32 @@ functional = torch.nn.functional
 _Weights: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
+def _as_batch_of_one(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), None if padding is None else padding.unsqueeze(0)
+
+
+def _by_heads(projected: list[Tensor], heads: int) -> list[Tensor]:
+    """[length, batch, width] -> [batch, heads, length, width of a head] of each."""
+    return [x.reshape(x.shape[0], x.shape[1], heads, -1).permute(1, 2, 0, 3) for x in projected]
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, seed_step: Tensor | None, call: int
+) -> tuple[Tensor, Tensor]:
+    """The shares of the values, and what they mix: attention that is asked for its weights."""
+    shares = torch.softmax(_scores(q, k, bias), -1)
+    shares = dropout(shares, seed_step, call, p) if seed_step is not None and 0.0 < p < 1.0 else settled(shares, p, True)
+    return shares, torch.matmul(shares, v)
+
+
+def _refuse_rows_more(add_zero_attn: bool, *given: Tensor | None) -> None:
+    if add_zero_attn or any(tensor is not None for tensor in given):
+        raise CompileError(
+            "multi-head attention with bias_k, bias_v, add_zero_attn, static_k or static_v is not known to meshc.\n"
+            "  what to do: leave these out (nn.MultiheadAttention(add_bias_kv=False, add_zero_attn=False)), or write the attention out"
+        )
+
+
 def multi_head_attention(
     query: Tensor,
     key: Tensor,
@@ -52,28 +78,19 @@ def multi_head_attention(
     call: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """What torch's means. Raises CompileError for keys and values that are given, or get a row more (bias_k, add_zero_attn)."""
-    if any(given is not None for given in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
-        raise CompileError(
-            "multi-head attention with bias_k, bias_v, add_zero_attn, static_k or static_v is not known to meshc.\n"
-            "  what to do: leave these out (nn.MultiheadAttention(add_bias_kv=False, add_zero_attn=False)), or write the attention out"
-        )
+    _refuse_rows_more(add_zero_attn, bias_k, bias_v, static_k, static_v)
     batched = query.dim() == 3
     if not batched:
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        query, key, value, key_padding_mask = _as_batch_of_one(query, key, value, key_padding_mask)
     target, batch, width = query.shape
     weights = cast(_Weights, (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight)
-    q, k, v = (
-        x.reshape(x.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for x in _projected(query, key, value, weights, in_proj_bias)
-    )
+    q, k, v = _by_heads(_projected(query, key, value, weights, in_proj_bias), num_heads)
     causal = is_causal and key_padding_mask is None and not need_weights
     bias = None if causal else _merged(attn_mask, key_padding_mask, q, k)
     p = dropout_p if training else 0.0
     shares = None
     if need_weights:
-        shares = torch.softmax(_scores(q, k, bias), -1)
-        shares = dropout(shares, seed_step, call, p) if seed_step is not None and 0.0 < p < 1.0 else settled(shares, p, True)
-        mixed = torch.matmul(shares, v)
+        shares, mixed = _written_out(q, k, v, bias, p, seed_step, call)
         shares = shares.mean(1) if average_attn_weights else shares
     else:
         mixed = sdpa(q, k, v, bias, p, causal, seed_step=seed_step, call=call)

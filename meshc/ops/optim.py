@@ -271,10 +271,8 @@ def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor]
 _LIBRARY = torch.library.Library("meshc", "FRAGMENT")
 
 
-def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> None:
-    """Register the three forms of one update: `one(written, grad, numbers)` and `many(columns, grads, numbers)` work in place."""
-    operands, numbers = _FAMILIES[name]
-    last = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(numbers).items())
+def _define_schemas(name: str, operands: Sequence[str], last: str) -> None:
+    """Of an update's three forms: one that makes new values, one in place, one in place for many parameters. `last`: its numbers."""
     others, count = operands[1:], len(operands)
     letters = "abcdefgh"
 
@@ -286,6 +284,14 @@ def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> N
     schema(name, returns, lambda i, operand: f"Tensor {operand}", "Tensor grad")
     schema(f"{name}_", "()", lambda i, operand: f"Tensor({letters[i]}!) {operand}", "Tensor grad")
     schema(f"{name}_many_", "()", lambda i, operand: f"Tensor({letters[i]}!)[] {operand}s", "Tensor[] grads")
+
+
+def _define(name: str, one: Callable[..., None], many: Callable[..., None]) -> None:
+    """Register the three forms of one update: `one(written, grad, numbers)` and `many(columns, grads, numbers)` work in place."""
+    operands, numbers = _FAMILIES[name]
+    last = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(numbers).items())
+    count = len(operands)
+    _define_schemas(name, operands, last)
 
     def fit(param, grad, *rest):  # type: ignore[no-untyped-def]
         if isinstance(grad, Tensor):

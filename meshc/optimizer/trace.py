@@ -119,15 +119,22 @@ def _one_path(
     watched = _snapshot(twin)
     with mode:
         unhooked(type(twin).step)(twin)
-    after = _snapshot(twin)
-    changed = sorted(k for k in {*watched, *after} if watched.get(k) != after.get(k))
+    _refuse_changed(name, watched, _snapshot(twin))
+    return {"param": param, **_new_state(name, twin.state[param], slots, given)}
+
+
+def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
     if changed:
         raise CompileError(
             f"{name}.step changes {', '.join(changed)}, which is not state of a parameter and would be compiled in as a constant. "
             "Keep step counts and averages in optimizer.state[parameter]."
         )
-    results = {"param": param}
-    final = twin.state[param]
+
+
+def _new_state(name: str, final: dict[str, Any], slots: Sequence[Slot], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a step has left as a parameter's state, by key, in the dtypes of the slots."""
+    results: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name == FIRST:
             results[key_of("state", FIRST)] = torch.zeros_like(given[key_of("state", FIRST)])

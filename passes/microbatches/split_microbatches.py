@@ -12,6 +12,7 @@ Buffers that a microbatch writes are what the next one reads.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from torch.fx import Graph, Node
@@ -55,12 +56,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     split = Splitter(graph, keys)
     late = {key: node for key, node in results.items() if key not in written}
     wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
-    for node in wanted_late:
-        if node in varies and node not in sums and node not in rows.values():
-            raise CompileError(
-                f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it\n"
-                "  what to do: microbatches=1, or return only the loss"
-            )
+    _refuse_wanted_whole(wanted_late, varies.difference(sums, rows.values()))
     integers = {n for n in early if is_integer(n)}
     later = {*varies, *done, *learned, output_of(graph)}
     shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
@@ -74,12 +70,26 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     after = split.stage("after", late, given={**given, **whole})
     outputs = whole_rows(lowered, after)
     stages = {s.name: s for s in (before, each, after) if s.outputs}
-    schedule = [Instruction("run", "before")] if before.outputs else []
+    return replace(lowered, stages=stages, outputs=outputs, schedule=_schedule(stages, count, leaving))
+
+
+def _schedule(stages: Collection[str], count: int, leaving: Iterable[str]) -> tuple[Instruction, ...]:
+    """`each` once a microbatch, between what comes before it and after it; what leaves it goes into its whole."""
+    steps = [Instruction("run", "before")] if "before" in stages else []
     for k in range(count):
-        schedule.append(Instruction("run", "each", k))
-        schedule += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
-    schedule += [Instruction("run", "after")] if after.outputs else []
-    return replace(lowered, stages=stages, outputs=outputs, schedule=tuple(schedule))
+        steps.append(Instruction("run", "each", k))
+        steps += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
+    steps += [Instruction("run", "after")] if "after" in stages else []
+    return tuple(steps)
+
+
+def _refuse_wanted_whole(wanted: Iterable[Node], parts: Collection[Node]) -> None:
+    for node in wanted:
+        if node in parts:
+            raise CompileError(
+                f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it\n"
+                "  what to do: microbatches=1, or return only the loss"
+            )
 
 
 def _as_one(lowered: Lowered, count: int) -> Lowered:

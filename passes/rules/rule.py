@@ -144,6 +144,17 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
     return [result.shape for result in records(node)]
 
 
+def _longest(texts: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]], least: int) -> int:
+    """How many dims `...` stands for where it stands for most."""
+    return max([least, *(len(shape) - len(tokens) + 1 for tokens, shape in zip(texts, shapes, strict=True) if "..." in tokens)])
+
+
+def _without_sums(tokens: Sequence[str], lead: int) -> tuple[list[str], dict[str, str]]:
+    """A result's letters, and those that are summed over beside them."""
+    summed = [_lead(lead) if token == "+..." else [token[1:]] for token in tokens if token.startswith("+")]
+    return [token for token in tokens if not token.startswith("+")], {letter: "sum" for letters in summed for letter in letters}
+
+
 def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
     """A Rule from its text, for the shapes at hand. The caller leaves out operands that are None."""
     left, right = text.split("->")
@@ -154,26 +165,16 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
         raise ValueError(f"rule {text!r} has {len(operand_texts)} operands, {node.name} has {len(tensors)}")
     out_shapes = result_shapes(node)
     sizes: dict[str, int] = {}
-    lead = 0
-    for tokens, shape in zip(operand_texts, [shape_of(t) for t in tensors], strict=True):
-        if "..." in tokens:
-            lead = max(lead, len(shape) - len(tokens) + 1)
-    sums: list[dict[str, str]] = []
-    stripped: list[list[str]] = []
+    lead = _longest(operand_texts, [shape_of(t) for t in tensors], 0)
     made = [result.dtype is not None for result in records(node)]
     result_texts = [tokens if there else [] for tokens, there in zip(result_texts, made, strict=False)]
+    sums: list[dict[str, str]] = []
+    stripped: list[list[str]] = []
     for tokens, shape in zip(result_texts, out_shapes, strict=False):
-        sums.append({})
-        kept: list[str] = []
-        for token in tokens:
-            if token.startswith("+"):
-                for letter in _lead(lead) if token == "+..." else [token[1:]]:
-                    sums[-1][letter] = "sum"
-            else:
-                kept.append(token)
+        kept, summed = _without_sums(tokens, lead)
+        lead = _longest([kept], [shape], lead)
         stripped.append(kept)
-        if "..." in kept:
-            lead = max(lead, len(shape) - len(kept) + 1)
+        sums.append(summed)
 
     def dims(tokens: list[str], shape: tuple[int, ...]) -> Dims:
         letters: list[str] = []

@@ -99,11 +99,7 @@ def append_update(traced: Traced) -> Traced:
         set_reason(node, reason="the gradient norm")
     kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
     coefficient = _clip_coefficient(add, total, traced.request.clip_grad_norm)
-    if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
-        raise CompileError(
-            f"{spec.optimizer} updates none of the model's parameters\n"
-            "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
-        )
+    _refuse_strange(spec, gradients, modules)
     _refuse_idle(spec, gradients, modules)
     numbers = _number_inputs(add, inputs, spec)
     unwritten: dict[str, str] = {}
@@ -114,14 +110,8 @@ def append_update(traced: Traced) -> Traced:
             continue
         before = len(add.made)
         if coefficient is not None:
-            gradient = add.call(aten.mul.Tensor, gradient, coefficient)
-            if record(gradient).dtype != parameter.dtype:
-                gradient = add.call(aten._to_copy.default, gradient, dtype=parameter.dtype)
-        state: dict[str, Node] = {}
-        for slot in group.slots_of(parameter):
-            shape = tuple(parameter.shape) if slot.shape == "like_param" else tuple(slot.size)
-            state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
-            inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
+            gradient = _clipped(add, gradient, coefficient, parameter.dtype)
+        state = _state_inputs(add, inputs, name, parameter, group)
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
         new, after = update_nodes(group, entered[key_of("parameter", name)], gradient, state, numbers[group.index], add.call, like)
         if new is entered[key_of("parameter", name)]:
@@ -177,8 +167,33 @@ def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> li
     return found
 
 
+def _clipped(add: Appender, gradient: Node, coefficient: Node, dtype: torch.dtype) -> Node:
+    """The gradient by the coefficient, in its parameter's dtype."""
+    scaled = add.call(aten.mul.Tensor, gradient, coefficient)
+    return scaled if record(scaled).dtype == dtype else add.call(aten._to_copy.default, scaled, dtype=dtype)
+
+
+def _state_inputs(add: Appender, inputs: list[Port], name: str, parameter: torch.Tensor, group: GroupSpec) -> dict[str, Node]:
+    """Placeholders for a parameter's state, by slot; their ports go to `inputs`."""
+    state: dict[str, Node] = {}
+    for slot in group.slots_of(parameter):
+        shape = tuple(parameter.shape) if slot.shape == "like_param" else tuple(slot.size)
+        state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
+        inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
+    return state
+
+
 def _group_of(spec: OptimizerSpec, parameter: object) -> GroupSpec | None:
     return next((group for group in spec.groups if any(p is parameter for p in group.params)), None)
+
+
+def _refuse_strange(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
+    """An optimizer over other parameters than the model's."""
+    if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
+        raise CompileError(
+            f"{spec.optimizer} updates none of the model's parameters\n"
+            "  what to do: build the optimizer from the parameters of the model that is compiled, as they are now"
+        )
 
 
 def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:

@@ -91,6 +91,11 @@ class Watch:
         self._closed = world_size == 1
         if self._closed:
             return
+        self._follow(store)
+        self._start()
+
+    def _follow(self, store: dist.Store) -> None:
+        """What this rank watches the others by: the store, those whose beats it reads, the processes of its machine."""
         self._process_id = os.getpid()
         self._store = store  # if this rank serves the store, then for as long as the board lives
         self._line: dist.Store | None = None
@@ -98,20 +103,22 @@ class Watch:
         self._line_good_at = time.monotonic()
         self._talk: dist.Store | None = None
         self._rank_0_serves = _served_by_rank_0(store)
-        watched = [(rank + step) % world_size for step in range(1, min(world_size - 1, WATCHED) + 1)]
+        watched = [(self.rank + step) % self.world_size for step in range(1, min(self.world_size - 1, WATCHED) + 1)]
         if self._rank_0_serves:
-            watched += [0] if rank else range(1, world_size)
-        self._peers = {peer: Peer(changed_at=time.monotonic()) for peer in watched if peer != rank}
+            watched += [0] if self.rank else range(1, self.world_size)
+        self._peers = {peer: Peer(changed_at=time.monotonic()) for peer in watched if peer != self.rank}
         self._strangers: dict[int, Beat] = {}  # beats of ranks that this one does not follow, but waits for
         self._beats = 0
         self._asked = 0
         self._served = 0
         self._round = threading.Condition()
         self._wake_reporter = threading.Event()
-        self._neighbours = Neighbours(rank)
+        self._neighbours = Neighbours(self.rank)
         self._page = Page()
         self._late_at = LATE_S
         self._arrived = threading.Event()
+
+    def _start(self) -> None:
         self._threads = [
             threading.Thread(target=self._report, name="meshc-reporter", daemon=True),
             threading.Thread(target=self._watch, name="meshc-watcher", daemon=True),
