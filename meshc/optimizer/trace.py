@@ -132,7 +132,7 @@ def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str,
         )
 
 
-def _new_state(name: str, final: dict[str, Any], slots: Sequence[Slot], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _new_state(name: str, final: dict[str, Tensor | float], slots: Sequence[Slot], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a step has left as a parameter's state, by key, in the dtypes of the slots."""
     results: dict[str, Tensor] = {}
     for slot in slots:
