@@ -123,7 +123,7 @@ def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(mon
     recompiled(program, checks := Checks())
     assert checks.seen == [
         "differentiate: graph", "update: graph", "partition: program", "microbatch: program", "collectives: program",
-        "fuse_updates: program",
+        "fuse_updates: program", "memory: program",
     ]  # fmt: skip
     with pytest.raises(VerifyError, match="after the pass partition .*\n  mm_3 differs by 0.5"):
         recompiled(program, checks := Checks("partition"))
