@@ -66,8 +66,8 @@ def _lower_arange(local: Local) -> Node:
         start = node.args[0]
     elif node.target is aten.arange.start_step:
         start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
-    device = node.kwargs.get("device")
-    device = device if isinstance(device, torch.device) else torch.device("cpu")
+    given = node.kwargs.get("device")
+    device = torch.device(given) if isinstance(given, str | torch.device) else torch.device("cpu")
     index = local.positions("d0", node.meta["meshc"].dtype, device)
     if step != 1:
         index = local.emit(aten.mul.Tensor, index, step)
