@@ -10,7 +10,7 @@ not, because a rank's place has gone into the numbers, the value `varies`, and o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.fx import Node
@@ -93,7 +93,7 @@ def ruled(
     if lost and not piece:
         raise Wrong(f"{op_name(node)} makes its result of all of [{shown(letters[lost[0]])}], of which a rank has a tile")
     owing = [_owed(rule, index, letters) for index in range(len(rule.results))]
-    pending = _deferred(node, names, deferrals, given, _summed(owing))
+    pending = _deferred(node, names, deferrals, given, owing)
     varies = any(spread.varies for spread in given) or bool(lost)
     results = []
     for owed, dims in zip(owing, rule.results, strict=True):
@@ -167,13 +167,17 @@ def _added(deferrals: Sequence[Deferral], count: int) -> set[int]:
 
 
 def _deferred(
-    node: Node, names: Sequence[str], deferrals: Sequence[Deferral], given: Sequence[Spread], summed: Collection[str]
+    node: Node,
+    names: Sequence[str],
+    deferrals: Sequence[Deferral],
+    given: Sequence[Spread],
+    owing: Sequence[Mapping[str, str] | None],
 ) -> dict[str, str] | None:
-    """What is still waited for because operands were pending. None if it is not known of one. `summed`: axes over which the result is a sum
-    of what ranks make: what is added to each part must be a part, too."""
+    """What is still waited for because operands were pending. None if it is not known of one. `owing`: what each result is a sum of that
+    ranks make: what is added to each part must be a part, too."""
     if any(spread.pending is None for spread in given):
         return None
-    added = _added(deferrals, len(given))
+    summed, added = _summed(owing), _added(deferrals, len(given))
     for axis in summed:
         for place in added:
             if (given[place].pending or {}).get(axis) != "sum" and not given[place].varies:
@@ -186,6 +190,8 @@ def _deferred(
         if axis in summed and all(any(place in deferral.positions for deferral in deferrals) for place in places):
             continue
         fitting = [deferral for deferral in deferrals if deferral.reduction == how and set(deferral.positions) == places]
+        if not fitting and None in owing and how == "sum" and places <= added:
+            return None  # a rank may have one position of what the product sums over, and then no line says which axis splits it
         if not fitting:
             told = " and ".join(dict.fromkeys(names[place] for place in sorted(places)))
             rest = [name for place, name in enumerate(names) if place not in places and name not in told]

@@ -125,11 +125,15 @@ def _identifier(name: str) -> str:
 
 
 def _record_all(graph: Graph) -> None:
+    late: set[Node] = set()
     for node in graph.nodes:
         if node.op == "output":
             continue
         value = node.meta.get("val")
-        phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+        # torch tags what autograd makes by itself; in the backward of a user's own function a view may have no tag
+        if node.meta.get("partitioner_tag") == "is_backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        phase = "backward" if node in late else "forward"
         source = source_of(node)
         if isinstance(value, torch.Tensor):
             set_record(node, Record(shape_of(node), value.dtype, source=source, phase=phase))

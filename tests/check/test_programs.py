@@ -18,9 +18,12 @@ from meshc.__main__ import main
 from meshc.check import check_program
 from meshc.check.stage import faults
 from meshc.errors import ArtifactError
+from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
+from meshc.text.show import hash_program
 from tests.models import Case, llama, mlp, nanogpt, resnet
+from tests.zoo.run import captured
 
 
 def step(case: Case, mesh: str, **more: Any) -> meshc.Program:
@@ -53,6 +56,19 @@ def test_halos_modules_and_pipelines_come_through() -> None:
     halos, module = step(resnet(), "tp=2", plan="tp: height"), meshc.compile(mlp().model, meshc.Mesh("dp=2,tp=2"), kwargs=mlp().kwargs)
     for program in (halos, module, step(nanogpt(), "pp=2", options=meshc.Options(schedule="1f1b"))):
         check_program(program.compiled, "program.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "train", "mesh"),
+    [
+        ("phi", False, "tp=3"),  # a bias beside a product over heads, of which a rank has one
+        ("bloom", True, "dp=2,tp=2"),  # a view that torch does not tag, in the backward of an autograd function
+    ],
+)
+def test_stock_programs_load_with_rules(family: str, train: bool, mesh: str, tmp_path: Path) -> None:
+    made = captured(family, train).program(mesh)
+    artifact.save(made, tmp_path / "program")
+    assert hash_program(artifact.load(tmp_path / "program", rules=rules)) == hash_program(made)
 
 
 def test_every_number_of_a_plain_type_counts(saved: Path) -> None:
