@@ -47,6 +47,7 @@ from meshc.report import summary
 from meshc.runtime.run.link_times import link_times, process_group
 from meshc.runtime.saved.launched import Run, run_command, run_saved
 from meshc.runtime.simulator import verify as comparison
+from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.runtime.simulator.widened import widened
 from meshc.text import show
 
@@ -315,8 +316,8 @@ def verify_as_it_stands(
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
     fitting = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
     wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
-    twin = comparison.plain_copy(ask.module, None, double)
-    args, kwargs = comparison.widen_inputs((ask.args, dict(ask.kwargs)), double)
+    twin = plain_copy(ask.module, None, double)
+    args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)
     reference = comparison.Reference(twin, ask.function, args, kwargs, double=double, parts=program.lowered.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])

@@ -23,6 +23,7 @@ from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.text.allowed import name_of
 from tests.models import Case
 
@@ -47,8 +48,8 @@ class Captured:
             traced, given = traced_step(step), case.call_kwargs
         else:
             traced, given = Traced(case.model, calling.call_module, case.model.forward), case.kwargs
-        twin = verification.plain_copy(case.model, None, double)
-        args, kwargs = verification.widen_inputs(calling.canonical(traced.signature, (), given), double)
+        twin = plain_copy(case.model, None, double)
+        args, kwargs = widen_inputs(calling.canonical(traced.signature, (), given), double)
         self.initial = {name: value.clone() for name, value in twin.state_dict().items()}
         self.request = Request(
             module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh("dp=1"), grad=train,

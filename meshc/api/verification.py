@@ -30,6 +30,7 @@ from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.runtime.state.ownership import calls_allowed
 
 if TYPE_CHECKING:
@@ -159,8 +160,8 @@ def _verify_there(
     store, module = program.compilations.store, program.asked.module
     ask = program.lowered.request
     with calls_allowed(module):
-        twin = verification.plain_copy(module, values, double)
-    args, kwargs = verification.widen_inputs((args, kwargs), double)
+        twin = plain_copy(module, values, double)
+    args, kwargs = widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
     reference = verification.Reference(twin, program.asked.traced.function, args, kwargs, seed, double, program.lowered.parts)
     computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)

@@ -9,7 +9,6 @@ They are imported where they are used: they take a quarter of the time of `impor
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +20,14 @@ from torch import nn
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
 from meshc.frontend.flex import traced_flex
-from meshc.frontend.frames import OURS, is_torch
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import observed, unchecked
+from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
-from meshc.ir import Source, trees
+from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
 from meshc.ir.keys import PortKind, key_of
@@ -481,27 +480,3 @@ def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a trace stands for one of the model's, and has no values."""
     return isinstance(tensor, FakeTensor)
-
-
-def source_of(node: torch.fx.Node) -> Source:
-    """The innermost frame of the user's own code (not torch's) that made a node, and its module path."""
-    calls = module_calls(node)
-    module = calls[-1][1] if calls else ""
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
-    for file, line, code in reversed(frames):
-        if not is_torch(file) and not file.startswith(OURS):
-            return Source(file, int(line), code.strip(), module)
-    return Source(module=module)
-
-
-def module_calls(node: torch.fx.Node) -> list[tuple[str, str]]:
-    """The calls of modules during which a node was made, outermost first: (what tells two calls of a module apart, module path)."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(str(call), _module_path(str(path))) for call, (path, *_) in stack.items()]
-
-
-def _module_path(path: str) -> str:
-    path = re.sub(r"^L\['self'\]\.?(_export_root\.?)?", "", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return re.sub(r"\._modules\.|\.slice\(.*?\)\.", ".", path).strip(".").removeprefix("module").strip(".")

@@ -13,7 +13,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.errors import CompilerFault, MeshcError
-from meshc.frontend.capture import source_of
+from meshc.frontend.sources import source_of
 from meshc.frontend.untraceable import user_frame
 from meshc.ir import Record, Source
 

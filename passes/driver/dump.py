@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from meshc import ir
 from meshc.files.folders import write_text, writing
-from meshc.frontend.capture import source_of
+from meshc.frontend.sources import source_of
 from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
 from meshc.ir.graph import placeholders

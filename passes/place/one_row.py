@@ -21,8 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from meshc.errors import CompileError
-from meshc.frontend.capture import is_fake, source_of
+from meshc.frontend.capture import is_fake
 from meshc.frontend.dynamic import DynamicDims
+from meshc.frontend.sources import source_of
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import at

@@ -19,6 +19,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_tensor, record
+from meshc.ops import grouped as _grouped  # noqa: F401 - registers them
+from meshc.ops import routed as _routed  # noqa: F401 - likewise
 from meshc.passes.rules.rule import ALONE, Positions
 
 aten = torch.ops.aten

@@ -14,7 +14,8 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.frontend import capture
-from meshc.frontend.capture import JointGraph, TorchGraph, source_of
+from meshc.frontend.capture import JointGraph, TorchGraph
+from meshc.frontend.sources import source_of
 from meshc.ir import KEY, Record, is_getitem, leaves, record, records, set_record, update
 from meshc.ir.graph import equal_calls, give, output_of, placeholders
 from meshc.passes.phases.traced import Joint

@@ -32,7 +32,8 @@ from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import Region, eligible, entered
-from meshc.frontend.capture import TorchGraph, source_of
+from meshc.frontend.capture import TorchGraph
+from meshc.frontend.sources import source_of
 from meshc.ir import trees
 from meshc.ir.functions import Keywords, Target
 from meshc.ir.graph import placeholders

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from meshc.frontend.capture import module_calls
+from meshc.frontend.sources import module_calls
 from meshc.ir import KEY, records, update
 from meshc.ir.graph import results_of
 from meshc.program.program import Port

@@ -16,7 +16,8 @@ import torch
 from torch.fx import Node
 
 from meshc.errors import CompileError
-from meshc.frontend.capture import SEED_STEP, TorchGraph, source_of
+from meshc.frontend.capture import SEED_STEP, TorchGraph
+from meshc.frontend.sources import source_of
 from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
 
 NUMBERED = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)

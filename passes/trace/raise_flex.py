@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
 from meshc.errors import CompileError
-from meshc.frontend.capture import source_of
+from meshc.frontend.sources import source_of
 from meshc.ir.graph import output_of, placeholders
 from meshc.ops.flex import flex_attention
 from meshc.ops.random_calls import draws

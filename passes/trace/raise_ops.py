@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from meshc.frontend.capture import source_of
+from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.ops import grouped
 from meshc.ops.attention import sdpa

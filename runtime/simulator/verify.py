@@ -6,11 +6,9 @@ zero in exact arithmetic, and two correct orders of summation differ there by pe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from tabulate import tabulate
@@ -18,8 +16,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from meshc.errors import StateError, VerifyError
-from meshc.frontend.capture import WIDER
+from meshc.errors import VerifyError
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.train_step import split_result
@@ -181,9 +178,6 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
 
 
-Tree = TypeVar("Tree")
-
-
 @dataclass(frozen=True)
 class Reference:
     """The model on one device, as a plain copy, and how to call it.
@@ -268,61 +262,6 @@ class Reference:
             stack.enter_context(random)
             stack.enter_context(written_out_flex())
             yield
-
-
-def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
-    """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
-    memo: dict[int, torch.Tensor] = {}
-    for name, parameter in module.named_parameters():
-        full = parameter.detach() if values is None else values[name]
-        memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
-    for name, buffer in module.named_buffers():
-        full = buffer.detach() if values is None else values.get(name, buffer)
-        memo[id(buffer)] = full.detach().cpu().clone()
-    for child in module.modules():  # what hooks leave behind, as the weight that torch.nn.utils.weight_norm makes before each call
-        made = [value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
-        memo.update({id(value): value.detach().cpu().clone() for value in made})
-    known = dict(memo)
-    try:
-        twin = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise StateError(_uncopied(module, known, error)) from error
-    for child, original in zip(twin.modules(), module.modules(), strict=True):
-        child.training = original.training
-    return widen(twin) if double else twin
-
-
-def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Exception) -> str:
-    """What to say of a model that cannot be copied: which of its attributes cannot, if it is one of them."""
-    what = "the model"
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            try:
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    copy.deepcopy(value, dict(memo))
-            except Exception:
-                what = f"{path}.{name}".lstrip(".")
-    return (
-        f"{what} cannot be copied, and verify compares with a copy of the model: {type(error).__name__}: {error}\n"
-        "  what to do: keep it out of the model's attributes (name it in forward), or give its class a __deepcopy__"
-    )
-
-
-def widen(module: nn.Module) -> nn.Module:
-    return module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
-
-
-def widen_inputs(tree: Tree, double: bool) -> Tree:
-    """A copy: the reference may change its inputs, and leaves gradients with them."""
-
-    def wide(leaf: object) -> object:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
-        return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
-
-    copied: Tree = trees.mapped(wide, tree)
-    return copied
 
 
 def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:

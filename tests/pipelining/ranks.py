@@ -18,6 +18,7 @@ import meshc
 from meshc.frontend import calling
 from meshc.frontend.train_step import traced_step
 from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.plain_copy import plain_copy, widen, widen_inputs
 from meshc.runtime.simulator.verify import Reference, Report
 from tests.pipelining.cells import MICROBATCHES, STEPS, adamw
 from tests.processes.session import device_mesh
@@ -29,16 +30,16 @@ CLIP: Final = 1.0
 def check(family: str, schedule: str, mesh: Any) -> Report:
     """Rank 0's report: losses and gradient norms, every gradient of the first step, all parameters and buffers after each step, float64."""
     sample = case(family)
-    verification.widen(sample.model)
-    inputs = verification.widen_inputs(dict(sample.call_kwargs), True)
-    twin = verification.plain_copy(sample.model, None, True).train()
+    widen(sample.model)
+    inputs = widen_inputs(dict(sample.call_kwargs), True)
+    twin = plain_copy(sample.model, None, True).train()
     step = meshc.TrainStep(
         sample.model.train(), optimizer=adamw(sample.model.parameters()), loss=sample.loss, clip_grad_norm=CLIP, microbatches=MICROBATCHES
     )
     program = meshc.compile(step, mesh, options=meshc.Options(schedule=schedule, seed=0))
     _in_float64_throughout(program)
     traced = traced_step(step)
-    args, kwargs = calling.canonical(traced.signature, (), verification.widen_inputs(inputs, True))
+    args, kwargs = calling.canonical(traced.signature, (), widen_inputs(inputs, True))
     reference = Reference(twin, traced.function, args, kwargs, 0, True)
     optimizer = adamw(twin.parameters())
     report = Report(verification.TOLERANCE[torch.float64])

@@ -1,0 +1,34 @@
+"""Where a node of a trace comes from in the user's model: the line, and the calls of modules that led to it."""
+
+from __future__ import annotations
+
+import re
+
+from torch.fx import Node
+
+from meshc.frontend.frames import OURS, is_torch
+from meshc.ir import Source
+
+
+def source_of(node: Node) -> Source:
+    """The innermost frame of the user's own code (not torch's) that made a node, and its module path."""
+    calls = module_calls(node)
+    module = calls[-1][1] if calls else ""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
+    for file, line, code in reversed(frames):
+        if not is_torch(file) and not file.startswith(OURS):
+            return Source(file, int(line), code.strip(), module)
+    return Source(module=module)
+
+
+def module_calls(node: Node) -> list[tuple[str, str]]:
+    """The calls of modules during which a node was made, outermost first: (what tells two calls of a module apart, module path)."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(str(call), _module_path(str(path))) for call, (path, *_) in stack.items()]
+
+
+def _module_path(path: str) -> str:
+    path = re.sub(r"^L\['self'\]\.?(_export_root\.?)?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return re.sub(r"\._modules\.|\.slice\(.*?\)\.", ".", path).strip(".").removeprefix("module").strip(".")

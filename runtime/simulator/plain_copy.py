@@ -1,0 +1,71 @@
+"""A copy of the model on one device, and of its inputs, for what a program is compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from meshc.errors import StateError
+from meshc.frontend.capture import WIDER
+from meshc.ir import trees
+
+Tree = TypeVar("Tree")
+
+
+def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
+    """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
+    memo: dict[int, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        full = parameter.detach() if values is None else values[name]
+        memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
+    for name, buffer in module.named_buffers():
+        full = buffer.detach() if values is None else values.get(name, buffer)
+        memo[id(buffer)] = full.detach().cpu().clone()
+    for child in module.modules():  # what hooks leave behind, as the weight that torch.nn.utils.weight_norm makes before each call
+        made = [value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
+        memo.update({id(value): value.detach().cpu().clone() for value in made})
+    known = dict(memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise StateError(_uncopied(module, known, error)) from error
+    for child, original in zip(twin.modules(), module.modules(), strict=True):
+        child.training = original.training
+    return widen(twin) if double else twin
+
+
+def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Exception) -> str:
+    """What to say of a model that cannot be copied: which of its attributes cannot, if it is one of them."""
+    what = "the model"
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            try:
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    copy.deepcopy(value, dict(memo))
+            except Exception:  # any class of error: what is asked is only whether it can be copied
+                what = f"{path}.{name}".lstrip(".")
+    return (
+        f"{what} cannot be copied, and verify compares with a copy of the model: {type(error).__name__}: {error}\n"
+        "  what to do: keep it out of the model's attributes (name it in forward), or give its class a __deepcopy__"
+    )
+
+
+def widen(module: nn.Module) -> nn.Module:
+    return module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
+
+
+def widen_inputs(tree: Tree, double: bool) -> Tree:
+    """A copy: the reference may change its inputs, and leaves gradients with them."""
+
+    def wide(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
+        return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
+
+    copied: Tree = trees.mapped(wide, tree)
+    return copied
