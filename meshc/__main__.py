@@ -32,7 +32,7 @@ from torch import nn
 from meshc import artifact, environment
 from meshc.api import compile, verification
 from meshc.api.options import Options
-from meshc.cost import call
+from meshc.cost import call, devices
 from meshc.cost.calibrate import calibrate, keep
 from meshc.errors import CompileError, MeshcError, PlanError, VerifyError
 from meshc.frontend.train_step import TrainStep
@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("path", metavar="PATH", help=saved)
     one.add_argument("--stage", help="only this stage")
     one.add_argument("--summary", action="store_true", help="tables instead of text")
-    one.add_argument("--device", metavar="NAME", help="whose times the summary predicts (a100, h100, h200, b200); default: the mesh's")
+    known = ", ".join(devices.names())
+    one.add_argument("--device", metavar="NAME", help=f"whose times the summary predicts ({known}); default: the mesh's")
     told = "write what a call is predicted to look like: .svg, .json (a trace), or a folder for both; PATH may be a trace to draw"
     one.add_argument("--timeline", metavar="FILE", help=told)
     one.set_defaults(run=_show)

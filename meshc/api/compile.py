@@ -18,7 +18,7 @@ from meshc.ir.mesh import Mesh
 from meshc.plan.recipes import PlanLike
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import announce
-from meshc.runtime.run.train_step import TrainStep
+from meshc.runtime.run.announced_step import TrainStep
 
 DEFAULTS = Options()
 

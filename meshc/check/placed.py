@@ -15,8 +15,8 @@ from torch import Tensor
 from meshc.check.types import MOST_EXTENT, Wrong, check_extents
 from meshc.ir import spmd
 from meshc.ir.functions import Function, Target
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.window import tile_length
-from meshc.text.parse import REDUCTIONS
 
 INTEGER: Final = 0
 """Stands for an integer that a rank computes of its place: no type depends on which it is."""

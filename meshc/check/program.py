@@ -33,7 +33,7 @@ from meshc.ir import Record
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.pipelining.cut import slot
 from meshc.program import instance
-from meshc.program.accumulate import WAYS, whole_of
+from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
 from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
 from meshc.text.show import print_type
 
@@ -204,7 +204,7 @@ def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
         return
     there = {port.key for port in program.inputs}
     for step in program.schedule:
-        if step.op not in (*RUNS, "join", "add", "max", "min"):
+        if step.op not in (*RUNS, "join", *ACCUMULATES):
             yield f"{where}: the schedule has the instruction {step.op!r}, which no program without pipeline stages has"
             return
         if not 0 <= step.microbatch < program.microbatches:

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from meshc import environment
 from meshc.cost import fit, measure
-from meshc.cost.devices import DTYPES, Device, Efficiency, Link, device, name_of, read, write
+from meshc.cost.devices import DTYPES, Device, Efficiency, Link, device, name_of, names, read, write
 from meshc.cost.fit import Sample
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -87,7 +87,7 @@ def _before(name: str, hardware: torch.device, path: Path) -> Device:
     known = read(path) if path.exists() else {}
     if name in known:
         return known[name]
-    return device(name if name in ("cpu", "a100", "h200") else "h100" if hardware.type == "cuda" else "cpu")
+    return device(name if name in names() else "h100" if hardware.type == "cuda" else "cpu")
 
 
 def _source(hardware: torch.device) -> str:

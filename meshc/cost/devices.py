@@ -103,6 +103,11 @@ class Device:
         return inside, between
 
 
+def names() -> tuple[str, ...]:
+    """Of the devices of the table."""
+    return tuple(_table())
+
+
 def device(name: str) -> Device:
     """A device of the table. Raises PlanError, with those that there are."""
     return _pick(name, _table())

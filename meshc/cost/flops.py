@@ -1,4 +1,5 @@
 """How many multiplications and additions an operator is, by its shapes: matrix products, convolutions, attention. Others count as none.
+The seconds that they take are in `operators.py`.
 
 Shapes are those of the records at hand: of the whole before `partition`, of one rank's tiles after it. The counts are those of
 `torch.utils.flop_counter`, whose tests are the source, for the operators that a program may have.

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final
 
-from meshc.errors import PlanError
-
 STORES: Final = ("params", "grads", "state")
 """What a store clause may name, in the order in which it is printed."""
-SHOWN: Final = 50
-"""Faults of one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +112,3 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
 
 def _cite(item: AxisEntry | Pin) -> str:
     return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"
-
-
-def refuse_faults(what: str, faults: Sequence[str]) -> None:
-    if faults:
-        more = f"\n  and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-        raise PlanError(f"{what}:" + "".join(f"\n  {fault}" for fault in faults[:SHOWN]) + more)
-
-
-def suggest(word: str, words: Iterable[str]) -> str:
-    known = list(words)
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(known)})"

@@ -21,7 +21,8 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import AxisEntry, Pin, PinFactor, duplicates, refuse_faults, suggest
+from meshc.plan.entries import AxisEntry, Pin, PinFactor, duplicates
+from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
 
 

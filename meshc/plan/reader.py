@@ -11,7 +11,8 @@ from typing import Final, NoReturn
 from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
 from meshc.ir.mesh import NAME
-from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, duplicates, refuse_faults, suggest
+from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, duplicates
+from meshc.plan.faults import refuse_faults, suggest
 
 # Sources of lines: pairs of the line's number, 0 where there is none, and the line.
 

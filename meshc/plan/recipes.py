@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 from meshc.errors import PlanError
 from meshc.ir.mesh import ROLES, Axis, Mesh, role
 from meshc.plan.entries import AxisEntry
+from meshc.plan.faults import refuse_faults
 from meshc.plan.plan import Plan
 
 PlanLike: TypeAlias = str | Plan | Mapping[str, object] | Iterable[str] | None
@@ -106,8 +107,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
         for recipe in recipes
         if not faults and _source(recipe) not in used
     ]
-    if faults:
-        raise PlanError(f"the mesh {mesh} cannot be planned:" + "".join(f"\n  {fault}" for fault in faults))
+    refuse_faults(f"the mesh {mesh} cannot be planned", faults)
     return Plan.of(entries, hand.pins)
 
 
@@ -138,9 +138,8 @@ def _recipes(text: str, mesh: Mesh) -> list[Recipe]:
     for recipe in recipes:
         fits = [fits in roles for fits, _ in recipe.entries]
         if not (all(fits) if recipe.needs_all else any(fits)):
-            faults.append(f"\n  recipe {recipe.name} needs an axis {recipe.axes}")
-    if faults:
-        raise PlanError(f"the plan {text!r} does not fit the mesh {mesh}, whose axes are {', '.join(mesh.names)}:{''.join(faults)}")
+            faults.append(f"recipe {recipe.name} needs an axis {recipe.axes}")
+    refuse_faults(f"the plan {text!r} does not fit the mesh {mesh}, whose axes are {', '.join(mesh.names)}", faults)
     return recipes
 
 

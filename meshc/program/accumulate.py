@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from meshc.ir.keys import Kind, key_of, kind_of, name_of
+from meshc.ir.reductions import REDUCTIONS
 
 WAYS: Final[Mapping[str, tuple[str, Kind]]] = {
     "part": ("add", "sum"), "high": ("max", "largest"), "low": ("min", "smallest"), "rows": ("join", "joined"),
@@ -24,7 +25,9 @@ WAYS: Final[Mapping[str, tuple[str, Kind]]] = {
 OF_REDUCTION: Final[Mapping[str, Kind]] = {"sum": "part", "max": "high", "min": "low"}
 """The first word of what is reduced over microbatches."""
 
-ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"add": torch.add, "max": torch.maximum, "min": torch.minimum}
+ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
+    WAYS[part][0]: REDUCTIONS[reduction] for reduction, part in OF_REDUCTION.items()
+}
 """The instructions that take a part into one value of its shape; each takes `out=`."""
 
 

@@ -20,6 +20,7 @@ from meshc import ir
 from meshc.errors import ArtifactError
 from meshc.ir import PHASES, Record, Source
 from meshc.ir.functions import Function
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.regions import set_region
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sharing import WORDS, set_sharing
@@ -29,7 +30,6 @@ from meshc.program.program import Origin, Stage
 from meshc.text.allowed import resolve
 from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, Row, SideTable
 
-REDUCTIONS: Final = ("sum", "max", "min")
 REGION: Final = "the only blocks are regions, by number: with region(3):"
 TYPE_EXAMPLE: Final = "for example f32[batch 8/dp, heads 4/tp * head 32] pending(sum: cp), i64[8, 128], int"
 ARGUMENT: Final = (

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 
-from meshc.errors import PlanError
 from meshc.ir.mesh import Axis
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.pins import Pinning
 from meshc.plan.entries import AxisEntry
+from meshc.plan.faults import refuse_faults
 
 
 def annotate(placed: Placed) -> Placed:
@@ -26,8 +26,7 @@ def annotate(placed: Placed) -> Placed:
     notes, faults = _unknown_factors(placed)
     pinning = Pinning(placed)
     faults += pinning.apply()
-    if faults:
-        raise PlanError("the plan does not fit this model:\n  " + "\n  ".join(faults))
+    refuse_faults("the plan does not fit this model", faults)
     placed = replace(placed, names=pinning.names, pins=pinning.pins())
     return placed.noting(*notes, *_large_axes(placed))
 

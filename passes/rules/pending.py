@@ -26,8 +26,8 @@ from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
 from meshc.passes.rules.rule import Rule, dtype_of
 
 aten = torch.ops.aten
-EXTREMES = ("max", "min")
 FLIPPED = {"max": "min", "min": "max", "sum": "sum"}
+EXTREMES = tuple(name for name, other in FLIPPED.items() if name != other)
 
 
 @dataclass(frozen=True)

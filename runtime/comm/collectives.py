@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshc.ir.functions import Function
+from meshc.ir.reductions import REDUCTIONS
 
 # torch 2.13 renamed these and warns about the names that 2.11 and 2.12 have.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_REDUCTIONS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_LOCAL: Final[dict[str, Callable[..., Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCTIONS: Final = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCTIONS}
 
 _PLAIN: Final = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8},
@@ -299,7 +299,7 @@ def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | Non
 
 
 def _reduce(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    combine = _LOCAL[op]
+    combine = REDUCTIONS[op]
     combine(terms[0], terms[1], out=out)
     for term in terms[2:]:
         combine(out, term, out=out)

@@ -29,8 +29,8 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
+from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
 from meshc.runtime.saved.loaded import Loaded
-from meshc.runtime.saved.state_folder import SavedState, check_target, save_state
 from meshc.text import show
 from meshc.text.libraries import libraries_of
 

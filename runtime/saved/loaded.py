@@ -28,8 +28,8 @@ from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
+from meshc.runtime.saved.checkpoint_folder import SavedState
 from meshc.runtime.saved.pieces import read_tile
-from meshc.runtime.saved.state_folder import SavedState
 
 KEPT: Final = ("parameter", "buffer", "state")
 

@@ -21,6 +21,7 @@ from meshc.ir import Record, record, records, spmd
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
+from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
 from meshc.ir.window import tile_bounds, tile_length, window_starts
 from meshc.private import OpOverload
@@ -248,13 +249,11 @@ _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
 }  # fmt: skip
 """By kind: what the members' tensors give, the sizes of the axes, and what else the collective was called with."""
 
-_ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
 
 def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        total = _ADD[how](total, tensor)
+        total = REDUCTIONS[how](total, tensor)
     return total
 
 

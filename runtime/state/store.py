@@ -39,7 +39,7 @@ from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
-from meshc.runtime.state import adoption, checkpoint, optimizer_state, ownership
+from meshc.runtime.state import adoption, optimizer_state, ownership, state_dicts
 
 
 @dataclass(eq=False)
@@ -286,19 +286,19 @@ class Store:
     # Checkpoints.
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """`checkpoint.state_dict` of this store."""
+        """`state_dicts.state_dict` of this store."""
         with alone("state_dict"):
-            return checkpoint.state_dict(self, full)
+            return state_dicts.state_dict(self, full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`checkpoint.load_state_dict` into this store."""
+        """`state_dicts.load_state_dict` into this store."""
         with alone("load_state_dict"):
-            checkpoint.load_state_dict(self, state)
+            state_dicts.load_state_dict(self, state)
 
     def init_weights(self, fn: Callable[[nn.Module], object]) -> None:
-        """`checkpoint.init_weights` of this store."""
+        """`state_dicts.init_weights` of this store."""
         with alone("init_weights"):
-            checkpoint.init_weights(self, fn)
+            state_dicts.init_weights(self, fn)
 
     def write(self, held: Held, value: Tensor) -> None:
         """Gives a stored tensor a value: a DTensor as it lies, or a plain tensor that is whole and the same on all ranks."""

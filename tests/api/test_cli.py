@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from meshc import artifact
 from meshc.__main__ import main
 from meshc.files.seal import sealed
-from meshc.runtime.saved.state_folder import load_model
+from meshc.runtime.saved.checkpoint_folder import load_model
 from tests.broad import broad
 from tests.models import llama, mlp
 

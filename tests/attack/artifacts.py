@@ -25,7 +25,7 @@ from meshc.ir.mesh import Mesh
 from meshc.passes import rules
 from meshc.program.program import PlainProgram, Port
 from meshc.report.summary import summary
-from meshc.runtime.saved.state_folder import SavedState, save_state
+from meshc.runtime.saved.checkpoint_folder import SavedState, save_state
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text import show
 from meshc.text.allowed import OPERATORS

@@ -25,7 +25,7 @@ from meshc.ir.mesh import Mesh
 from meshc.pipelining import schedule, trace
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
-from meshc.runtime.saved.state_folder import SavedState, save_state
+from meshc.runtime.saved.checkpoint_folder import SavedState, save_state
 from meshc.text.parse import parse_sizes, parse_type
 from tests.models import mlp
 

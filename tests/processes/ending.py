@@ -32,7 +32,7 @@ import meshc
 from meshc.passes.trace import capture
 from meshc.runtime.failure.watch import SILENT_END_S
 from meshc.runtime.run import backwards, session
-from meshc.runtime.state import adoption, checkpoint
+from meshc.runtime.state import adoption, state_dicts
 from tests.models import mlp
 from tests.processes.reference import sgd
 from tests.processes.session import device_mesh
@@ -74,7 +74,7 @@ PLACES: Final[dict[str, tuple[Any, str, int]]] = {
     "first call": (session.Session, "compare_inputs", 1),
     "step": (session.Session, "work", 3),
     "backward": (backwards.Backwards, "run", 2),
-    "save": (checkpoint, "_full", 1),
+    "save": (state_dicts, "_full", 1),
 }
 """Where the deed is done from inside: before the given call of this function."""
 OUTSIDE: Final = ("before", "meet", "between", "exit")

@@ -24,7 +24,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
 from meshc.program.program import Port
 from meshc.runtime.comm import layouts
-from meshc.runtime.saved.state_folder import TABLE, SavedState, check_target, load_model, save_state
+from meshc.runtime.saved.checkpoint_folder import TABLE, SavedState, check_target, load_model, save_state
 
 WEIGHTS = {
     "fused heads": Sharding(((Part("qkv", 3), Part("heads", 4, ("tp",)), Part("head", 2)), (Part("hidden", 6, ("dp",)),))),

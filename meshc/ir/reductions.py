@@ -1,0 +1,18 @@
+"""Reductions: how summands that lie on several ranks, or come from several microbatches, become one value.
+
+A new one begins here, with what it does to two tensors. What the table cannot say of it stands in three more places: which operators let it
+wait (`passes/rules/pending.py`), what padding must hold (`passes/partition/local.py`), and the words of what microbatches give
+(`program/accumulate.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+REDUCTIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+"""By name, as types say it: what makes one tensor of two, and takes `out=`.
+
+torch.distributed's `ReduceOp` has the same names in capitals."""
