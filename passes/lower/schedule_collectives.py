@@ -12,7 +12,7 @@ operand runs beside the rest of backward. Gathers of stored parameters come in w
     w1 = all_gather(p1)  (wait for w1)  w2 = all_gather(p2)  y = mm(x, w1)  z = mm(y, w2)
 
 `meshc/program/bundle.py` makes one message of a window, and of gradients that are reduced soon after each other. Every rank runs the same
-order.
+order. When reductions of sums over microbatches start is in `start_early.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ makes them.
     u = torch.rand_like(h)                  becomes   u = rand_like(h, seed_step=seed, call=1)
 
 Part of `raise_ops`. How many numbers a call takes, and what stands for it, is in `meshc/ops/random_calls.py`; what is drawn under a number,
-in docs/randomness.md.
+in docs/randomness.md. One device counts with the reference's own counter (`meshc/frontend/reference.py`).
 """
 
 from __future__ import annotations
