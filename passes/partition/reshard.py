@@ -5,6 +5,11 @@
 
 Axes of one factor come off innermost first and go on innermost last; slices come first, since they make the rest smaller. Padding that a
 slice or a reduce-scatter adds is zero.
+
+Several axes of one part are gathered, or reduce-scattered, by one collective over all of them. Where tiles are padded within tiles, what it
+makes has padding in between, which is cut out after a gather and put in before a reduce-scatter:
+
+    9/a/b, a=2, b=2    tiles of 5, then of 3    [0 1 2] [3 4 .] [5 6 7] [8 . .]    gathered: 2 rows of 6; of each 5; of these 10 the first 9
 """
 
 from __future__ import annotations
@@ -189,7 +194,7 @@ def reshard(
 ) -> tuple[Node, Sharding]:
     """Emit the steps; returns the node and its sharding with what is known of its padding."""
     now = source
-    for step in merge(steps(source, target, sequential, first), source, build.sizes):
+    for step in merge(steps(source, target, sequential, first)):
         after = apply(now, step)
         zero = _zero_after(now, after, step, build.sizes)
         after = replace(after, zero=zero)
@@ -200,32 +205,20 @@ def reshard(
     return x, now
 
 
-def merge(found: list[Step], source: Sharding, sizes: Mapping[str, int]) -> list[Step]:
-    """Several axes gathered or reduce-scattered on one part go as one collective where no padding lies between."""
+def merge(found: list[Step]) -> list[Step]:
+    """Several axes that are reduce-scattered onto one part, one after the other, go as one collective."""
     merged: list[Step] = []
-    now = source
     for step in found:
-        after = apply(now, step)
         last = merged[-1] if merged else None
-        if step.kind == "all_gather" and len(step.axes) > 1 and not _even(now, after, step, sizes):
-            merged += [replace(step, axes=(axis,)) for axis in reversed(step.axes)]
-        elif last and last.kind == step.kind == "reduce_scatter" and _joins(last, step) and _even(after, source, step, sizes):
+        if last and last.kind == step.kind == "reduce_scatter" and _joins(last, step):
             merged[-1] = replace(last, axes=(*last.axes, *step.axes))
         else:
             merged.append(step)
-        now = after
     return merged
 
 
 def _joins(last: Step, step: Step) -> bool:
     return last.part == step.part and last.reduction == step.reduction
-
-
-def _even(split: Sharding, whole: Sharding, step: Step, sizes: Mapping[str, int]) -> bool:
-    d, p = step.part
-    a, b = split.dims[d][p], whole.dims[d][p]
-    count = prod(sizes[axis] for axis in a.axes[len(b.axes) :])
-    return local_size(a, sizes) * count == local_size(b, sizes)
 
 
 def _zero_after(now: Sharding, after: Sharding, step: Step, sizes: Mapping[str, int]) -> frozenset[tuple[int, int]]:
@@ -271,16 +264,14 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
         moved, dim = _expose(build, x, now, step.part, size % count != 0)
         moved = build.emit(spmd.shard, moved, dim, count, build.index(axes), reason=reason)
     elif step.kind == "reduce_scatter":
-        moved, dim = _expose(build, x, now, step.part, size % count != 0)
-        moved = _pad(build, moved, dim, tile_sizes(size, [count])[-1] * count - size)
+        moved, dim = _expose(build, x, now, step.part, local_size(after.dims[d][p], build.sizes) * count != size)
+        moved = _padded_tiles(build, moved, dim, size, [build.sizes[axis] for axis in axes])
         moved = build.emit(spmd.reduce_scatter, moved, axes, dim, step.reduction, reason=reason)
     elif step.kind == "all_gather":
         target = local_size(after.dims[d][p], build.sizes)
-        even = target == size * count
-        moved, dim = _expose(build, x, now, step.part, not even)
+        moved, dim = _expose(build, x, now, step.part, target != size * count)
         moved = build.emit(spmd.all_gather, moved, axes, dim, reason=reason)
-        if not even:
-            moved = build.emit(aten.slice.Tensor, moved, dim, 0, target)
+        moved = _without_padding(build, moved, dim, target, [build.sizes[axis] for axis in axes])
     else:
         moved = _exchange(build, x, now, after, step, reason, size, count)
     moved = _restore(build, moved, after)
@@ -293,6 +284,45 @@ def _pad(build: Builder, x: Node, dim: int, extra: int) -> Node:
         return x
     rank = len(build.shape(x))
     return build.emit(aten.constant_pad_nd.default, x, [0, 0] * (rank - 1 - dim) + [0, extra], 0)
+
+
+def _padded_tiles(build: Builder, x: Node, dim: int, size: int, counts: list[int]) -> Node:
+    """A dim of `size` as the tiles of all ranks over axes of these sizes, one after the other, each padded."""
+    tiles = tile_sizes(size, counts)
+    for level, count in enumerate(counts):
+        x, at = _as_rows(build, x, dim, prod(counts[:level]), tiles[level + 1] * count != tiles[level])
+        x = _pad(build, x, at, tiles[level + 1] * count - tiles[level])
+        x = _as_one(build, x, dim, at)
+    return x
+
+
+def _without_padding(build: Builder, x: Node, dim: int, size: int, counts: list[int]) -> Node:
+    """The inverse: of a dim that is the tiles of all ranks, the `size` positions that are not a tile's padding."""
+    tiles = tile_sizes(size, counts)
+    for level in reversed(range(len(counts))):
+        padded = tiles[level + 1] * counts[level] != tiles[level]
+        if padded:
+            x, at = _as_rows(build, x, dim, prod(counts[:level]), padded)
+            x = _as_one(build, build.emit(aten.slice.Tensor, x, at, 0, tiles[level]), dim, at)
+    return x
+
+
+def _as_rows(build: Builder, x: Node, dim: int, rows: int, needed: bool) -> tuple[Node, int]:
+    """A dim as so many rows; and the dim of what is in a row."""
+    if rows == 1 or not needed:
+        return x, dim
+    shape = list(build.shape(x))
+    shape[dim : dim + 1] = [rows, shape[dim] // rows]
+    return build.emit(aten.reshape.default, x, shape), dim + 1
+
+
+def _as_one(build: Builder, x: Node, dim: int, at: int) -> Node:
+    """The inverse of `_as_rows`."""
+    if dim == at:
+        return x
+    shape = list(build.shape(x))
+    shape[dim : at + 1] = [shape[dim] * shape[at]]
+    return build.emit(aten.reshape.default, x, shape)
 
 
 def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, reason: str, size: int, count: int) -> Node:

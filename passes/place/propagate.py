@@ -28,6 +28,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Pins
+from meshc.passes.place.storage import stored_split
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.rules.layout import is_grown
 from meshc.plan.plan import Plan
@@ -383,13 +384,14 @@ class Propagator:
             if base is None:
                 base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
                 base = self._with_pins(name, _without_axis(base, MICROBATCH))
-                clause = {"parameter": "params", "gradient": "grads", "state": "state"}[kind]
-                for axis in self.axes:
-                    entry = None if axis == MICROBATCH else self.plan.entry(axis)
-                    if entry is not None and clause in entry.store and axis not in base.split_axes():
-                        base = split_further(base, axis, self.sizes)
+                base = stored_split(base, kind, self._stores(), self.sizes)
             self.result.storage[key] = base
         return self.result.storage[key]
+
+    def _stores(self) -> dict[str, tuple[str, ...]]:
+        """What is stored split along each axis, as the plan's entries say."""
+        entries = {axis: self.plan.entry(axis) for axis in self.axes if axis != MICROBATCH}
+        return {axis: entry.store for axis, entry in entries.items() if entry is not None and entry.store}
 
     def _with_pins(self, name: str, base: Sharding) -> Sharding:
         pins = self.pins.storage.get(name, {})
@@ -411,20 +413,6 @@ class Propagator:
     def parameter(self, name: str) -> Node:
         """The placeholder of a parameter."""
         return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
-
-
-def split_further(base: Sharding, axis: str, sizes: Mapping[str, int]) -> Sharding:
-    """Split one more part of a stored value: a dim's major factor if it divides, else one that pads, else an inner one."""
-    choices = []
-    for dim, position, part in base.parts():
-        size = tile_sizes(part.size, [sizes[a] for a in part.axes])[-1]
-        if size < 2:
-            continue
-        choices.append((bool(part.axes), size % sizes[axis] != 0, position != 0, size < sizes[axis], dim, position, part.axes))
-    if not choices:
-        return base
-    *_, dim, position, axes = min(choices)
-    return base.with_axes(dim, position, (*axes, axis))
 
 
 def _without_axis(sharding: Sharding, axis: str) -> Sharding:

@@ -158,15 +158,15 @@ CASES = [
     ("[m 24, n 24] pending(sum: a)", "[m 24, n 24/b]", "slice b; all_reduce a"),
     ("[m 24/b, n 24] pending(sum: a)", "[m 24/b/a, n 24]", "reduce_scatter a"),
     ("[m 24/b, n 24] pending(sum: a)", "[m 24, n 24/a]", "reduce_scatter a; all_gather b"),
-    # padding between the tiles of two axes: one collective would mix them
-    ("[m 13/a/b, n 24]", "[m 13, n 24]", "all_gather b; all_gather a"),
-    ("[m 13, n 24] pending(sum: a, sum: b)", "[m 13/a/b, n 24]", "reduce_scatter a; reduce_scatter b"),
+    # padding between the tiles of two axes is cut out and put in on each rank
+    ("[m 13/a/b, n 24]", "[m 13, n 24]", "all_gather ab"),
+    ("[m 13, n 24] pending(sum: a, sum: b)", "[m 13/a/b, n 24]", "reduce_scatter ab"),
 ]
 
 
 @pytest.mark.parametrize(("source", "target", "expected"), CASES, ids=[f"{source} to {target}" for source, target, _ in CASES])
 def test_steps(source: str, target: str, expected: str) -> None:
-    found = merge(steps(value(source), value(target)), value(source), SIZES)
+    found = merge(steps(value(source), value(target)))
     said = [f"{step.kind} {''.join(step.axes)}{'' if step.reduction == 'sum' else ' ' + step.reduction}" for step in found]
     assert "; ".join(said) == expected
 
@@ -194,6 +194,27 @@ def test_text_of_an_even_gather_is_one_call() -> None:
 
 def test_text_of_an_uneven_gather_cuts_the_padding() -> None:
     assert text("a=2", "[m 5/a]", "[m 5]") == "all_gather = all_gather(x, ['a'], 0)\nslice_tensor = slice.Tensor(all_gather, 0, 0, 5)"
+
+
+def test_text_of_a_gather_over_two_axes_cuts_the_padding_within_tiles_too() -> None:
+    """Tiles of 5, then of 3: 12 positions, 2 rows of 6, of which 5 each are real, and 9 of these 10."""
+    assert text("a=2,b=2", "[m 9/a/b]", "[m 9]") == (
+        "all_gather = all_gather(x, ['a', 'b'], 0)\n"
+        "reshape_default = reshape.default(all_gather, [2, 6])\n"
+        "slice_tensor = slice.Tensor(reshape_default, 1, 0, 5)\n"
+        "reshape_default_1 = reshape.default(slice_tensor, [10])\n"
+        "slice_tensor_1 = slice.Tensor(reshape_default_1, 0, 0, 9)"
+    )
+
+
+def test_text_of_a_reduce_scatter_over_two_axes_pads_tiles_within_tiles() -> None:
+    assert text("a=2,b=2", "[m 9] pending(sum: a, sum: b)", "[m 9/a/b]") == (
+        "constant_pad_nd_default = constant_pad_nd.default(x, [0, 1], 0)\n"
+        "reshape_default = reshape.default(constant_pad_nd_default, [2, 5])\n"
+        "constant_pad_nd_default_1 = constant_pad_nd.default(reshape_default, [0, 1], 0)\n"
+        "reshape_default_1 = reshape.default(constant_pad_nd_default_1, [12])\n"
+        "reduce_scatter = reduce_scatter(reshape_default_1, ['a', 'b'], 0, 'sum')"
+    )
 
 
 def test_text_of_an_uneven_reduce_scatter_pads_with_zeros() -> None:
