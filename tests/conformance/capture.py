@@ -29,8 +29,8 @@ EMPTY = {
     aten.new_empty_strided.default,
 }
 """Their results hold anything."""
-SILENT = {aten._assert_tensor_metadata.default}
-"""Nodes that make nothing."""
+SILENT = {aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg}
+"""Nodes that make nothing; programs have none of them."""
 
 
 class NotCapturable(Exception):

@@ -15,7 +15,8 @@ SAMPLES = 4
 MOST_PAIRS = 16
 """Splits over two axes that are tried of a node, of those that its rule allows."""
 
-EXACT, REPLICATED, UNCAPTURABLE, WRONG = "exact", "replicated", "not capturable", "wrong"
+EXACT, REPLICATED, REFUSED, UNCAPTURABLE, WRONG = "exact", "replicated", "refused", "not capturable", "wrong"
+NOT_ALLOWED = "may not stand in a program"
 
 
 class Conformance:
@@ -48,6 +49,8 @@ class Conformance:
             row["status"] = WRONG
         elif refused and (not row["nodes"] or any(" draws " in reason for reason in refused)):
             row["status"] = UNCAPTURABLE
+        elif any(NOT_ALLOWED in reason for reason in refused):
+            row["status"] = REFUSED
         else:
             row["status"] = REPLICATED if whole else EXACT
         row.update(whole=sorted(whole), wrong=wrong, reasons=sorted(set(refused)), seconds=round(time.process_time() - begin, 1))
@@ -59,7 +62,7 @@ class Conformance:
             refused.append(f"{spelling(sample.op)} draws from torch's generator; programs draw by meshc.random")
             return
         if why is not None:
-            refused.append(f"{spelling(sample.op)} may not stand in a program: {why}")
+            refused.append(f"{spelling(sample.op)} {NOT_ALLOWED}: {why}")
             return
         row["nodes"] += 1
         key = said(sample)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.conformance.run import EXACT, MOST_PAIRS, REPLICATED, SAMPLES, UNCAPTURABLE, WRONG
+from tests.conformance.run import EXACT, MOST_PAIRS, REFUSED, REPLICATED, SAMPLES, UNCAPTURABLE, WRONG
 
 MEANING = {
     EXACT: "every node of the call and of its gradient has a rule, and every split that the rules allow gives what the operator gives",
     REPLICATED: "some node has no rule and runs whole on every rank; the others are exact",
+    REFUSED: "some node is of an operator that saved programs do not hold; the others are exact",
     UNCAPTURABLE: "the call has no graph of fixed shapes, or draws",
     WRONG: "a split changes the result",
 }
@@ -39,12 +40,13 @@ def table(rows: Mapping[str, Mapping[str, Any]], entries: int) -> str:
             by_operator.setdefault(operator, []).append(row["name"])
     found = [f"- `{operator}`: {_some(names)}" for operator, names in sorted(by_operator.items())]
     lines += ["", "Operators without a rule, and entries that lead to them:", "", *found] if found else []
-    by_reason: dict[str, list[str]] = {}
-    for row in rows.values():
-        if row["status"] == UNCAPTURABLE:
-            by_reason.setdefault(row["reasons"][0], []).append(row["name"])
-    found = [f"- {_some(names)}: {reason}" for reason, names in sorted(by_reason.items())]
-    lines += ["", "Not capturable:", "", *found] if found else []
+    for status, title in ((REFUSED, "Refused"), (UNCAPTURABLE, "Not capturable")):
+        by_reason: dict[str, list[str]] = {}
+        for row in rows.values():
+            if row["status"] == status:
+                by_reason.setdefault(row["reasons"][0], []).append(row["name"])
+        found = [f"- {_some(names)}: {reason}" for reason, names in sorted(by_reason.items())]
+        lines += ["", f"{title}:", "", *found] if found else []
     found = [f"- {row['name']}: {reason}" for row in rows.values() for reason in row["wrong"]]
     lines += ["", "Wrong:", "", *found] if found else []
     return "\n".join(lines) + "\n"
