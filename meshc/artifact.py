@@ -169,12 +169,6 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     return TensorFile(folder / WEIGHTS, cast(tensor_file.Seal, files[WEIGHTS]), AGAIN)
 
 
-def load_weights(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Whole weights by name, all of them or those named."""
-    with open_weights(path) as weights:
-        return {name: weights.tensor(name) for name in (weights.names if names is None else names)}
-
-
 def _described(program: PlainProgram) -> Described:
     return {
         "mesh": str(program.mesh),

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph
 
 from meshc import artifact, ir
-from meshc.artifact import load, load_weights, open_weights, save
+from meshc.artifact import load, open_weights, save
 from meshc.errors import ArtifactError, FileError
 from meshc.files import folders
 from meshc.files.seal import sealed
@@ -27,6 +27,12 @@ from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.text.show import print_program
 
 aten = torch.ops.aten
+
+
+def load_weights(path: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole weights by name, all of them or those named."""
+    with open_weights(path) as weights:
+        return {name: weights.tensor(name) for name in (weights.names if names is None else names)}
 
 
 def program(reason: str = "tp takes ffn") -> PlainProgram:

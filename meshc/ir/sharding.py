@@ -75,9 +75,6 @@ class Sharding:
         dims[dim][position] = replace(dims[dim][position], axes=axes)
         return replace(self, dims=tuple(tuple(parts) for parts in dims))
 
-    def is_whole(self) -> bool:
-        return not self.pending and not self.split_axes()
-
     def __str__(self) -> str:
         dims = ", ".join(" * ".join(map(str, parts)) or "1" for parts in self.dims)
         text = f"[{dims}]"

@@ -143,10 +143,6 @@ class Schedule:
         """The rank that runs a stage; the first of them in a schedule that `check` refuses for having two. KeyError: nobody does."""
         return self._ranks[stage]
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs, ascending."""
-        return tuple(sorted(stage for stage, owner in self._ranks.items() if owner == rank))
-
     def __str__(self) -> str:
         return "\n".join(" ".join([f"{rank}:", *map(str, items)]) for rank, items in enumerate(self.lists))
 
@@ -231,11 +227,6 @@ def forward_lists(owners: Sequence[int], microbatches: int, links: Collection[Li
         if done == seen:
             raise ScheduleError(f"the stages wait for each other: {', '.join(map(str, sorted(links or ())))} go round in a circle")
     return lists
-
-
-def forward_only(owners: Sequence[int], microbatches: int, links: Collection[Link] | None = None, name: str = "inference") -> Schedule:
-    """The schedule of `forward_lists`, connected; links of gradients are passed over."""
-    return connect(forward_lists(owners, microbatches, links), chain(len(owners)) if links is None else links, name)
 
 
 # Reading.

@@ -76,10 +76,6 @@ class Plan:
         """The entry of this axis, or None."""
         return next((entry for entry in self.axes if entry.axis == axis), None)
 
-    def pins_for(self, name: str) -> list[Pin]:
-        """The pins about this tensor, in the order of the plan."""
-        return [pin for pin in self.pins if pin.matches(name)]
-
     def check(self, mesh: Mesh) -> None:
         """Raises PlanError if the plan uses an axis that the mesh does not have, or if its pins contradict each other."""
         uses = [(entry.where, entry.axis) for entry in self.axes]

@@ -22,7 +22,6 @@ from torch.fx import Node
 
 from meshc.ir import operands, records
 from meshc.passes.rules.linear import BLANKS, PICKS, SCALES, blanked, overloads
-from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
 from meshc.passes.rules.rule import Rule, dtype_of
 
 aten = torch.ops.aten
@@ -101,7 +100,6 @@ JOINS = overloads(
 )
 """Every entry of their result is an entry of some operand that is no index and no condition, or zero."""
 
-MEANS = overloads("mean mean.dim")
 LIKES = overloads(
     "zeros_like ones_like full_like empty_like zero fill.Scalar new_zeros new_ones new_full new_empty new_empty_strided"
 )
@@ -127,11 +125,6 @@ def _rounds(node: Node) -> bool:
     """Whether a cast keeps the order of numbers: as for sums, no rank's part may be beyond what the new type holds."""
     source, target = dtype_of(operands(node)[0]), dtype_of(node)
     return node.target is aten._to_copy.default and not _complex(node) and source != torch.bool and target not in (torch.bool, torch.uint8)
-
-
-def averages_parts(node: Node) -> bool:
-    """Whether what the rule sums, each rank's part divided by the size of the whole, is the average of what equal parts give."""
-    return node.target in MEANS or node.target in PLACES and reduction_of(node) == MEAN
 
 
 def _sums(node: Node, rule: Rule) -> list[Deferral]:

@@ -120,11 +120,6 @@ class Groups:
                     self._pairs[(axis, *pair)] = made
         return {pair: self._pairs[(axis, *pair)] for pair in wanted if (axis, *pair) in self._pairs}
 
-    def all_groups(self) -> list[ProcessGroup]:
-        """Every group of this rank so far, each once."""
-        found = [self.world, *self._groups.values(), *self._pairs.values()]
-        return list({id(group): group for group in found if group is not None}.values())
-
     def _group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         if axes in self._groups:
             return self._groups[axes]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from meshc.passes.rules.pending import averages_parts, deferrals
+from torch.fx import Node
+
+from meshc.passes.rules.linear import overloads
+from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
+from meshc.passes.rules.pending import deferrals
 from meshc.testing.brute_force import OneOp, Sample, build
 from tests.conformance.dtensor import Combination
 
+MEANS = overloads("mean mean.dim")
 EVERYWHERE = ("P(avg)", "P(max)", "P(min)")
 """What is whole on every rank is its own mean, maximum and minimum over the ranks."""
 Dims = tuple[tuple[tuple[str, int], ...], ...]
@@ -23,6 +28,11 @@ def placements(sample: Sample) -> set[Combination]:
     whole = {given for given, made in found if all(place == "R" for place in made)}
     found |= {(given, (name,) * len(one.expected)) for given in whole for name in EVERYWHERE}
     return {combination for combination in found if any(place != "R" for place in combination[0])}
+
+
+def averages_parts(node: Node) -> bool:
+    """Whether what the rule sums, each rank's part divided by the size of the whole, is the average of what equal parts give."""
+    return node.target in MEANS or node.target in PLACES and reduction_of(node) == MEAN
 
 
 def _split(one: OneOp, token: tuple[str, int]) -> Combination | None:

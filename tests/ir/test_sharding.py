@@ -112,7 +112,7 @@ def test_words() -> None:
     assert str(sharding) == "[heads 4/tp * head 32, 1] pending(sum: dp)"
     assert (sharding.axes(), sharding.split_axes()) == ({"tp", "dp"}, {"tp"})
     assert (sharding.pending_over("dp"), sharding.pending_over("tp")) == ("sum", None)
-    assert (sharding.is_whole(), sharding.whole().is_whole()) == (False, True)
+    assert sharding.whole() == Sharding(((Part("heads", 4), Part("head", 32)), ()))
     assert sharding.without_pending() == Sharding(sharding.dims)
 
 

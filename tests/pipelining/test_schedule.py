@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
-from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, forward_only, parse
+from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, forward_lists, parse
 
 TWO_RANKS = """\
 0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1 RECV:B1.0>0 B0.0 B0.1
@@ -38,7 +38,7 @@ def test_words() -> None:
     schedule = parse(TWO_RANKS)
     assert str(schedule) == TWO_RANKS
     assert (schedule.ranks, schedule.stages, schedule.microbatches, schedule.trains) == (2, 2, 2, True)
-    assert (schedule.rank_of(0), schedule.rank_of(1), schedule.stages_of(1)) == (0, 1, (1,))
+    assert (schedule.rank_of(0), schedule.rank_of(1)) == (0, 1)
     assert [str(action) for action in schedule.actions[1]] == ["F1.0", "B1.0", "F1.1", "B1.1"]
     message = Message(Action("I", 3, 5), 1)
     assert (str(message), message.link, list(map(str, message.users))) == ("I3.5>1", Link("B", 3, 1), ["I1.5", "B1.5"])
@@ -127,10 +127,10 @@ def test_nothing_is_sent_between_stages_of_a_rank_and_skips_are_sent_where_they_
 
 
 def test_forward_only_runs_the_latest_stage_that_is_ready() -> None:
-    assert [" ".join(map(str, items)) for items in forward_only([0, 1, 1, 0], 3).actions] == [
+    assert [" ".join(map(str, items)) for items in forward_lists([0, 1, 1, 0], 3)] == [
         "F0.0 F0.1 F0.2 F3.0 F3.1 F3.2",
         "F1.0 F2.0 F1.1 F2.1 F1.2 F2.2",
     ]
-    assert str(forward_only([0, 1], 2)) == "0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1\n1: RECV:F0.0>1 RECV:F0.1>1 F1.0 F1.1"
+    assert str(connect(forward_lists([0, 1], 2), chain(2))) == "0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1\n1: RECV:F0.0>1 RECV:F0.1>1 F1.0 F1.1"
     with pytest.raises(ScheduleError, match="the stages wait for each other: F0>1, F1>0 go round in a circle"):
-        forward_only([0, 1], 1, {Link("F", 0, 1), Link("F", 1, 0)})
+        forward_lists([0, 1], 1, {Link("F", 0, 1), Link("F", 1, 0)})

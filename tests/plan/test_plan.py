@@ -118,8 +118,8 @@ def test_structure() -> None:
 
 def test_globs() -> None:
     plan = Plan("pin *.weight: ffn/tp, _\npin fc.weight: _, ffn\npin input:*: batch")
-    assert [pin.line for pin in plan.pins_for("fc.weight")] == [1, 2]
-    assert [pin.line for pin in plan.pins_for("input:ids")] == [3]
+    assert [pin.line for pin in plan.pins if pin.matches("fc.weight")] == [1, 2]
+    assert [pin.line for pin in plan.pins if pin.matches("input:ids")] == [3]
     assert Term("layers.*.up.weight.0").covers("layers.11.up.weight.0")
     assert not Term("heads").covers("kv_heads")
 

@@ -288,8 +288,8 @@ def saved_by_ranks(mesh: Any) -> None:
     whole = program.state_dict(full=True)
     if dist.get_rank() == 0:
         assert artifact.load(f"{box[0]}/p").pipeline == program.compiled.pipeline
-        weights = artifact.load_weights(f"{box[0]}/p")
-        assert all(torch.equal(weights[name], value) for name, value in whole["model"].items())
+        with artifact.open_weights(f"{box[0]}/p") as weights:
+            assert all(torch.equal(weights.tensor(name), value) for name, value in whole["model"].items())
         shutil.rmtree(box[0])
 
 
