@@ -11,11 +11,13 @@ import torch
 
 from tests.attack import children
 from tests.attack.pages import Fenced
+from tests.broad import broad
 
 
 @pytest.mark.processes
-def test_no_attack_of_a_sample_does_harm() -> None:
-    told = [sys.executable, "-m", "tests.attack", "--cases", "300", "--seed", "20"]
+@pytest.mark.parametrize("cases", ["60", broad("300")])
+def test_no_attack_of_a_sample_does_harm(cases: str) -> None:
+    told = [sys.executable, "-m", "tests.attack", "--cases", cases, "--seed", "20"]
     found = subprocess.run(told, capture_output=True, text=True, timeout=400)
     assert found.returncode == 0, f"{found.stdout}\n{found.stderr[-2000:]}"
 

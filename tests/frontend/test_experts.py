@@ -136,6 +136,7 @@ def test_stock_experts_are_as_they_were_after_tracing() -> None:
     assert dict(table) == before
 
 
+@pytest.mark.broad
 def test_experts_in_bfloat16_come_to_the_same_operators() -> None:
     stock = case("qwen3_moe")
     stock.model.bfloat16()

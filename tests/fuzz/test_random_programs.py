@@ -1,4 +1,4 @@
-"""50 random cases, 200 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
+"""25 random cases, 200 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
 found and made small."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROGRAMS_A_TEST = 5
 
 
 @pytest.mark.parametrize(
-    "first", [first if first in (5, 15) else broad(first) for first in range(0, 40, PROGRAMS_A_TEST)]
+    "first", [first if first == 15 else broad(first) for first in range(0, 40, PROGRAMS_A_TEST)]
 )
 def test_random_cases(first: int) -> None:
     outcomes = [found for seed in range(first, first + PROGRAMS_A_TEST) for _, found in run_program(seed)]

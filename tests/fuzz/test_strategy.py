@@ -15,7 +15,7 @@ from tests.fuzz.strategy import sketches
 EVERY = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@settings(EVERY, max_examples=6)
+@settings(EVERY, max_examples=3)
 @given(cases(most=6))
 def test_cases_of_hypothesis(case: Case) -> None:
     found = check_once(case)

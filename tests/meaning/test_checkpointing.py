@@ -52,7 +52,7 @@ class Checkpointed(nn.Module):
         return self.drop(y), total
 
 
-@pytest.mark.parametrize("p, mesh", [(0.0, MESHES[0]), (0.4, MESHES[1]), broad(0.0, MESHES[1]), broad(0.4, MESHES[0])])
+@pytest.mark.parametrize("p, mesh", [broad(0.0, MESHES[0]), (0.4, MESHES[1]), broad(0.0, MESHES[1]), broad(0.4, MESHES[0])])
 def test_regions_mean_what_they_compute(p: float, mesh: str) -> None:
     torch.manual_seed(0)
     program = module_means_itself(Checkpointed(p), X, mesh)

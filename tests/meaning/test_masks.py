@@ -49,7 +49,7 @@ def attentions(graph: Graph) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "make,causal,extent",
     [
-        pytest.param(llama, True, (), id="llama"),
+        broad(llama, True, (), id="llama"),
         broad(gpt2, True, (), id="gpt2"),
         pytest.param(mistral, True, (4, 0), id="mistral"),
         broad(bert, False, (), id="bert"),

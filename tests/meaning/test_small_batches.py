@@ -43,14 +43,14 @@ def trained(mesh: str, plan: str, rows: int, microbatches: int | None) -> meshc.
         broad("dp=2", "dp: batch", 1, 1),
         ("dp=3", "fsdp", 1, 2),
         broad("dp_replicate=2,dp_shard=2", "dp_replicate: batch\ndp_shard: batch; store params, grads, state", 1, 1),
-        ("dp=4", "dp: batch", 3, 2),
+        broad("dp=4", "dp: batch", 3, 2),
         ("dp=8", "zero2", 3, 3),
         ("pp=2", "auto", 1, 2),
-        ("pp=2,dp=2", "dp: batch", 1, None),
+        broad("pp=2,dp=2", "dp: batch", 1, None),
         ("pp=2,dp=2", "auto", 2, 2),
-        ("pp=2,dp=2", "auto", 2, None),
+        broad("pp=2,dp=2", "auto", 2, None),
         ("pp=2,dp=4", "auto", 3, 3),
-        ("pp=2,dp=2", "auto", 4, 2),
+        broad("pp=2,dp=2", "auto", 4, 2),
     ],
 )
 @pytest.mark.filterwarnings("ignore:axis dp")

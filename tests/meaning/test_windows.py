@@ -64,7 +64,7 @@ def test_resnet(mesh: str, plan: str) -> None:
     assert kinds["halo"] and kinds["halo_sum"] and not kinds["all_gather"] and not kinds["all_to_all"]
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("cp=2", "cp: height"), ("cp=3", "cp: height"), ("h=2,w=3", "h: height\nw: width")])
+@pytest.mark.parametrize(("mesh", "plan"), [broad("cp=2", "cp: height"), ("cp=3", "cp: height"), broad("h=2,w=3", "h: height\nw: width")])
 def test_unet(mesh: str, plan: str) -> None:
     """Over three ranks, eight rows are tiles of 3, 3, 2, four of 2, 2, 0."""
     inputs = images()

@@ -26,35 +26,36 @@ class Sample:
 
 TWO = (
     Sample("mlp", "dp=2", "zero2", "sgd", 2),
-    Sample("nanogpt", "cp=2"),
     Sample("vit", "tp=2", "megatron_sp"),
     Sample("resnet", "cp=2", "cp: height", "sgd"),
 )
 MORE_OF_TWO = (
+    Sample("nanogpt", "cp=2"),
     Sample("llama", "dp=2"),
     Sample("gpt2", "tp=2"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
 )
 INDUCTOR = (
+    Sample("mlp", "dp_shard=2", "fsdp", "sgd", 2, backend="inductor"),
+)
+MORE_OF_INDUCTOR = (
     Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),
     Sample("nanogpt", "dp_shard=2", backend="inductor"),
-)
-INDUCTOR_LLAMA = (
     Sample("llama", "tp=2", "megatron_sp", backend="inductor"),
 )
 FOUR = (
     Sample("gpt2", "dp_shard=2,tp=2"),
     Sample("nanogpt", "dp=2,cp=2", "zero1+ulysses", microbatches=3),
-    Sample("mlp", "tp=4"),
 )
 MORE_OF_FOUR = (
+    Sample("mlp", "tp=4"),
     Sample("llama", "dp=2,tp=2"),
     Sample("bert", "dp_replicate=2,dp_shard=2"),
     Sample("resnet", "dp=4", optimizer="sgd"),
 )
 SAMPLES = {
     "two": TWO, "more of two": MORE_OF_TWO, "four": FOUR, "more of four": MORE_OF_FOUR,
-    "inductor": INDUCTOR, "inductor_llama": INDUCTOR_LLAMA,
+    "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.broad import broad
 from tests.runtime.launch import Run, launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -42,6 +43,7 @@ def test_another_shape_on_one_rank_at_the_first_call() -> None:
     check("other_shape_at_first", "InputError", "x float32 [5, 24]", "x float32 [6, 24]")
 
 
+@pytest.mark.broad
 def test_another_dtype_on_one_rank() -> None:
     check("other_dtype", "InputError", "x float64 [6, 24]", "x float32 [6, 24]")
 
@@ -68,7 +70,7 @@ def test_a_compilation_that_fails_on_one_rank() -> None:
     check("compile_fails", "CaptureError", "Data-dependent", "failure.py:")
 
 
-@pytest.mark.parametrize("way", ["other_outputs", "other_outputs_at_first"])
+@pytest.mark.parametrize("way", ["other_outputs", broad("other_outputs_at_first")])
 def test_backward_from_other_outputs_on_one_rank(way: str) -> None:
     check(way, "StateError", "the outputs that backward starts from: this rank has length", "rank 0", "from the same outputs on every rank")
 
@@ -78,7 +80,7 @@ def test_a_world_of_another_size() -> None:
     assert "the mesh dp=2 has 2 ranks, but 4 were started" in ended.ranks[0].out, ended
 
 
-@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("torchrun", [False, broad(True)])
 def test_a_rank_that_is_killed_in_a_step(torchrun: bool) -> None:
     """The other says who died and where, within 30 s, and does not exit with 0."""
     ended = go_wrong("killed", torchrun=torchrun)
@@ -90,7 +92,7 @@ def test_a_rank_that_is_killed_in_a_step(torchrun: bool) -> None:
         assert ended.ranks[0].seconds - ended.ranks[1].seconds < 30, ended
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [broad(2), 4])
 def test_a_rank_that_is_killed_in_a_pipeline(ranks: int) -> None:
     """Those that exchange nothing with it learn of it too: all others say who died, within 30 s."""
     ended = go_wrong("killed_in_a_pipeline", ranks)

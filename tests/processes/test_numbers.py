@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.broad import broad
 from tests.runtime.launch import Run, launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(300)]
@@ -21,7 +22,9 @@ def go(way: str, ranks: int = 2) -> Run:
     ("way", "said"),
     [
         ("another_rate", "the numbers of program 1: at its step 3, lr of group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
-        ("saved_after_another_rate", "the numbers of program 1: at its step 2, momentum of group 0 is 0.9 on rank 0 and 0.5 on rank 1"),
+        broad(
+            "saved_after_another_rate", "the numbers of program 1: at its step 2, momentum of group 0 is 0.9 on rank 0 and 0.5 on rank 1"
+        ),
         ("another_rate_in_module_mode", "at its step 1, lr of group 0 is 0.001 on rank 0 and 0.002 on rank 1"),
     ],
 )

@@ -18,6 +18,7 @@ from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
 from meshc.runtime.run.inductor import compile_regions
+from tests.broad import broad
 
 aten = torch.ops.aten
 
@@ -127,7 +128,7 @@ def alone() -> Groups:
     return groups
 
 
-@pytest.mark.parametrize("make", [generate, compile_regions])
+@pytest.mark.parametrize("make", [generate, broad(compile_regions)])
 def test_a_large_gradient_has_the_same_memory_at_each_call(make) -> None:  # type: ignore[no-untyped-def]
     run = make(shared(grouped(reduced(escaping=False), {"dp": 1})), alone(), {"dp": 0}, torch.device("cpu"))
     for seed in range(3):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph, joint_graph, torch_graph
 from meshc.passes.trace.lower_autocast import ENTER, as_casts
+from tests.broad import broad
 from tests.models import FACTORIES
 from tests.passes.trace.autocast import BF16, F16, F32, F64, as_in_capture, call_of, region_of, same
 
@@ -215,7 +216,7 @@ class OnRealTensors(torch.fx.Interpreter):
         return self.real.get(id(value), value)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "resnet"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", broad("bert"), broad("vit"), "resnet"])
 def test_models_are_bit_equal_to_torchs_autocast(name: str) -> None:
     """The captured graph under torch's autocast, against the same graph lowered: losses and all gradients, dropout on."""
     case = FACTORIES[name]()

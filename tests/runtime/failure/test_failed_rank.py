@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.broad import broad
 from tests.runtime.launch import Run, launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
@@ -22,7 +23,7 @@ def others(run: Run, culprit: int) -> list[str]:
     return [end.err for rank, end in enumerate(run.ranks) if rank != culprit]
 
 
-@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), broad(2, 1), broad(4, 0), (4, 3)])
 def test_a_rank_raises_in_mid_step(ranks: int, culprit: int) -> None:
     run = launch(STEPS, "env", "raise", str(culprit), ranks=ranks, timeout_s=90)
     for text in others(run, culprit):
@@ -30,7 +31,7 @@ def test_a_rank_raises_in_mid_step(ranks: int, culprit: int) -> None:
     assert "ValueError: the planted error" in run.ranks[culprit].err and run.ranks[culprit].code == 1, run
 
 
-@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+@pytest.mark.parametrize(("ranks", "culprit"), [broad(2, 0), (2, 1), (4, 0), broad(4, 3)])
 def test_a_rank_is_killed_in_mid_step(ranks: int, culprit: int) -> None:
     run = launch(STEPS, "env", "kill", str(culprit), ranks=ranks, timeout_s=90)
     died_at = run.ranks[culprit].seconds
@@ -39,14 +40,14 @@ def test_a_rank_is_killed_in_mid_step(ranks: int, culprit: int) -> None:
     assert all(end.seconds < died_at + 30 for end in run.ranks), run
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [0, broad(1)])
 def test_a_rank_is_killed_where_the_store_is_a_file(culprit: int, tmp_path: Path) -> None:
     run = launch(STEPS, str(tmp_path / "store"), "kill", str(culprit), ranks=2, timeout_s=90)
     for text in others(run, culprit):
         assert f"meshc.errors.PeerError: rank {culprit} died at step 5, all_reduce(dp)" in text, run
 
 
-@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), broad(4, 2)])
 def test_a_rank_is_killed_under_torchrun(ranks: int, culprit: int) -> None:
     run = launch(STEPS, "env", "kill", str(culprit), ranks=ranks, torchrun=True, timeout_s=90)
     assert run.code != 0 and not run.timed_out, run
@@ -102,7 +103,7 @@ def test_a_process_that_does_not_come_back_is_ended() -> None:
     assert "rank 1 failed at step 2, stage 0: ValueError: the planted error; ending this process, which has not come back" in text, run
 
 
-@pytest.mark.parametrize("store", ["env", "file"])
+@pytest.mark.parametrize("store", ["env", broad("file")])
 def test_a_rank_that_is_done_early_is_not_missed(store: str, tmp_path: Path) -> None:
     run = launch("tests.runtime.programs:leaves_early", store if store == "env" else str(tmp_path / "store"), ranks=3, timeout_s=90)
     assert run.ok, run
