@@ -1,0 +1,139 @@
+"""A model that several tests of a file compile alike is traced once in a process: for other meshes, plans and optimizers, a trace is the
+same, and takes most of a small model's compilation.
+
+Alike is what pickles alike: the function that is called, with its code and what it closes over; the module with all that it holds,
+parameters, buffers and inputs by shape and type, other tensors by their values; and what torch has set. What does not pickle is traced.
+A test that patches something has it traced, for it might have patched what traces; so has one whose passes somebody listens to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from meshc.frontend.capture import WIDER
+from meshc.ir import trees
+from meshc.passes.driver import compile
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.single import Hook
+from meshc.passes.phases.traced import Traced
+from meshc.passes.trace import parts
+
+KEPT = 6
+"""Traces of a file, the last ones asked for."""
+
+Kept = OrderedDict[bytes, tuple[Traced, Request]]
+"""With the request that holds what a key refers to."""
+
+
+class _Alike(pickle.Pickler):
+    """Equal bytes for what traces alike."""
+
+    def __init__(self, file: io.BytesIO, request: Request) -> None:
+        super().__init__(file)
+        given = trees.leaves((tuple(request.args), dict(request.kwargs)))
+        self.swapped = {id(t) for t in (*request.module.parameters(), *request.module.buffers(), *given) if isinstance(t, torch.Tensor)}
+        self.seen: dict[int, int] = {}
+
+    def persistent_id(self, value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            number = self.seen.setdefault(id(value), len(self.seen))
+            values = None if id(value) in self.swapped else value.detach().numpy().tobytes()
+            kind = (type(value).__qualname__, tuple(value.shape), str(value.dtype), value.requires_grad, str(value.device), value.stride())
+            return number, *kind, values
+        return None
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.CodeType):
+            where = (value.co_filename, value.co_firstlineno)
+            return tuple, ((*where, value.co_code, value.co_consts, value.co_names, value.co_freevars),)
+        if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
+            cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+            return tuple, ((value.__code__, cells, value.__defaults__, value.__kwdefaults__),)
+        if isinstance(value, type) and "<" in value.__qualname__:
+            return tuple, ((value.__module__, value.__qualname__, id(value)),)  # a request that is kept keeps it
+        return NotImplemented
+
+
+def _key(outset: Outset, double: bool) -> bytes | None:
+    """None where nothing says what it is alike to."""
+    ask = outset.request
+    if ask.dynamic or outset.opened is not None:
+        return None
+    asked = (
+        ask.module, ask.function, str(inspect.signature(ask.signature)), ask.args, dict(ask.kwargs),
+        ask.grad, ask.train, ask.autocast, double,
+        (ask.microbatches, ask.inputs, ask.names, ask.mesh.axes) if parts.means(ask) else (), ask.mesh.device_type,
+        torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+    )  # fmt: skip
+    file = io.BytesIO()
+    try:
+        _Alike(file, ask).dump(asked)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError):
+        return None
+    return file.getvalue()
+
+
+def _wide(ask: Request) -> bool:
+    """Whether parameters, buffers and inputs are what a copy in double precision has."""
+    given = trees.leaves((tuple(ask.args), dict(ask.kwargs)))
+    return not any(isinstance(t, torch.Tensor) and t.dtype in WIDER for t in (*ask.module.parameters(), *ask.module.buffers(), *given))
+
+
+def _casts(traced: Traced) -> bool:
+    """Whether the model itself casts to what a copy in double precision casts to otherwise."""
+    nodes = [node for body in traced.model.module.modules() if isinstance(body, GraphModule) for node in body.graph.nodes]
+    leaves: list[object] = []
+    map_aggregate([(node.args, node.kwargs) for node in nodes], leaves.append)  # type: ignore[arg-type]  # which gives None
+    return any(node.op == "call_method" and node.target in ("float", "cfloat") for node in nodes) or not WIDER.keys().isdisjoint(
+        leaf for leaf in leaves if isinstance(leaf, torch.dtype)
+    )
+
+
+def _once(kept: Kept, trace: Callable[[Outset, Hook | None], Traced]) -> Callable[[Outset, Hook | None], Traced]:
+    def traced(outset: Outset, hook: Hook | None) -> Traced:
+        ask = outset.request
+        key = None if hook is not None else _key(outset, ask.double)
+        if key is None:
+            return trace(outset, hook)
+        if key not in kept and ask.double and _wide(ask):
+            same = _key(outset, False)
+            if same in kept and not _casts(kept[same][0]):
+                key = same
+        if key not in kept:
+            kept[key] = (trace(outset, hook), ask)
+            while len(kept) > KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key][0].beside(ask)
+
+    return traced
+
+
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Those of one file."""
+    return OrderedDict()
+
+
+@pytest.fixture(autouse=True)
+def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
+    """Around each test of a folder whose conftest.py has it."""
+    if "monkeypatch" in request.fixturenames:
+        yield
+        return
+    with mock.patch.object(compile, "_traced", _once(traces, compile._traced)):
+        yield
