@@ -293,7 +293,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _as_saved(plan: Plan) -> Plan:
     """The plan, whose words a recipe may have written: factors that the model does not have are then no mistake of the user's."""
-    return Plan.of((replace(entry, source="the saved plan") for entry in plan.axes), plan.pins)
+    return Plan.of((replace(entry, source="the saved plan") for entry in plan.axes), plan.pins, plan.stores)
 
 
 def same_program(one: PlainProgram, other: PlainProgram) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from meshc.errors import PlanError, StateError
 from meshc.ir.mesh import Mesh
+from meshc.plan.entries import STORES
 from meshc.plan.plan import Plan
 
 
@@ -32,10 +35,22 @@ def refuse_stages(mesh: Mesh) -> None:
 
 def refuse_partial_storage(plan: Plan) -> None:
     """In module mode gradients and optimizer state are torch.optim's, and follow the parameters' placement."""
-    faults = [entry for entry in plan.axes if entry.store and "params" not in entry.store]
+    faults = [
+        f"{entry.where}: it stores {', '.join(entry.store)} split, and parameters whole"
+        for entry in plan.axes
+        if entry.store and "params" not in entry.store
+    ]
+    faults += [
+        f"{line.where}: it is about {', '.join(line.kinds)}, and not about {', '.join(kind for kind in STORES if kind not in line.kinds)}"
+        for line in plan.stores
+        if line.kinds != STORES
+    ]
     if faults:
+        advice = ["compile meshc.TrainStep(model, optimizer=...) for zero1 and zero2, or use the recipe fsdp (or ddp)"]
+        advice += [f"write `{replace(line, kinds=STORES)}`, which says it of all three" for line in plan.stores if line.kinds != STORES][:1]
         raise PlanError(
-            "\n".join(f"{entry.where}: it stores {', '.join(entry.store)} split, and parameters whole" for entry in faults)
+            "\n".join(faults)
             + "\n  why: outside a TrainStep the optimizer is torch's own, and its state lies as the parameters do\n"
-            "  what to do: compile meshc.TrainStep(model, optimizer=...) for zero1 and zero2, or use the recipe fsdp (or ddp)"
+            + "  what to do: "
+            + "; ".join(advice)
         )

@@ -26,6 +26,9 @@ from meshc.ir.bounds import MOST_RANKS
 EXAMPLE: Final = 'for example: Mesh("dp=2,tp=4") or Mesh("dp=2,tp=4", device="cuda")'
 NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
+RESERVED: Final = ("store", "remat", "keep", "offload")
+"""What lines of plans begin with, so that no axis may have the name."""
+
 ROLES: Final[Mapping[str, str]] = {
     "dp": "dp",
     "batch": "dp",
@@ -120,6 +123,7 @@ class Mesh:
         table = tuple(range(count)) if ranks is None else ranks
         faults = [] if axes else ["a mesh has at least one axis"]
         faults += [f"{axis.name!r} is not a name: letters, digits and _" for axis in axes if not NAME.fullmatch(axis.name)]
+        faults += [f"no axis may be called {axis.name}: lines of plans begin with it" for axis in axes if axis.name in RESERVED]
         faults += [f"axis {axis.name} has size {axis.size}: a size is at least 1" for axis in axes if axis.size < 1]
         faults += [f"axis {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
         if not NAME.fullmatch(device_type):

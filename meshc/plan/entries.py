@@ -1,4 +1,4 @@
-"""What a plan is made of: the entry of an axis, with the factors that it may take, and pins, with what they say about each dim."""
+"""What a plan is made of: the entry of an axis, with the factors that it may take; pins and store lines, with what they say of each dim."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, TypeAlias
 
-STORES: Final = ("params", "grads", "state")
-"""What a store clause may name, in the order in which it is printed."""
+STORES: Final[tuple[str, ...]] = ("params", "grads", "state")
+"""What a store clause, or a store line, may name, in the order in which it is printed."""
+AUTO: Final = "auto"
+"""Stands where the factors of an entry do, and leaves them to a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class AxisEntry:
-    """What one axis is used for. ``ranks`` is empty for ``-``: no operator takes anything along the axis."""
+    """What one axis is used for. ``ranks`` is empty for ``-`` (no operator takes anything along the axis) and for ``auto``."""
 
     axis: str
     ranks: tuple[tuple[Term, ...], ...] = ()
@@ -39,6 +41,8 @@ class AxisEntry:
     text: str = field(default="", compare=False)
     source: str = field(default="hand", compare=False)
     """Who wrote the entry: ``hand``, ``recipe NAME`` or ``role ROLE, recipe NAME``."""
+    auto: bool = False
+    """``AXIS: auto``: what the axis splits, and what is stored split along it, is left to a search."""
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -50,10 +54,14 @@ class AxisEntry:
         """The entry as messages and reasons cite it."""
         return _cite(self) if self.source == "hand" else f"`{self}` ({self.source})"
 
+    @property
+    def splits(self) -> str:
+        """What the axis splits, as plans say it."""
+        return AUTO if self.auto else " > ".join(", ".join(map(str, rank)) for rank in self.ranks) or "-"
+
     def __str__(self) -> str:
-        ranks = " > ".join(", ".join(map(str, rank)) for rank in self.ranks) or "-"
         store = f"; store {', '.join(self.store)}" if self.store else ""
-        return f"{self.axis}: {ranks}{store}"
+        return f"{self.axis}: {self.splits}{store}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +86,31 @@ class PinDim:
         return " * ".join(map(str, self.factors)) or "_"
 
 
+class _OfTensors:
+    """A line about the tensors that a pattern names, with an entry for each of their dims."""
+
+    __slots__ = ()
+    pattern: str
+    dims: tuple[PinDim, ...]
+    line: int
+    text: str
+
+    def matches(self, name: str) -> bool:
+        """Whether the line is about this parameter (``fc.weight``), input (``input:x``) or value (``value:model.norm``)."""
+        return fnmatchcase(name, self.pattern)
+
+    @property
+    def where(self) -> str:
+        """The line as messages and reasons cite it."""
+        return _cite(self)
+
+    def splits(self) -> list[tuple[str, int, str]]:
+        """Every (axis, dim, factor) that the line asks for."""
+        return [(axis, dim, part.factor) for dim, entry in enumerate(self.dims) for part in entry.factors for axis in part.axes]
+
+
 @dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(_OfTensors):
     """What the tensors that ``pattern`` names are held to. ``only``: those values alone, not the rest of their factors' classes."""
 
     pattern: str
@@ -88,21 +119,30 @@ class Pin:
     line: int = field(default=0, compare=False)
     text: str = field(default="", compare=False)
 
-    def matches(self, name: str) -> bool:
-        """Whether the pin is about this parameter (``fc.weight``), input (``input:x``) or value (``value:model.norm``)."""
-        return fnmatchcase(name, self.pattern)
-
-    @property
-    def where(self) -> str:
-        """The pin as messages and reasons cite it."""
-        return _cite(self)
-
-    def splits(self) -> list[tuple[str, int, str]]:
-        """Every (axis, dim, factor) that the pin asks for."""
-        return [(axis, dim, part.factor) for dim, entry in enumerate(self.dims) for part in entry.factors for axis in part.axes]
-
     def __str__(self) -> str:
         return f"pin {self.pattern}: {', '.join(map(str, self.dims))}{'  only' if self.only else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLine(_OfTensors):
+    """How the parameters that ``pattern`` names lie between steps, or their gradients, or their state: those of ``kinds``.
+
+    A dim with axes lies split by these alone, and one that is kept whole by none. A dim left open lies as it is used, further split by
+    the axes whose store clauses say so.
+    """
+
+    pattern: str
+    dims: tuple[PinDim, ...]
+    kinds: tuple[str, ...] = STORES
+    line: int = field(default=0, compare=False)
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        kinds = "" if self.kinds == STORES else f" {', '.join(self.kinds)}"
+        return f"store {self.pattern}{kinds}: {', '.join(map(str, self.dims))}"
+
+
+TensorLine: TypeAlias = Pin | StoreLine
 
 
 def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
@@ -110,5 +150,5 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
     return [f"{first[one.axis].where} and {one.where}" for one in axes if first.setdefault(one.axis, one) is not one]
 
 
-def _cite(item: AxisEntry | Pin) -> str:
+def _cite(item: AxisEntry | _OfTensors) -> str:
     return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"

@@ -5,6 +5,7 @@
     cp: heads@attention > seq                      a factor inside one region of the model only
     pp: -                                          use this axis for nothing
     pin lm_head.weight: vocab/tp, _  only          one entry a dim of the tensors that a glob names
+    store lm_head.weight state: vocab/dp/tp, _     how what parameters need lies between steps, over and above the store clauses
 
 ``Plan(text)`` reads, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. What the entries mean is
 in ``docs/plans.md``.
@@ -21,33 +22,34 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import AxisEntry, Pin, PinFactor, duplicates
+from meshc.plan.entries import STORES, AxisEntry, Pin, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries and pins.
+    """Axis entries, pins and store lines.
 
-    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin`` holds a list.
+    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin`` and ``store`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
     axes: tuple[AxisEntry, ...]
     pins: tuple[Pin, ...]
+    stores: tuple[StoreLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         if isinstance(lines, Plan):
-            self._fill(lines.axes, lines.pins)
+            self._fill(lines.axes, lines.pins, lines.stores)
         else:
             self._fill(*read_entries(numbered(lines), "this plan"))
 
     @classmethod
-    def of(cls, axes: Iterable[AxisEntry] = (), pins: Iterable[Pin] = ()) -> Plan:
-        """The plan of these entries and pins."""
+    def of(cls, axes: Iterable[AxisEntry] = (), pins: Iterable[Pin] = (), stores: Iterable[StoreLine] = ()) -> Plan:
+        """The plan of these entries, pins and store lines."""
         plan = object.__new__(cls)
-        plan._fill(tuple(axes), tuple(pins))
+        plan._fill(tuple(axes), tuple(pins), tuple(stores))
         return plan
 
     @classmethod
@@ -67,52 +69,59 @@ class Plan:
             raise PlanError(f"{file}: {error}") from error
         return cls.of(*read_entries(lines, str(file)))
 
-    def _fill(self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...]) -> None:
+    def _fill(self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...]) -> None:
         refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "pins", pins)
+        object.__setattr__(self, "stores", stores)
 
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
         return next((entry for entry in self.axes if entry.axis == axis), None)
 
     def check(self, mesh: Mesh) -> None:
-        """Raises PlanError if the plan uses an axis that the mesh does not have, or if its pins contradict each other."""
+        """Raises PlanError if the plan uses an axis that the mesh does not have, or if its lines contradict each other."""
+        lines: tuple[TensorLine, ...] = (*self.pins, *self.stores)
         uses = [(entry.where, entry.axis) for entry in self.axes]
-        uses += dict.fromkeys((pin.where, axis) for pin in self.pins for axis, _, _ in pin.splits())
+        uses += dict.fromkeys((line.where, axis) for line in lines for axis, _, _ in line.splits())
         faults = [f"{where}: the mesh has no axis {axis}{suggest(axis, mesh.names)}" for where, axis in uses if axis not in mesh.names]
-        for pin in self.pins:
-            faults += _clashes_within(pin)
+        for line in lines:
+            faults += _clashes_within(line)
         for pattern in dict.fromkeys(pin.pattern for pin in self.pins):
             faults += contradictions([pin for pin in self.pins if pin.pattern == pattern])
-        refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", faults)
+        alike = [(pattern, kind) for pattern in dict.fromkeys(one.pattern for one in self.stores) for kind in STORES]
+        for pattern, kind in alike:
+            faults += contradictions([one for one in self.stores if one.pattern == pattern and kind in one.kinds])
+        refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", list(dict.fromkeys(faults)))
 
     def __add__(self, other: Plan) -> Plan:
-        return Plan.of(self.axes + other.axes, self.pins + other.pins)
+        return Plan.of(self.axes + other.axes, self.pins + other.pins, self.stores + other.stores)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.axes, *self.pins)))
+        return "\n".join(map(str, (*self.axes, *self.pins, *self.stores)))
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"
 
 
-def contradictions(pins: Sequence[Pin]) -> list[str]:
-    """What pins about one tensor contradict each other in: a message for each, which names both lines."""
-    if len(pins) > MOST_PINS:
-        return [f"{pins[0].where} and {len(pins) - 1} more pins are about one tensor, of which {MOST_PINS} may be; join them into one"]
-    return [f"{one.where} and {other.where}: {why}" for one, other in itertools.combinations(pins, 2) for why in _clashes(one, other)]
+def contradictions(lines: Sequence[TensorLine]) -> list[str]:
+    """What pins, or store lines, about one tensor contradict each other in: a message for each, which names both lines."""
+    if len(lines) > MOST_PINS:
+        what = "pins" if isinstance(lines[0], Pin) else "store lines"
+        return [f"{lines[0].where} and {len(lines) - 1} more {what} are about one tensor, of which {MOST_PINS} may be; join them into one"]
+    return [f"{one.where} and {other.where}: {why}" for one, other in itertools.combinations(lines, 2) for why in _clashes(one, other)]
 
 
-def _clashes(one: Pin, other: Pin) -> Iterator[str]:
+def _clashes(one: TensorLine, other: TensorLine) -> Iterator[str]:
+    what = "pin" if isinstance(one, Pin) else "store line"
     if len(one.dims) != len(other.dims):
-        yield f"they name {len(one.dims)} and {len(other.dims)} dims; a pin has one entry for each dim of the tensor"
+        yield f"they name {len(one.dims)} and {len(other.dims)} dims; a {what} has one entry for each dim of the tensor"
         return
     for dim, (left, right) in enumerate(zip(one.dims, other.dims, strict=True)):
         here = {part.factor: part for part in left.factors}
         there = {part.factor: part for part in right.factors}
         if here and there and not (here.keys() <= there.keys() or here.keys() >= there.keys()):
-            yield f"dim {dim} is {left} and {right}; if the dim holds these factors together, write one pin and join them by *"
+            yield f"dim {dim} is {left} and {right}; if the dim holds these factors together, write one {what} and join them by *"
             return
         for factor, part in here.items():
             again = there.get(factor, part)
@@ -129,7 +138,8 @@ def _said(part: PinFactor) -> str:
     return "whole" if part.whole else f"split by {', then '.join(part.axes)}"
 
 
-def _clashes_within(pin: Pin) -> Iterator[str]:
+def _clashes_within(pin: TensorLine) -> Iterator[str]:
     for one, other in itertools.combinations(pin.splits(), 2):
         if one[0] == other[0]:
-            yield f"{pin.where}: {one[0]} splits {one[2]} in dim {one[1]} and {other[2]} in dim {other[1]}; an axis splits a value once"
+            places = f"{one[2]} in dim {one[1]} " + ("twice" if one == other else f"and {other[2]} in dim {other[1]}")
+            yield f"{pin.where}: {one[0]} splits {places}; an axis splits a value once"

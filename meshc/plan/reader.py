@@ -10,9 +10,24 @@ from typing import Final, NoReturn
 
 from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
-from meshc.ir.mesh import NAME
-from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term, duplicates
+from meshc.ir.mesh import NAME, RESERVED
+from meshc.plan.entries import AUTO, STORES, AxisEntry, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
 from meshc.plan.faults import refuse_faults, suggest
+
+WORDS: Final = ("pin", *RESERVED)
+"""What lines begin with that are no entry of an axis. Those that are reserved are no axis's name either."""
+TO_COME: Final = {
+    "remat": "what backward makes again is not a plan's to say yet",
+    "keep": "what backward makes again is not a plan's to say yet, so every value is kept",
+    "offload": "nothing lies on the host yet",
+}
+"""Words that lines will begin with, and what there is instead."""
+
+
+def is_by_hand(text: str) -> bool:
+    """Whether text is lines of a plan, and not names of recipes."""
+    return ":" in text or "\n" in text or text.split(maxsplit=1)[:1] in ([word] for word in RESERVED)
+
 
 # Sources of lines: pairs of the line's number, 0 where there is none, and the line.
 
@@ -29,13 +44,16 @@ def numbered(lines: str | Iterable[str] | Mapping[str, object]) -> list[tuple[in
 
 
 def _mapping_lines(items: Iterable[tuple[int, object, object]]) -> list[tuple[int, str]]:
-    """The lines of (number, key, value) triples: an axis and its entry, ``pin PATTERN`` and dims, ``pin`` and a list of pins."""
+    """The lines of (number, key, value) triples: an axis and its entry, ``pin PATTERN`` and dims, ``pin`` and a list of pins.
+
+    ``store`` is like ``pin``, and so are the words that are kept for lines to come.
+    """
     lines = []
     for number, key, value in items:
-        if key == "pin":
-            for pin in value if isinstance(value, (list, tuple)) else [value]:
-                texts = [f"{pattern}: {dims}" for pattern, dims in pin.items()] if isinstance(pin, Mapping) else [str(pin)]
-                lines += [(number, f"pin {text}") for text in texts]
+        if key in WORDS:
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                texts = [f"{pattern}: {dims}" for pattern, dims in one.items()] if isinstance(one, Mapping) else [str(one)]
+                lines += [(number, f"{key} {text}") for text in texts]
         elif isinstance(key, str) and isinstance(value, str):
             lines.append((number, f"{key}: {value}"))
         else:
@@ -77,13 +95,13 @@ def yaml_lines(text: str) -> list[tuple[int, str]]:
     for key, value in root.value:
         if not isinstance(key, yaml.ScalarNode):
             raise PlanError(f"line {key.start_mark.line + 1}: a list or a mapping is no axis; write text, as in tp: heads, ffn")
-        is_pin = key.value == "pin"
-        for node in value.value if is_pin and isinstance(value, yaml.SequenceNode) else [value]:
+        word = key.value if key.value in WORDS else ""
+        for node in value.value if word and isinstance(value, yaml.SequenceNode) else [value]:
             number = node.start_mark.line + 1
             if isinstance(node, yaml.ScalarNode):
-                lines.append((number, f"pin {node.value}" if is_pin else f"{key.value}: {node.value}"))
-            elif isinstance(node, yaml.MappingNode) and is_pin:
-                lines += [(pattern.start_mark.line + 1, f"pin {pattern.value}: {dims.value}") for pattern, dims in node.value]
+                lines.append((number, f"{word} {node.value}" if word else f"{key.value}: {node.value}"))
+            elif isinstance(node, yaml.MappingNode) and word:
+                lines += [(pattern.start_mark.line + 1, f"{word} {pattern.value}: {dims.value}") for pattern, dims in node.value]
             else:
                 raise PlanError(f"line {number}: the entry {key.value} holds a list or a mapping; write text, as in tp: heads, ffn")
     return lines
@@ -101,6 +119,8 @@ _FACTOR: Final = re.compile(r"(?:\w[\w-]*|\*(?=\.))(?:\.(?:\w[\w-]*|\*))*")
 _GLOB: Final = re.compile(r"[\w.*?\[\]!-]+")
 _KIND: Final = re.compile(r"\w+:(?=[\w.*?\[\]!-]+\s*:)")
 _PIN: Final = re.compile(r"pin\s+(?=[^\s:])")
+_AUTO: Final = re.compile(rf"{AUTO}(?![\w.-])")
+_RESERVED: Final = re.compile(rf"(?:{'|'.join(RESERVED)})\b")
 
 
 class _Fault(Exception):
@@ -141,9 +161,10 @@ class _Line:
         raise _Fault(self.at if at is None else at, fix)
 
 
-def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[AxisEntry, ...], tuple[Pin, ...]]:
+def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...]]:
     axes: list[AxisEntry] = []
     pins: list[Pin] = []
+    stores: list[StoreLine] = []
     faults: list[str] = []
     for index, (number, raw) in enumerate(lines, 1):
         if index > MOST_PLAN_LINES:
@@ -157,6 +178,8 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[Axi
         try:
             if line.accept(_PIN) is not None:
                 pins.append(_read_pin(line, number))
+            elif (word := line.accept(_RESERVED)) is not None:
+                stores.append(_read_store_line(line, number, word))
             else:
                 axes.append(_read_axis(line, number))
         except _Fault as fault:
@@ -164,13 +187,17 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[Axi
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
     doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
     refuse_faults(f"{name} cannot be read", faults + doubled)
-    return tuple(axes), tuple(pins)
+    return tuple(axes), tuple(pins), tuple(stores)
 
 
 def _read_axis(line: _Line, number: int) -> AxisEntry:
-    axis = line.expect(NAME, "a line starts with the name of a mesh axis, or with `pin`; as in `tp: heads, ffn`")
+    axis = line.expect(NAME, "a line starts with the name of a mesh axis, with `pin` or `store`; as in `tp: heads, ffn`")
     line.expect(":", f"after the axis comes a colon: `{axis}: heads, ffn`")
     ranks: list[tuple[Term, ...]] = []
+    if line.accept(_AUTO) is not None:
+        if not line.done:
+            line.fail(f"`{axis}: {AUTO}` stands alone: the search chooses what the axis splits and what is stored split along it")
+        return AxisEntry(axis, line=number, text=line.text.strip(), auto=True)
     if line.accept(r"-(?![\w.])") is None:
         seen: set[Term] = set()
         ranks.append(_read_rank(line, axis, seen))
@@ -187,6 +214,8 @@ def _read_rank(line: _Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
     while not rank or line.accept(","):
         start = line.at
         factor = line.expect(_FACTOR, f"a factor belongs here, as in `{axis}: heads, ffn > seq`; `{axis}: -` uses the axis for nothing")
+        if factor == AUTO:
+            line.fail(f"{AUTO} is no factor: `{axis}: {AUTO}` alone leaves an axis to the search", start)
         region = line.expect(_GLOB, f"a region follows @: `{factor}@attention`, or a glob of module paths") if line.accept("@") else None
         term = Term(factor, region)
         if term in seen:
@@ -198,6 +227,10 @@ def _read_rank(line: _Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
 
 def _read_store(line: _Line) -> tuple[str, ...]:
     line.expect(r"store\b", "only `store params, grads, state`, or a part of it, follows a semicolon")
+    return _read_kinds(line)
+
+
+def _read_kinds(line: _Line) -> tuple[str, ...]:
     words: list[str] = []
     while not words or line.accept(","):
         start = line.at
@@ -210,6 +243,25 @@ def _read_store(line: _Line) -> tuple[str, ...]:
     return tuple(word for word in STORES if word in words)
 
 
+def _read_store_line(line: _Line, number: int, word: str) -> StoreLine:
+    names = "a store line names parameters, with * for any text, as in `store lm_head.weight state: vocab/dp, _`"
+    if word in TO_COME:
+        line.fail(f"lines that begin with {word} are reserved: {TO_COME[word]}; leave the line out", 0)
+    if line.accept(":") is not None:
+        line.fail(f"{word} is no axis's name: {names}", 0)
+    start = line.at
+    if line.accept(_KIND) is not None:
+        line.fail(f"what lies between steps are parameters, their gradients and state: {names}", start)
+    pattern = line.expect(_GLOB, names)
+    kinds = STORES
+    if line.accept(":") is None:
+        kinds = _read_kinds(line)
+        line.expect(":", f"then comes a colon, and one entry for each dim: `store {pattern} {', '.join(kinds)}: vocab/dp, _`")
+    dims = _read_dims(line)
+    _refuse_rest(line)
+    return StoreLine(pattern, dims, kinds, number, line.text.strip())
+
+
 def _read_pin(line: _Line, number: int) -> Pin:
     names = "a pin names parameters (`fc*.weight`), an input (`input:x`) or a module's value (`value:model.norm`), with * for any text"
     start = line.at
@@ -218,13 +270,22 @@ def _read_pin(line: _Line, number: int) -> Pin:
         line.fail(names, start)
     pattern = kind + line.expect(_GLOB, names)
     line.expect(":", f"after the pattern comes a colon, then one entry for each dim: `pin {pattern}: vocab/tp, _`")
+    dims = _read_dims(line)
+    only = line.accept(r"only\b") is not None
+    _refuse_rest(line, "; `only` comes last")
+    return Pin(pattern, dims, only, number, line.text.strip())
+
+
+def _read_dims(line: _Line) -> tuple[PinDim, ...]:
     dims = [_read_dim(line)]
     while line.accept(","):
         dims.append(_read_dim(line))
-    only = line.accept(r"only\b") is not None
+    return tuple(dims)
+
+
+def _refuse_rest(line: _Line, more: str = "") -> None:
     if not line.done:
-        line.fail("separate dims by `,`, factors in a dim by `*`, axes by `/`; `only` comes last")
-    return Pin(pattern, tuple(dims), only, number, line.text.strip())
+        line.fail(f"separate dims by `,`, factors in a dim by `*`, axes by `/`{more}")
 
 
 def _read_dim(line: _Line) -> PinDim:
@@ -234,6 +295,8 @@ def _read_dim(line: _Line) -> PinDim:
     while not parts or line.accept(r"\*"):
         start = line.at
         factor = line.expect(_FACTOR, "a dim is FACTOR, FACTOR/AXIS, FACTOR! or _, as in `vocab/tp, _`")
+        if factor == AUTO:
+            line.fail(f"{AUTO} is no factor: write `_` for a dim left open", start)
         if factor in ("_", "only"):
             line.fail(f"{factor} is no factor: write `_` alone for a dim left open, name the factor to split it", start)
         if any(part.factor == factor for part in parts):

@@ -20,6 +20,7 @@ from meshc.ir.mesh import ROLES, Axis, Mesh, role
 from meshc.plan.entries import AxisEntry
 from meshc.plan.faults import refuse_faults
 from meshc.plan.plan import Plan
+from meshc.plan.reader import is_by_hand
 
 PlanLike: TypeAlias = str | Plan | Mapping[str, object] | Iterable[str] | None
 """What may be given for a plan."""
@@ -82,13 +83,13 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     """The plan with exactly one entry for each axis of the mesh, in mesh order, and the user's pins.
 
     ``plan`` is ``"auto"`` or None (the roles' recipes), recipe names joined by ``+``, or a plan by hand: a Plan, or what ``Plan`` reads;
-    text is a plan by hand if it has a colon or a line break. Axes that it leaves out get their role's recipe. A resolved plan resolves
-    to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
+    text is a plan by hand if it has a colon or a line break, or begins as such a line does. Axes that it leaves out get their role's
+    recipe. A resolved plan resolves to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
     """
     recipes: list[Recipe] = []
     if plan is None or (isinstance(plan, str) and plan.strip() in ("auto", "")):
         hand = Plan()
-    elif isinstance(plan, str) and ":" not in plan and "\n" not in plan:
+    elif isinstance(plan, str) and not is_by_hand(plan):
         hand, recipes = Plan(), _recipes(plan, mesh)
     else:
         hand = Plan(plan)
@@ -98,6 +99,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     for axis in mesh.axes:
         try:
             _refuse_not_yet(axis)
+            _refuse_search(hand.entry(axis.name))
             entries.append(hand.entry(axis.name) or _by_recipe(axis, recipes) or _by_role(axis))
         except PlanError as error:
             faults.append(str(error))
@@ -108,20 +110,19 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
         if not faults and _source(recipe) not in used
     ]
     refuse_faults(f"the mesh {mesh} cannot be planned", faults)
-    return Plan.of(entries, hand.pins)
+    return Plan.of(entries, hand.pins, hand.stores)
 
 
 def explain(plan: PlanLike, mesh: Mesh) -> str:
-    """A table of what each axis does and where that comes from, then the pins."""
+    """A table of what each axis does and where that comes from, then the pins and store lines."""
     resolved = resolve(plan, mesh)
     rows = [("axis", "ranks", "splits", "stores split", "from")]
     for axis, entry in zip(mesh.axes, resolved.axes, strict=True):
-        splits = " > ".join(", ".join(map(str, rank)) for rank in entry.ranks) or "-"
         source = f"hand, line {entry.line}" if entry.line else entry.source
-        rows.append((axis.name, str(axis.size), splits, ", ".join(entry.store) or "-", source))
+        rows.append((axis.name, str(axis.size), entry.splits, ", ".join(entry.store) or "-", source))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *map(str, resolved.pins)])
+    return "\n".join([*lines, *map(str, (*resolved.pins, *resolved.stores))])
 
 
 def _recipes(text: str, mesh: Mesh) -> list[Recipe]:
@@ -147,6 +148,16 @@ def _refuse_not_yet(axis: Axis) -> None:
     advice = _NOT_YET.get(role(axis.name) or "")
     if advice is not None and axis.size > 1:
         raise PlanError(f"axis {axis}: not yet: {advice}, or give {axis.name} size 1")
+
+
+def _refuse_search(entry: AxisEntry | None) -> None:
+    if entry is not None and entry.auto:
+        own = ROLE_RECIPES.get(role(entry.axis) or "")
+        without = f", or leave the line out: {entry.axis} then does what the recipe {own} says" if own else ""
+        raise PlanError(
+            f"{entry.where}: not yet: no plan is searched for\n"
+            f"    what to do: say what {entry.axis} splits, as in `{entry.axis}: heads, ffn`{without}"
+        )
 
 
 def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:

@@ -29,7 +29,6 @@ from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
-from meshc.program import packing
 from meshc.program.program import PlainProgram, Port
 from meshc.report.account import link_accounts, stage_accounts
 
@@ -149,9 +148,14 @@ def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Seq
 
 def _placement(other: Sharding | None, own: Sharding | None, sizes: Mapping[str, int]) -> str:
     """The placement of a gradient or of state where it is not the parameter's."""
-    if other is None or own is None or local_shape(other, sizes) == local_shape(own, sizes):
+    if other is None or own is None or (local_shape(other, sizes) == local_shape(own, sizes) and _axes(other) == _axes(own)):
         return ""
     return placement(other, other.shape)
+
+
+def _axes(sharding: Sharding) -> list[list[str]]:
+    """The axes that split each dim, in order: two may give tiles of one shape and other rows."""
+    return [[axis for part in parts for axis in part.axes] for parts in sharding.dims]
 
 
 def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
@@ -173,8 +177,8 @@ def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
         keys = stage.keys()
         for node in stage.graph.nodes:
             for parameter, gradient in memory.updates(node):
-                while packing.is_view(parameter):  # the update of a tile of a parameter that is stored whole
-                    parameter = parameter.all_input_nodes[0]
+                while parameter.op == "call_function" and parameter.target is not torch.ops.aten.cat.default:
+                    parameter = parameter.all_input_nodes[0]  # the update is of another tile than the one that is stored
                 name = name_of(keys[parameter]) if is_a(keys.get(parameter, ""), "parameter") else ""
                 sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
                 if name and sharding is not None:

@@ -21,11 +21,18 @@ Slots = Mapping[tuple[int, int], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Pins:
-    """What the plan's pins hold: values where they are computed, parameters where they are stored, whole classes (a pin not `only`)."""
+    """What the plan's lines about tensors hold.
+
+    values   of pins: where values are computed
+    storage  of pins: where parameters are stored, with gradients and state
+    spread   of pins that are not `only`: whole classes
+    stored   of store lines: where each of a parameter, its gradient and its state lies, by name and kind; over and above `storage`
+    """
 
     values: Mapping[Value, Slots] = field(default_factory=dict)
     storage: Mapping[str, Slots] = field(default_factory=dict)
     spread: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    stored: Mapping[tuple[str, str], Slots] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,17 +17,20 @@ from difflib import get_close_matches
 from meshc.ir.mesh import Axis
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.pins import Pinning
+from meshc.passes.place.store_lines import store_lines
 from meshc.plan.entries import AxisEntry
 from meshc.plan.faults import refuse_faults
 
 
 def annotate(placed: Placed) -> Placed:
-    """With what the plan pins; raises PlanError with every fault found."""
+    """With what the plan pins and how it stores; raises PlanError with every fault found."""
     notes, faults = _unknown_factors(placed)
     pinning = Pinning(placed)
     faults += pinning.apply()
+    stored, more = store_lines(placed, pinning.names)
+    faults += more
     refuse_faults("the plan does not fit this model", faults)
-    placed = replace(placed, names=pinning.names, pins=pinning.pins())
+    placed = replace(placed, names=pinning.names, pins=replace(pinning.pins(), stored=stored))
     return placed.noting(*notes, *_large_axes(placed))
 
 

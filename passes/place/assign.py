@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshc.ir import Record, records
@@ -9,6 +10,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Interest, Propagator, interests
+from meshc.passes.place.storage import CLAUSE, held_to
 
 
 def assign(placed: Placed) -> Placed:
@@ -23,7 +25,7 @@ def assign(placed: Placed) -> Placed:
         pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch,
     ).run()  # fmt: skip
     placed = replace(placed, assignment=assignment)
-    return placed.noting(*_replicated(placed), *_idle_pins(placed))
+    return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed))
 
 
 def _idle_pins(placed: Placed) -> list[str]:
@@ -36,6 +38,32 @@ def _idle_pins(placed: Placed) -> list[str]:
                 f"the pin of value:{modules} has no effect: nothing but integers goes into it, so each rank makes the part it uses"
             )
     return notes
+
+
+def _idle_store_lines(placed: Placed) -> list[str]:
+    """Of a parameter that an earlier program has laid, and of a gradient that does not outlive its step, a line changes nothing."""
+    decided, request = placed.decided(), placed.request
+    notes = []
+    for line in placed.plan.stores:
+        about = [(name, kind) for name, kind in placed.pins.stored if line.matches(name) and CLAUSE[kind] in line.kinds]
+        laid = [
+            name for name, kind in about
+            if kind == "parameter" and name in request.fixed and held_to(decided.storage[name, kind], placed.pins.stored[name, kind])
+            != decided.storage[name, kind]
+        ]  # fmt: skip
+        if laid:
+            notes.append(f"{line.where}: {_several(laid)} lies as the program of this model that was compiled first has it")
+        within = [
+            name for name, kind in about
+            if kind == "gradient" and request.optimizer is not None and decided.storage[name, kind] != decided.storage[name, "state"]
+        ]  # fmt: skip
+        if within:
+            notes.append(f"{line.where}: no gradient outlives a TrainStep; that of {_several(within)} goes to where the state lies at once")
+    return notes
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
 def _replicated(placed: Placed) -> list[str]:

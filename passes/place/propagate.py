@@ -28,7 +28,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Pins
-from meshc.passes.place.storage import stored_split
+from meshc.passes.place.storage import held_to, stored_split
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.rules.layout import is_grown
 from meshc.plan.plan import Plan
@@ -383,8 +383,9 @@ class Propagator:
             base = self._settled(name, node) if kind == "parameter" else None
             if base is None:
                 base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
-                base = self._with_pins(name, _without_axis(base, MICROBATCH))
-                base = stored_split(base, kind, self._stores(), self.sizes)
+                base = held_to(_without_axis(base, MICROBATCH), self.pins.storage.get(name, {}))
+                said = self.pins.stored.get(key, {})
+                base = stored_split(held_to(base, said), kind, self._stores(), self.sizes, said)
             self.result.storage[key] = base
         return self.result.storage[key]
 
@@ -392,16 +393,6 @@ class Propagator:
         """What is stored split along each axis, as the plan's entries say."""
         entries = {axis: self.plan.entry(axis) for axis in self.axes if axis != MICROBATCH}
         return {axis: entry.store for axis, entry in entries.items() if entry is not None and entry.store}
-
-    def _with_pins(self, name: str, base: Sharding) -> Sharding:
-        pins = self.pins.storage.get(name, {})
-        moved = {axis for axes in pins.values() for axis in axes}
-        for dim, position, part in base.parts():
-            kept = tuple(axis for axis in part.axes if axis not in moved)
-            if (dim, position) in pins:
-                kept = pins[(dim, position)]
-            base = base.with_axes(dim, position, kept)
-        return base
 
     def _stored(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         """An update computes where the state lies, or whole."""

@@ -12,21 +12,37 @@ all of them, is reduce-scattered by one: over two dims each would be two, the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from meshc.ir.sharding import Part, Sharding, local_size
+from meshc.passes.phases.placed import Slots
 from meshc.plan.entries import STORES
+
+Place: TypeAlias = tuple[int, int]
+"""A dim, and which of its parts."""
 
 CLAUSE: Final = {"parameter": "params", "gradient": "grads", "state": "state"}
 """What lies between steps -> what plans call it."""
 
 
-def stored_split(base: Sharding, kind: str, stores: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> Sharding:
+def held_to(base: Sharding, slots: Slots) -> Sharding:
+    """`base` with these parts split so, and what splits them split nothing else."""
+    moved = {axis for axes in slots.values() for axis in axes}
+    for dim, position, part in base.parts():
+        kept = tuple(axis for axis in part.axes if axis not in moved)
+        base = base.with_axes(dim, position, slots.get((dim, position), kept))
+    return base
+
+
+def stored_split(
+    base: Sharding, kind: str, stores: Mapping[str, Sequence[str]], sizes: Mapping[str, int], held: Collection[Place] = ()
+) -> Sharding:
     """`base` split along the axes that store this kind; axes that split it already stay where they are.
 
     stores  axis -> what is stored split along it, in mesh order
+    held    parts that are split no further
 
     Where only some kinds are stored along an axis, that axis comes last and all kinds are split at the same place: what a gradient is
     reduce-scattered to is then a slice away from the state, and a new parameter one gather from the state.
@@ -34,26 +50,26 @@ def stored_split(base: Sharding, kind: str, stores: Mapping[str, Sequence[str]],
     free = [axis for axis in stores if axis not in base.split_axes()]
     order = sorted(free, key=lambda axis: [name not in stores[axis] for name in STORES])
     mine = [axis for axis in order if CLAUSE[kind] in stores[axis]]
-    together = _place(base, order, sizes)
+    together = _place(base, order, sizes, held)
     if together is not None and local_size(_part(base, together), sizes) >= prod(sizes[axis] for axis in order):
         return base.with_axes(*together, (*_part(base, together).axes, *mine))
     for axis in mine:  # no part is large enough for all
-        place = _place(base, [axis], sizes)
+        place = _place(base, [axis], sizes, held)
         if place is not None:
             base = base.with_axes(*place, (*_part(base, place).axes, axis))
     return base
 
 
-def _place(base: Sharding, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int] | None:
+def _place(base: Sharding, axes: Sequence[str], sizes: Mapping[str, int], held: Collection[Place]) -> Place | None:
     """The part to split: a dim's major factor if it divides, else one that pads, else an inner one; None if nothing is left to split."""
     choices = []
     count = prod(sizes[axis] for axis in axes)
     for dim, position, part in base.parts():
         size = local_size(part, sizes)
-        if size >= 2:
+        if size >= 2 and (dim, position) not in held:
             choices.append((bool(part.axes), size % count != 0, position != 0, size < count, dim, position))
     return min(choices)[-2:] if choices else None
 
 
-def _part(base: Sharding, place: tuple[int, int]) -> Part:
+def _part(base: Sharding, place: Place) -> Part:
     return base.dims[place[0]][place[1]]

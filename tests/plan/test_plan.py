@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, Term
+from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, StoreLine, Term
 from meshc.plan.plan import Plan, contradictions
 from meshc.plan.recipes import RECIPES, explain, resolve
 
@@ -24,6 +24,9 @@ cp: heads@attention > seq@model.layers.*
 pp: -
 pin lm_head.weight: vocab / tp, _  only
 pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
+store lm_head.weight state : vocab/dp / tp,_
+store *.c_attn.weight grads,params: _, hidden!
+store norm.* state, params, grads: hidden/dp
 pin input:ids:batch/dp,seq
 """
 
@@ -34,7 +37,10 @@ cp: heads@attention > seq@model.layers.*
 pp: -
 pin lm_head.weight: vocab/tp, _  only
 pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
-pin input:ids: batch/dp, seq"""
+pin input:ids: batch/dp, seq
+store lm_head.weight state: vocab/dp/tp, _
+store *.c_attn.weight params, grads: _, hidden!
+store norm.*: hidden/dp"""
 
 
 def refusal(lines: object) -> str:
@@ -43,10 +49,10 @@ def refusal(lines: object) -> str:
     return str(caught.value)
 
 
-NAMES = st.sampled_from(["dp", "tp", "cp", "pin", "store", "only", "x_1", "_y"])
+NAMES = st.sampled_from(["dp", "tp", "cp", "pin", "stores", "auto", "only", "x_1", "_y"])
 FACTORS = st.one_of(
     st.sampled_from(["heads", "kv_heads", "0.weight.1", "model.*.up-proj.weight.0", "*.q.0", "only_x", "_only", "store"]),
-    st.from_regex(r"[a-z]\w*(\.\w+)*", fullmatch=True).filter(lambda factor: factor != "only"),
+    st.from_regex(r"[a-z]\w*(\.\w+)*", fullmatch=True).filter(lambda factor: factor not in ("only", "auto")),
 )
 REGIONS = st.sampled_from(["attention", "model.layers.*", "*.mlp", "model.layers.[0-3]", "h.?"])
 PATTERNS = st.sampled_from(["fc.weight", "*.weight", "input:x", "value:model.layers.*.mlp", "layers.[!0].w"])
@@ -61,8 +67,13 @@ def axis_entries(draw: st.DrawFn, axis: str) -> AxisEntry:
         if cut or not ranks:
             ranks.append([])
         ranks[-1].append(term)
-    kept = draw(st.sets(st.sampled_from(STORES)))
-    return AxisEntry(axis, tuple(map(tuple, ranks)), tuple(word for word in STORES if word in kept))
+    if not ranks and draw(st.booleans()):
+        return AxisEntry(axis, auto=True)
+    return AxisEntry(axis, tuple(map(tuple, ranks)), draw(kinds(st.sets(st.sampled_from(STORES)))))
+
+
+def kinds(drawn: st.SearchStrategy[set[str]]) -> st.SearchStrategy[tuple[str, ...]]:
+    return drawn.map(lambda kept: tuple(word for word in STORES if word in kept))
 
 
 @st.composite
@@ -75,10 +86,17 @@ PIN_DIMS = st.lists(pin_factors(), max_size=3, unique_by=lambda part: part.facto
 PINS = st.builds(
     lambda pattern, dims, only: Pin(pattern, tuple(dims), only), PATTERNS, st.lists(PIN_DIMS, min_size=1, max_size=3), st.booleans()
 )
+STORE_LINES = st.builds(
+    lambda pattern, dims, kept: StoreLine(pattern, tuple(dims), kept),
+    PATTERNS.filter(lambda pattern: ":" not in pattern),
+    st.lists(PIN_DIMS, min_size=1, max_size=3),
+    kinds(st.sets(st.sampled_from(STORES), min_size=1)),
+)
 PLANS = st.builds(
     Plan.of,
     st.lists(NAMES, unique=True, max_size=4).flatmap(lambda axes: st.tuples(*map(axis_entries, axes))),
     st.lists(PINS, max_size=3),
+    st.lists(STORE_LINES, max_size=2),
 )
 
 
@@ -87,7 +105,7 @@ def test_text_round_trips(plan: Plan) -> None:
     assert Plan(str(plan)) == plan
 
 
-@given(st.text(alphabet="tp:heads,>@;-_*/!# \nin.only", max_size=40))
+@given(st.text(alphabet="tp:heads,>@;-_*/!# \nin.onlyrmsu", max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         plan = Plan(text)
@@ -114,6 +132,9 @@ def test_structure() -> None:
     assert plan.pins[0] == Pin("lm_head.weight", (PinDim((PinFactor("vocab", ("tp",)),)), PinDim()), only=True)
     assert plan.pins[1].dims[1].factors == (PinFactor("qkv", whole=True), PinFactor("heads", ("tp", "cp")), PinFactor("head"))
     assert plan.pins[1].splits() == [("tp", 1, "heads"), ("cp", 1, "heads")]
+    assert plan.stores[0] == StoreLine("lm_head.weight", (PinDim((PinFactor("vocab", ("dp", "tp")),)), PinDim()), ("state",))
+    assert [line.kinds for line in plan.stores] == [("state",), ("params", "grads"), ("params", "grads", "state")]
+    assert [line.line for line in plan.stores] == [9, 10, 11]
 
 
 def test_globs() -> None:
@@ -125,21 +146,24 @@ def test_globs() -> None:
 
 
 def test_other_forms_hold_the_same_lines(tmp_path: Path) -> None:
-    plan = Plan("dp: batch; store state\ntp: heads, ffn\ncp: -\npin input:ids: batch/dp, _\npin *.weight: ffn/tp, _")
+    lines = ["dp: batch; store state", "tp: heads, ffn", "cp: -", "pin input:ids: batch/dp, _", "pin *.weight: ffn/tp, _"]
+    plan = Plan([*lines, "store a grads, state: ffn/dp"])
     pins = ["input:ids: batch/dp, _", "*.weight: ffn/tp, _"]
     entries = {"dp": "batch; store state", "tp": "heads, ffn", "cp": "-"}
     assert Plan(str(plan).splitlines()) == plan
-    assert Plan({**entries, "pin": pins}) == plan
-    assert Plan({**entries, "pin input:ids": "batch/dp, _", "pin": {"*.weight": "ffn/tp, _"}}) == plan
+    assert Plan({**entries, "pin": pins, "store": ["a grads, state: ffn/dp"]}) == plan
+    mixed = {"pin input:ids": "batch/dp, _", "pin": {"*.weight": "ffn/tp, _"}, "store a grads, state": "ffn/dp"}
+    assert Plan({**entries, **mixed}) == plan
     assert Plan(plan) == plan
     files = {
         "a.plan": str(plan),
-        "a.yaml": 'dp: batch; store state\ntp: heads, ffn\ncp: "-"\npin:\n- "input:ids: batch/dp, _"\n- "*.weight": ffn/tp, _',
+        "a.yaml": 'dp: batch; store state\ntp: heads, ffn\ncp: "-"\npin:\n- "input:ids: batch/dp, _"\n- "*.weight": ffn/tp, _\n'
+        "store:\n  a grads, state: ffn/dp",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         assert Plan.load(tmp_path / name) == plan, name
-    assert [pin.line for pin in Plan.load(tmp_path / "a.yaml").pins] == [5, 6]
+    assert [line.line for line in (*Plan.load(tmp_path / "a.yaml").pins, *Plan.load(tmp_path / "a.yaml").stores)] == [5, 6, 8]
 
 
 def test_toml(tmp_path: Path) -> None:
@@ -193,7 +217,7 @@ def test_every_bad_line_is_shown() -> None:
 @pytest.mark.parametrize(
     ("line", "column", "fix"),
     [
-        (": heads", 0, "a line starts with the name of a mesh axis, or with `pin`"),
+        (": heads", 0, "a line starts with the name of a mesh axis, with `pin` or `store`"),
         ("tp:", 3, "a factor belongs here"),
         ("tp: heads,, ffn", 10, "a factor belongs here"),
         ("tp: heads >", 11, "a factor belongs here"),
@@ -213,6 +237,19 @@ def test_every_bad_line_is_shown() -> None:
         ("pin fc.weight: ffn/tp!", 15, "`ffn!` is kept whole"),
         ("pin fc.weight: ffn * ffn", 21, "ffn is there twice in one dim"),
         ("pin fc.weight: ffn ffn", 19, "separate dims by `,`"),
+        ("tp: auto; store params", 8, "`tp: auto` stands alone"),
+        ("tp: heads, auto", 11, "auto is no factor: `tp: auto` alone leaves an axis to the search"),
+        ("pin fc.weight: auto/tp", 15, "auto is no factor"),
+        ("store: batch", 0, "store is no axis's name"),
+        ("store input:x: a", 6, "what lies between steps are parameters"),
+        ("store fc.weight ffn/tp, _", 16, "ffn cannot be stored (there are: params, grads, state)"),
+        ("store fc.weight state, state: ffn", 23, "state is there twice"),
+        ("store fc.weight state ffn", 22, "then comes a colon"),
+        ("store fc.weight: ffn/tp, _  only", 28, "separate dims by `,`"),
+        ("store fc.weight: ffn!/tp", 17, "`ffn!` is kept whole"),
+        ("remat layers.*: cheap", 0, "lines that begin with remat are reserved"),
+        ("keep layers.0", 0, "lines that begin with keep are reserved"),
+        ("offload state", 0, "lines that begin with offload are reserved"),
     ],
 )
 def test_bad_line(line: str, column: int, fix: str) -> None:
@@ -279,6 +316,47 @@ def test_contradictions_between_patterns() -> None:
     assert contradictions([pins[1], pins[3]]) == [
         "line 2, `pin fc.*: _, hidden/tp` and line 4, `pin f*: _`: they name 2 and 1 dims; a pin has one entry for each dim of the tensor"
     ]
+
+
+def test_contradictory_store_lines() -> None:
+    """Of one kind; what two lines say of two kinds has nothing to do with each other."""
+    with pytest.raises(PlanError) as caught:
+        Plan("store a: b/dp, _\nstore a params: b!, _\nstore a grads: _, c/tp\nstore a state: b/dp/tp/dp, _\nstore a grads: b/x, _").check(
+            Mesh("dp=2,tp=2")
+        )
+    twice = "b in dim 0 is split by dp in one and "
+    assert str(caught.value).splitlines()[1:] == [
+        "  line 5, `store a grads: b/x, _`: the mesh has no axis x (there are: dp, tp)",
+        "  line 4, `store a state: b/dp/tp/dp, _`: dp splits b in dim 0 twice; an axis splits a value once",
+        f"  line 1, `store a: b/dp, _` and line 2, `store a params: b!, _`: {twice}whole in the other; keep one of the two",
+        f"  line 1, `store a: b/dp, _` and line 5, `store a grads: b/x, _`: {twice}split by x in the other; keep one of the two",
+        f"  line 1, `store a: b/dp, _` and line 4, `store a state: b/dp/tp/dp, _`: {twice}"
+        "split by dp, then tp, then dp in the other; keep one of the two",
+    ]
+    Plan("store a params: b/dp, _\nstore a state: b/dp/tp, _\nstore a grads: b!, _").check(Mesh("dp=2,tp=2"))
+
+
+def test_reserved_words() -> None:
+    """A lone line that begins with one is a plan by hand; no axis has the name."""
+    for word in ("store", "remat", "keep", "offload"):
+        with pytest.raises(PlanError, match=f"no axis may be called {word}: lines of plans begin with it"):
+            Mesh(f"{word}=2")
+        with pytest.raises(PlanError, match="this plan cannot be read"):
+            resolve(f"{word} layers", Mesh("dp=2"))
+    with pytest.raises(PlanError, match="lines that begin with keep are reserved"):
+        Plan({"dp": "batch", "keep": ["layers.*"]})
+
+
+def test_an_axis_left_to_a_search_is_refused_until_there_is_one() -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve("dp: batch\ntp: auto\nx: auto", Mesh("dp=2,tp=2,x=2"))
+    assert str(caught.value) == (
+        "the mesh dp=2,tp=2,x=2 cannot be planned:\n"
+        "  line 2, `tp: auto`: not yet: no plan is searched for\n"
+        "    what to do: say what tp splits, as in `tp: heads, ffn`, or leave the line out: tp then does what the recipe megatron says\n"
+        "  line 3, `x: auto`: not yet: no plan is searched for\n"
+        "    what to do: say what x splits, as in `x: heads, ffn`"
+    )
 
 
 def test_pins_that_agree() -> None:

@@ -1,0 +1,88 @@
+"""Store lines: from what a plan says of storage to each parameter, gradient and state that it is about.
+
+    store lm_head.weight state: vocab/dp/tp, _      the state of lm_head.weight: dim 0 split by dp, each tile by tp; dim 1 open
+
+A dim that a line speaks of lies as the line says and not otherwise; one that it leaves open lies as it is used, further split by the axes
+whose store clauses say so. An axis that a line names has left whatever else of the tensor it split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from meshc.ir.keys import kind_of, name_of
+from meshc.ir.mesh import role
+from meshc.ir.sharding import tile_sizes
+from meshc.passes.phases.names import Names
+from meshc.passes.phases.placed import Placed, Slots
+from meshc.passes.place.storage import CLAUSE
+from meshc.plan.entries import StoreLine
+from meshc.plan.plan import contradictions
+
+Stored = Mapping[tuple[str, str], Slots]
+"""(parameter, what of it: parameter, gradient or state) -> what lines say of its dims."""
+
+
+@dataclass
+class _Found:
+    slots: dict[tuple[str, str], dict[tuple[int, int], tuple[str, ...]]] = field(default_factory=dict)
+    lines: dict[tuple[str, str], list[StoreLine]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
+    """What the plan's store lines say, and every fault, each naming the lines of the plan. `names`: with what pins call factors."""
+    found = _Found()
+    parameters = {name_of(key): (node, 0) for key, node in placed.joint.placeholders().items() if kind_of(key) == "parameter"}
+    for line in placed.plan.stores:
+        matches = [name for name in parameters if line.matches(name)]
+        if not matches:
+            close = get_close_matches(line.pattern, parameters, 3, 0.4)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            found.faults.append(f"{line.where}: no parameter is called {line.pattern!r}{hint}")
+        for name in matches:
+            row = placed.factors.dims[parameters[name]]
+            if len(row) != len(line.dims):
+                found.faults.append(f"{line.where}: {name} has {len(row)} dims, the line has {len(line.dims)}")
+                continue
+            slots, fault = _slots(line, name, row, placed, names)
+            if fault:
+                found.faults.append(f"{line.where}: {fault}")
+                continue
+            for kind in (kind for kind, said in CLAUSE.items() if said in line.kinds):
+                others = found.lines.setdefault((name, kind), [])
+                found.faults += contradictions([*others, line]) if others else []
+                others.append(line)
+                found.slots.setdefault((name, kind), {}).update(slots)
+    return found.slots, list(dict.fromkeys(found.faults))
+
+
+def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed: Placed, names: Names) -> tuple[Slots, str]:
+    """What a line says of a parameter's factors, or why it cannot be."""
+    chosen: dict[tuple[int, int], tuple[str, ...]] = {}
+    for dim, (wanted, factors) in enumerate(zip(line.dims, row, strict=True)):
+        for part in wanted.factors:
+            matches = [p for p, factor in enumerate(factors) if part.factor in names.also[factor] | {names.of[factor]}]
+            if not matches:
+                have = " * ".join(names.of[factor] for factor in factors) or "1"
+                return {}, f"dim {dim} of {name} is {have}, it has no factor {part.factor!r}"
+            if part.axes or part.whole:
+                chosen[(dim, matches[0])] = part.axes
+            fault = _too_many(part.axes, placed.real(placed.factors.size[factors[matches[0]]]), placed)
+            if fault:
+                return {}, f"{part.factor} of {name} {fault}"
+    return chosen, ""
+
+
+def _too_many(axes: tuple[str, ...], size: int, placed: Placed) -> str:
+    """Why these axes cannot store a factor of this size split, one after the other; "" if they can, be it with padding."""
+    for at, axis in enumerate(axes):
+        if role(axis) == "pp":
+            return f"cannot be stored split by {axis}, which cuts the model into stages: what a stage needs lies on its ranks"
+        tile = tile_sizes(size, [placed.sizes[earlier] for earlier in axes[:at]])[-1]
+        if tile < 2 and placed.sizes[axis] > 1:
+            gone = f", of which {'/'.join(axes[:at])} leaves 1 to a rank" if at else ""
+            return f"has size {size}{gone}: nothing is left for {axis}"
+    return ""
