@@ -2,14 +2,15 @@
 
     meshc compile model.py:build --mesh dp=2,tp=2 --out llama.meshc      no process group, no GPU needed
     meshc show llama.meshc --summary
+    meshc diff ddp fsdp --model model.py:build --mesh dp=4               what two plans, or two saved programs, differ in
     meshc verify llama.meshc --model model.py:build
     torchrun --nproc-per-node 4 -m meshc run llama.meshc --inputs x.safetensors --outputs out/
     torchrun --nproc-per-node 4 -m meshc run train.meshc --inputs 0.safetensors 1.safetensors --outputs out/ --save-state state/
     meshc calibrate                                                      measure this machine; under torchrun its links too
 
 `model.py:build` is a function without arguments that returns what to compile and its example inputs: `(model, {"input_ids": ids})`, or
-`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile` and `verify` run that file; nothing in a saved program
-is executed or unpickled.
+`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile`, `diff` and `verify` run that file; nothing in
+a saved program is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from meshc.pipelining import draw, trace
 from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import BACKENDS, PlainProgram
-from meshc.report import summary
+from meshc.report import diff, summary
+from meshc.report.figures import figures
 from meshc.runtime.run.link_times import link_times, process_group
 from meshc.runtime.saved.launched import Run, run_command, run_saved
 from meshc.runtime.simulator import verify as comparison
@@ -90,11 +92,23 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("path", metavar="PATH", help=saved)
     one.add_argument("--stage", help="only this stage")
     one.add_argument("--summary", action="store_true", help="tables instead of text")
+    one.add_argument("--json", action="store_true", help="the summary's figures as JSON")
     known = ", ".join(devices.names())
     one.add_argument("--device", metavar="NAME", help=f"whose times the summary predicts ({known}); default: the mesh's")
     told = "write what a call is predicted to look like: .svg, .json (a trace), or a folder for both; PATH may be a trace to draw"
     one.add_argument("--timeline", metavar="FILE", help=told)
     one.set_defaults(run=_show)
+
+    five = commands.add_parser("diff", help="what two plans for a model, or two saved programs, differ in")
+    what = "the folder of a saved program; with --model and --mesh a plan: recipes, lines, or a .plan, .yaml or .toml file"
+    five.add_argument("one", metavar="ONE", help=what)
+    five.add_argument("other", metavar="OTHER", help="the same")
+    five.add_argument("--model", metavar="FILE.py:FUNCTION", help="returns the model and example inputs, for plans")
+    five.add_argument("--mesh", help='for plans; axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
+    five.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
+    five.add_argument("--device", metavar="NAME", help="whose times are predicted (a100, h100, h200, b200); default: the mesh's")
+    five.add_argument("--json", action="store_true", help="the figures of both, and what differs, as JSON")
+    five.set_defaults(run=_diff)
 
     two = commands.add_parser("verify", help="compare a saved program with its model, all ranks simulated in this process")
     two.add_argument("path", metavar="PATH", help=saved)
@@ -113,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     four.set_defaults(run=_calibrate)
 
     told = "trust the operators of a library beside torch's and meshc's; its module is imported"
-    for command in (one, two, three):
+    for command in (one, two, three, five):
         command.add_argument("--allow", metavar="LIBRARY[=MODULE]", nargs="+", default=[], help=told)
         command.add_argument("--allow-edited", action="store_true", help="accept texts that were edited after saving")
     return parser
@@ -250,6 +264,8 @@ def _show(options: argparse.Namespace) -> None:
         line = call.predicted(program)
         draw.write(line, options.timeline)
         print(_harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+    elif options.json:
+        print(json.dumps(figures(program, options.device), indent=1))
     elif options.summary:
         print(_harmless(summary.summary(program, options.device)))
     elif options.stage is not None:
@@ -265,6 +281,30 @@ def _show_trace(options: argparse.Namespace) -> None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
     draw.write(line, options.timeline)
     print(_harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+
+
+def _diff(options: argparse.Namespace) -> None:
+    names = (options.one.replace("\\n", "\n"), options.other.replace("\\n", "\n"))
+    one, other = (figures(_program_or_plan(name, options), options.device) for name in names)
+    found = diff.differences(one, other)
+    if options.json:
+        print(json.dumps({"one": one, "other": other, "differences": found}, indent=1))
+    else:
+        print(_harmless(diff.text(found, names)))
+
+
+def _program_or_plan(name: str, options: argparse.Namespace) -> PlainProgram:
+    """A saved program, or what the model compiles to under a plan."""
+    if artifact.is_saved(name):
+        return artifact.load(name, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    if options.model is None or options.mesh is None:
+        raise PlanError(
+            f"{name!r} is no folder of a saved program, and a plan is one for a model and a mesh\n"
+            "  what to do: name both, as in --model model.py:build --mesh dp=2,tp=2"
+        )
+    what, args, kwargs = load_target(options.model)
+    with nullcontext() if isinstance(what, TrainStep) or options.grad else torch.no_grad():
+        return compile.compile(what, Mesh(options.mesh), args=args, kwargs=kwargs, plan=_plan(name)).compiled
 
 
 def _verify(options: argparse.Namespace) -> None:

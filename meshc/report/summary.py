@@ -132,7 +132,7 @@ def _parameters(program: PlainProgram) -> str:
     headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", axis, "bytes/rank", "state/rank"]
     drop = [column for column in (4, 5, 6, 8) if all(row[column] in ("", "0 B") for row in rows)]
     keep = [column for column in range(len(headers)) if column not in drop]
-    return _table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
+    return table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
 
 
 def _on_ranks(program: PlainProgram, owned: Sequence[Port], values: Sequence[Sequence[Port]]) -> tuple[str, int]:
@@ -211,7 +211,7 @@ def _pipeline(program: PlainProgram, device: Device) -> str:
     if not schedule.trains:
         headers, rows = headers[:5], [row[:5] for row in rows]
     links = [(f"{one.source} to {one.target}", one.messages, bytes_text(one.bytes)) for one in link_accounts(program)]
-    return f"{_table(rows, headers, title)}\n{_table(links, ['ranks', 'messages', 'bytes'], '  sent between stages in a call')}"
+    return f"{table(rows, headers, title)}\n{table(links, ['ranks', 'messages', 'bytes'], '  sent between stages in a call')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------- collectives
@@ -233,7 +233,7 @@ def _collectives(program: PlainProgram) -> str:
         rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), why.most_common(1)[0][0]))
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
-    return _table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo)")
+    return table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo)")
 
 
 def _why(use: CollectiveUse) -> str:
@@ -264,7 +264,7 @@ def _memory(program: PlainProgram) -> str:
         rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
     rows.append(("together", bytes_text(most.total), _share(sum(waste.values()), sum(kept.values()))))
     whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
-    lines = [_table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
+    lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
     if peak.at:
         lines.append(f"  peak at {peak.at}")
     if program.pipeline is not None:
@@ -287,7 +287,7 @@ def _time(program: PlainProgram, device: Device) -> str:
         rows[0] = ("computing, on the rank that does so longest", takes.compute)
     rows.append(("together", takes.total))
     title = f"predicted time of a call ({device.name}: {device.source})"
-    lines = [_table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
+    lines = [table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
     if takes.communication:
         lines.append(f"  {seconds_text(takes.hidden)} of the communication while something is computed")
     return "\n".join(lines)
@@ -317,7 +317,7 @@ def _work(program: PlainProgram) -> str:
     shares = [
         (axis.name, axis.size, _percent(work.share(rows, axis.name)), _percent(work.share(rows, axis.name, legal=True))) for axis in axes
     ]
-    lines = [_table(shares, ["axis", "ranks", "of the arithmetic split", "of what it could split"], title) if shares else title]
+    lines = [table(shares, ["axis", "ranks", "of the arithmetic split", "of what it could split"], title) if shares else title]
     lines += [
         f"  {axis.name} splits nothing of {row}: {100 * row.flops / total:.1f} %, "
         f"{'which another entry of the plan may split' if row.by_axis[axis.name] == work.COULD else 'which has no legal split'}"
@@ -353,7 +353,7 @@ def _padding(program: PlainProgram) -> str:
         for row in padding(program)
     ]  # fmt: skip
     headers = ["factor", "tile", "padding", "kept bytes/rank", "of the arithmetic"]
-    return _table(rows, headers, "what padding wastes (averages over the ranks)") if rows else ""
+    return table(rows, headers, "what padding wastes (averages over the ranks)") if rows else ""
 
 
 # ------------------------------------------------------------------------------------------------------------------- notes, factors
@@ -404,10 +404,11 @@ def factors(names: Names, found: Found, program: PlainProgram) -> str:
             shown = ", ".join(inside[:3]) + (f", ... {len(inside) - 3} more" if len(inside) > 3 else "")
             rows.append((name, ", ".join(aliases), ", ".join(map(str, extents)), len(classes), shown))
     rows.sort(key=lambda row: "." in row[0])
-    return _table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
+    return table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
 
 
-def _table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:
+def table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:
+    """A title, and beneath it the rows, two spaces in."""
     text = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 

@@ -128,6 +128,26 @@ def test_show_prints_the_program_a_stage_or_the_summary(folder: Path, capsys: py
     assert "it has main" in failing(capsys, "show", "m", "--stage", "forward")
 
 
+def test_diff_compares_plans_and_saved_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "model.py:build", "--mesh", "dp=2,tp=2", "--plan", "ddp+megatron", "--out", "m", "--no-weights"]) == 0
+    capsys.readouterr()
+    assert main(["diff", "m", "tp: -\\nstore up.weight: ffn/tp, _", "--model", "model.py:build", "--mesh", "dp=2,tp=2"]) == 0
+    told = capsys.readouterr().out
+    entries = "  - tp: heads, ffn, vocab > features@products\n  + tp: -\n  + store up.weight: ffn/tp, _\n"
+    assert told.startswith(f"- m\n+ tp: -\n\nplan\n{entries}")
+    assert re.search(r"middle.weight +1 +params +\[ffn 40, ffn 40/tp\] +\[ffn 40, ffn 40\]", told)
+    assert "up.weight" not in told.partition("parameters lie")[2].partition("collectives")[0], "it lies so in both"
+    assert main(["show", "m", "--json"]) == 0
+    mine = json.loads(capsys.readouterr().out)
+    assert mine["storage"]["up.weight"]["params"] == "[ffn 40/tp, hidden 24]"
+    assert main(["diff", "m", "m", "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["one"] == both["other"] == mine and not any(both["differences"].values())
+    assert "'nowhere' is no folder of a saved program, and a plan is one for a model and a mesh\n  what to do: name both" in failing(
+        capsys, "diff", "m", "nowhere"
+    )
+
+
 def test_a_reader_that_has_read_enough_hears_nothing_of_it(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

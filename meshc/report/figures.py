@@ -1,0 +1,110 @@
+"""A program in figures: what its plan says and what comes of it, as plain data that a file of JSON may hold.
+
+    {"plan": ["dp: batch", ...], "storage": {"fc.weight": {"params": "[ffn 8/tp, 4]", ...}},
+     "collectives": [{"phase": "update", "collective": "all_reduce", "axes": ["dp"], "count": 1, "bytes_per_rank": 128}, ...],
+     "memory_bytes": {"parameters": 64, ..., "together": 512}, "seconds": {"computing": 1e-4, "communicating over dp": 2e-4, ...}}
+
+Bytes are a rank's, in a pipeline those of the rank that needs most; collectives are those of one call, counted as the summary counts them;
+seconds are predicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypedDict
+
+from meshc.cost import memory
+from meshc.cost.call import MODES
+from meshc.cost.devices import Device, for_mesh, named
+from meshc.cost.program import program_seconds
+from meshc.ir import PHASES
+from meshc.plan.entries import STORES
+from meshc.program.program import PlainProgram
+from meshc.report.summary import collectives, gradient_shardings, placement
+
+MEMORY = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
+
+
+class Moved(TypedDict):
+    """The collectives of one kind over the same axes in one phase."""
+
+    phase: str
+    collective: str
+    axes: list[str]
+    count: int
+    bytes_per_rank: int
+
+
+class Figures(TypedDict):
+    """What a program amounts to."""
+
+    mode: str
+    mesh: str
+    ranks: int
+    microbatches: int
+    device: str
+    plan: list[str]
+    storage: dict[str, dict[str, str]]
+    collectives: list[Moved]
+    memory_bytes: dict[str, int]
+    seconds: dict[str, float]
+    notes: list[str]
+
+
+def figures(program: PlainProgram, device: str | None = None) -> Figures:
+    """The figures of a program; times are those of a device by name, or of the mesh's."""
+    on = for_mesh(program.mesh) if device is None else named(device)
+    return Figures(
+        mode=MODES.get(program.mode, program.mode),
+        mesh=str(program.mesh),
+        ranks=program.mesh.world_size,
+        microbatches=program.microbatches,
+        device=on.name,
+        plan=str(program.plan).splitlines(),
+        storage=_storage(program),
+        collectives=_collectives(program),
+        memory_bytes=_memory(program),
+        seconds=_seconds(program, on),
+        notes=list(program.notes),
+    )
+
+
+def _storage(program: PlainProgram) -> dict[str, dict[str, str]]:
+    """How each parameter, its gradient where its update reads it, and its state lie."""
+    gradients = gradient_shardings(program)
+    states = {(port.of, port.shape): port.sharding for port in program.inputs if port.kind == "state"}
+    found = {}
+    for port in program.inputs:
+        if port.kind == "parameter":
+            lies = (port.sharding, gradients.get(port.name), states.get((port.name, port.shape)))
+            found[port.name] = {kind: placement(one, port.shape) for kind, one in zip(STORES, lies, strict=True) if one is not None}
+    return found
+
+
+def _collectives(program: PlainProgram) -> list[Moved]:
+    count: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+    moved: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+    for use in collectives(program):
+        key = (use.phase, use.kind, use.axes)
+        count[key] += use.times
+        moved[key] += use.times * use.bytes_per_rank
+    ordered = sorted(count, key=lambda key: PHASES.index(key[0]))
+    return [Moved(phase=key[0], collective=key[1], axes=list(key[2]), count=count[key], bytes_per_rank=moved[key]) for key in ordered]
+
+
+def _memory(program: PlainProgram) -> dict[str, int]:
+    most = memory.worst(program)
+    found = {text: most.kept[kind] for kind, text in MEMORY.items() if most.kept.get(kind)}
+    if most.peak.gradients:
+        found["gradients, at the peak"] = most.peak.gradients
+    if most.peak.total:
+        found["activations, at the peak"] = most.peak.total - most.peak.gradients
+    return {**found, "together": most.total}
+
+
+def _seconds(program: PlainProgram, device: Device) -> dict[str, float]:
+    takes = program_seconds(program, device)
+    found = {"computing": takes.compute, **{f"communicating over {axes}": one for axes, one in takes.communication.items()}}
+    if program.pipeline is not None:
+        found["waiting for other stages"] = takes.idle
+    return {**found, "hidden behind computing": takes.hidden, "together": takes.total}
