@@ -181,7 +181,7 @@ class Compilations:
         coordinates = asked.mesh.coordinates(dist.get_rank())
         executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
         make = partial(_specialised, compiled, general, lowered)
-        tree = lowered.placed.traced.model.output_tree
+        tree = lowered.model.output_tree
         return Session(compiled, store, executor, tree, asked.options.cuda_graph, make, asked.options.check_inputs)
 
 

@@ -32,6 +32,7 @@ class Options:
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
+    depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
     seed: int | None = None
@@ -45,6 +46,7 @@ class Options:
     check_inputs: int | None = None
     local_loss: str | None = None
     check_indices: bool = True
+    depth: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "memory_budget", "stages_per_rank"):
@@ -58,6 +60,8 @@ class Options:
         if isinstance(self.pp_splits, str):
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         dynamic.read(self.dynamic)
+        if self.depth not in ("auto", "whole"):
+            raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
 

@@ -122,7 +122,7 @@ class Twins:
         self.key = key
         self._traced = trace(request) if request.train else None
         self.plain, lowered = compile_program(request, traced=self._traced)
-        self.graph = lowered.placed.graph
+        self.graph = lowered.joint.graph
         self._updating: PlainProgram | None = None
 
     def same(self, key: tuple[object, ...]) -> bool:

@@ -111,33 +111,49 @@ class JointGraph:
 
 
 @contextlib.contextmanager
+def prepared(module: nn.Module) -> Iterator[None]:
+    """Inside, the code of a model runs in the form in which it is traced."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    with stock.prepared(module), trees.known(), unsorted_experts(), traced_flex():
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextlib.contextmanager
 def fake_tensors(
-    module: nn.Module, mode: FakeTensorMode, grad: bool, double: bool = False
+    module: nn.Module, mode: FakeTensorMode | None, grad: bool, double: bool = False
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
-    """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens.
+    """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens. Without a mode they are
+    tensors of the device meta.
 
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
     """
     swapped: list[tuple[dict[str, object], str, Any]] = []
     fakes: dict[int, torch.Tensor] = {}
     first: dict[int, str] = {}
+    made: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     try:
         for prefix, owner in module.named_modules(remove_duplicate=False):
             for store in (owner._parameters, owner._buffers):
                 for key, value in list(store.items()):
-                    if value is None or any(value is fake for fake in fakes.values()):
+                    if value is None or id(value) in made:
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     if id(value) in fakes:
                         aliases[name] = first[id(value)]
                     else:
-                        with mode:
-                            fake = torch.empty(tuple(value.shape), dtype=_wide(value.dtype, double), device="cpu")
+                        with mode or contextlib.nullcontext():
+                            device = "meta" if mode is None else "cpu"
+                            fake = torch.empty(tuple(value.shape), dtype=_wide(value.dtype, double), device=device)
                             if isinstance(value, nn.Parameter):
                                 fake = nn.Parameter(fake, requires_grad=grad and value.requires_grad)
                         fakes[id(value)] = fake
+                        made.add(id(fake))
                         first[id(value)] = name
                         tensors[name] = fake
                     swapped.append((store, key, value))

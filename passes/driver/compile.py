@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
 from meshc.frontend.faults import phase as part
 from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
+from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import pipeline
+from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
@@ -21,7 +24,7 @@ from meshc.passes.phases.outset import Outset, begin
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import Joint, Traced
 from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
 from meshc.passes.trace import parts
 from meshc.program import instance
@@ -33,25 +36,39 @@ def compile_program(request: Request, hook: Hook | None = None, traced: Traced |
     MeshcError and nothing else, but for what a hook raises."""
     with given_up(), fewer_collections():
         if traced is None:
-            traced = _traced(begin(request), hook)
-        else:
-            assert replace(request, optimizer=None) == replace(traced.request, optimizer=None)
-            traced = traced.beside(request)
-        placed = factored(traced, hook)
-        try:
-            again = _open_rows(placed, hook)
-            if again is not None:
-                return _planned(again, hook)
-        except (ArtifactError, CaptureError, CompileError, PlanError) as error:
-            placed = replace(placed, kept_whole=why_whole(error))
+            return at_depth(lambda outset, told: _compiled(_traced(outset, told), told), request, hook)
+        assert replace(request, optimizer=None) == replace(traced.request, optimizer=None)
+        if still(traced, request):
+            with contextlib.suppress(Unequal):
+                return _compiled(traced.beside(request), hook)
+        return compile_program(replace(request, depth="whole"), hook)
+
+
+def _compiled(traced: Traced, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
+    placed = factored(traced, hook)
+    if placed.depth is not None:
+        if opened(placed) is not None:
+            raise Unequal("its batch has one row, which is to be split")
         return _planned(placed, hook)
+    try:
+        again = _open_rows(placed, hook)
+        if again is not None:
+            return _planned(again, hook)
+    except (ArtifactError, CaptureError, CompileError, PlanError) as error:
+        placed = replace(placed, kept_whole=why_whole(error))
+    return _planned(placed, hook)
 
 
 def trace(request: Request) -> Traced:
     """What passes leave that know nothing of the optimizer, for several programs of requests that differ in it alone. Tracing is most of
     the time of a compilation."""
     with given_up(), fewer_collections():
-        return _traced(begin(request), None)
+        return at_depth(_traced, request, None)
+
+
+def whole_view(request: Request) -> Joint:
+    """The global view of a model with its update, all of its layers captured."""
+    return run(pipeline.UPDATE, trace(replace(request, depth="whole"))).operators()
 
 
 def factored(traced: Traced, hook: Hook | None = None) -> Placed:
@@ -67,7 +84,7 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
         cut = search(placed, hook)
     else:
         partitioned = run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
-        cut = run_all((pipeline.MICROBATCH, pipeline.STAGES), partitioned, hook)
+        cut = run_all((pipeline.GROW, pipeline.MICROBATCH, pipeline.STAGES), partitioned, hook)
     return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
 
 

@@ -14,7 +14,7 @@ from meshc.text.allowed import refusal, spelling
 def finish(lowered: Lowered) -> PlainProgram:
     """The program that the phases have come to."""
     request, placed = lowered.request, lowered.placed
-    model = placed.traced.model
+    model = lowered.model
     return replace(
         lowered.as_program(),
         notes=[*lowered.notes, *_unlisted(lowered)],

@@ -14,7 +14,9 @@ from torch.fx import Graph
 from meshc import environment
 from meshc.errors import VerifyError
 from meshc.ir import spmd
+from meshc.passes.driver.compile import whole_view
 from meshc.passes.driver.dump import dumper
+from meshc.passes.driver.pipeline import GROW
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
@@ -29,7 +31,10 @@ _dumped: Final[Counter[Path]] = Counter()
 
 
 class Checker(Protocol):
-    """What compares a program under construction with the first graph of its operators. Both raise if it does not mean that any more."""
+    """What compares a program under construction with the first graph of its operators. Checks raise if it does not mean that any more."""
+
+    def begin_again(self) -> None:
+        """What is checked from here on is another program: that of the whole model, behind the one of a few of its layers."""
 
     def check_graph(
         self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
@@ -73,6 +78,8 @@ def _verifier(checker: Checker) -> Hook:
 
     def verify(name: str, phase: Outset) -> None:
         nonlocal checked
+        if name == GROW.name and phase.depth is not None:
+            _begin_whole(checker, phase)
         text = _run_by(phase)
         if text in ("", checked):
             return  # nothing to run before there are operators, or the same as before
@@ -87,6 +94,14 @@ def _verifier(checker: Checker) -> Hook:
         checked = text
 
     return verify
+
+
+def _begin_whole(checker: Checker, phase: Outset) -> None:
+    """The truth from `grow` on is the whole model's, traced layer by layer; what has grown of the global view is compared with it."""
+    assert isinstance(phase, Lowered)
+    checker.begin_again()
+    for name, joint in (("capture", whole_view(phase.request)), (GROW.name, phase.joint)):
+        checker.check_graph(name, joint.graph, joint.inputs, joint.outputs, joint.constants)
 
 
 def _run_by(phase: Outset) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from meshc.passes.depth.grow import grow
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
 from meshc.passes.lower.schedule_collectives import schedule_collectives
@@ -60,6 +61,9 @@ PLACE: Final[tuple[Pass[Placed, Placed], ...]] = (
 
 PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 
+GROW: Final[Pass[Lowered, Lowered]] = Pass(
+    "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, bundles, liveness"
+)
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
     "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
 )
@@ -80,6 +84,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (MICROBATCH, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (GROW, MICROBATCH, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

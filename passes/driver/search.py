@@ -157,7 +157,8 @@ class Search:
 
     def _uncut(self, request: Request) -> Uncut:
         placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
-        lowered = run(pipeline.MICROBATCH, run(pipeline.PARTITION, placed, self.last.hook), self.last.hook)
+        partitioned = run(pipeline.PARTITION, placed, self.last.hook)
+        lowered = run_all((pipeline.GROW, pipeline.MICROBATCH), partitioned, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             uncut = Uncut(lowered)
             for schedule, refused in uncut.shapes.cannot.items():

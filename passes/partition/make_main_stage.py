@@ -18,4 +18,6 @@ def make_main_stage(placed: Placed) -> Lowered:
     guarded = placed.mesh.device_type if placed.request.check_indices else None
     graph = partition(joint.graph, placed.decided(), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded)
     stage = Stage("main", graph, tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
-    return Lowered(**carried(placed), placed=placed, stages={"main": stage}, inputs=inputs, outputs=joint.outputs)
+    return Lowered(
+        **carried(placed), placed=placed, model=placed.traced.model, stages={"main": stage}, inputs=inputs, outputs=joint.outputs
+    )

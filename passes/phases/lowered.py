@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshc.frontend.capture import TorchGraph
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.traced import Joint
 from meshc.pipelining.cut import Pipeline
 from meshc.pipelining.tried import Tried
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
@@ -16,12 +18,14 @@ from meshc.program.program import Instruction, PlainProgram, Port, Stage
 class Lowered(Outset):
     """
     placed    what was lowered: the global view, and who splits what in it
+    model     torch's graph of the model; from `grow` on its output is the whole model's, and so are its random calls
     inputs, outputs  the program's; a microbatch's rows may enter and leave otherwise than `placed` has it
     tried     what was searched for the stages of a pipeline, and why the others were dropped; nothing, if there was no choice
     backward  as `cut` left it, for `specialise`; None where no output could do without its gradient
     """
 
     placed: Placed
+    model: TorchGraph
     stages: Mapping[str, Stage]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -29,6 +33,11 @@ class Lowered(Outset):
     backward: Stage | None = None
     pipeline: Pipeline | None = None
     tried: tuple[Tried, ...] = ()
+
+    @property
+    def joint(self) -> Joint:
+        """The global view's graph of operators, of the whole model."""
+        return self.placed.view.value
 
     def as_program(self) -> PlainProgram:
         """As far as it is known, for what reads programs: dumps, checks, costs."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.sizes import at
 from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.depth import Depth
 from meshc.passes.phases.request import Opened, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
@@ -22,6 +23,7 @@ class Outset:
     sizes    of the mesh's axes, and of that of the microbatches if there are several
     parts    set if the step is the mean of its microbatches: graphs before `microbatch` are then those of one of them
     opened   set if a batch of 1 is padded; until the end its size is open then
+    depth    set if some of the model's layers stand for others; until `grow` graphs are those of the layers that are captured
     kept_whole  why one is not, where an axis has nothing else to split
     notes    what the user is to be told
     seconds  of each pass that has run
@@ -32,6 +34,7 @@ class Outset:
     sizes: Mapping[str, int]
     parts: Parts | None = None
     opened: Opened | None = None
+    depth: Depth | None = None
     kept_whole: str = ""
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from torch.fx import Graph
 
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Value
+from meshc.passes.phases.later import Later
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.request import Request
@@ -40,12 +41,14 @@ class Placed(Outset):
     """
     traced      what was placed
     joint       its graph of operators, which nothing changes any more: factors and assignment refer to its nodes
+    view        the global view of the whole model, where `joint` is that of a few of its layers
     pins        from `annotate` on
     assignment  from `propagate` on; ports say how they lie from `lay_ports` on
     """
 
     traced: Traced
     joint: Joint
+    view: Later[Joint]
     factors: Factors
     names: Names
     pins: Pins = Pins()

@@ -35,6 +35,7 @@ class Request:
     pp_splits     modules at which the second and further stages of a pipeline begin
     check_indices  labels and indices that their reader has no row for are refused
     backend       what will run the program
+    depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
@@ -66,6 +67,7 @@ class Request:
     gather_once: bool = True
     check_indices: bool = True
     backend: str = "eager"
+    depth: str = "auto"
 
     @property
     def count(self) -> int:

@@ -9,7 +9,7 @@ What is done is near linear in relations, as cuts are carried on from each new o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -47,16 +47,20 @@ class Demand:
         return _suffixes(self.inside, cuts) | _suffixes(self.outside, cuts)
 
 
-def cut_dims(demands: list[Demand], dropped: list[str]) -> dict[int, frozenset[int]]:
-    """The cuts of each class of dims. Hard relations first, the most supported first; a soft one only joins if it adds no cut."""
-    support: Counter[tuple[int, int]] = Counter()
+def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, int]) -> dict[int, frozenset[int]]:
+    """The cuts of each class of dims. Hard relations first, the most supported first; a soft one only joins if it adds no cut.
+    `counts`: for how many an operator stands, where that is more than one."""
+    voters: dict[tuple[int, int], list[int]] = defaultdict(list)
     asked = [(demand, demand.asked()) for demand in demands]
     for demand, cuts in asked:
         if cuts is None:
             demand.active = False
             dropped.append(f"{demand.node.name}: a reshape without common factors keeps its dims whole")
         elif not demand.relation.soft:
-            support.update((dim, cut) for dim, found in cuts.items() for cut in found)
+            for dim, found in cuts.items():
+                for cut in found:
+                    voters[dim, cut].append(counts.get(demand.node, 1))
+    support = Counter({cut: _votes(standing) for cut, standing in voters.items()})
 
     def weight(entry: tuple[Demand, dict[int, set[int]] | None]) -> tuple[object, ...]:
         """The support of what is least asked for; equals are told apart by what they ask, so that the graph's order says nothing."""
@@ -82,6 +86,11 @@ def cut_dims(demands: list[Demand], dropped: list[str]) -> dict[int, frozenset[i
             if not demand.active and known.has(demand) and known.add(demand):
                 demand.active = changed = True
     return known.cuts
+
+
+def _votes(standing: list[int]) -> int:
+    """How often a cut is asked for; `standing`: for how many layers each voter stands. A dim of one layer has votes of that layer alone."""
+    return len(standing) if min(standing) > 1 else sum(standing)
 
 
 class _Cuts:

@@ -128,8 +128,9 @@ class _DimFactors:
         return [(inner.token, outer.token) for inner, outer in pairs]
 
 
-def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = ()) -> Factors:
-    """Classes for every dim of every value of a global-view graph. `alike` pairs values of one meaning: a gradient and its parameter."""
+def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: Mapping[Node, int] | None = None) -> Factors:
+    """Classes for every dim of every value of a global-view graph. `alike` pairs values of one meaning: a gradient and its parameter.
+    `counts` says of nodes that stand for several, layers that were not captured, for how many."""
     dims = _Dims()
     operators = [*_operators(graph, dims)]
     for one, other in alike:
@@ -137,7 +138,7 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = ()) -> Factor
     for operator in operators:
         operator.demand(dims)
     dropped: list[str] = []
-    factors = _DimFactors(dims, cut_dims([demand for operator in operators for demand in operator.demands], dropped))
+    factors = _DimFactors(dims, cut_dims([demand for operator in operators for demand in operator.demands], dropped, counts or {}))
     aligned = {id(demand): pairs for operator in operators for demand, pairs in _aligned(operator, factors, dropped)}
 
     found = Factors({}, {}, {}, dropped)

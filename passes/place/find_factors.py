@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from meshc.passes.depth.counts import counts_of
+from meshc.passes.depth.view import view_of
 from meshc.passes.phases.outset import carried
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.traced import Traced
@@ -15,6 +17,7 @@ from meshc.passes.place.names import name_factors
 
 def find_factors(traced: Traced) -> Placed:
     joint = traced.operators()
-    factors = factorize(joint.graph, alike(joint))
+    factors = factorize(joint.graph, alike(joint), counts_of(joint, traced.depth))
     names = name_factors(joint.graph, factors, joint.inputs, traced.request.names)
-    return Placed(**carried(traced.noting(*factors.dropped)), traced=traced, joint=joint, factors=factors, names=names)
+    view = view_of(joint, traced.depth)
+    return Placed(**carried(traced.noting(*factors.dropped)), traced=traced, joint=joint, view=view, factors=factors, names=names)

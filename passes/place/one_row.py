@@ -28,6 +28,7 @@ from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import at
 from meshc.passes.phases.factors import Factors
+from meshc.passes.phases.later import Later
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset, begin
 from meshc.passes.phases.placed import Placed
@@ -110,7 +111,7 @@ def settle(lowered: Lowered) -> Lowered:
     factors = replace(placed.factors, size={factor: at(size, values) for factor, size in placed.factors.size.items()})
     return replace(
         lowered,
-        placed=replace(placed, joint=joint, factors=factors),
+        placed=replace(placed, joint=joint, view=Later(lambda: joint), factors=factors),
         stages={name: instance.put_stage(stage, values) for name, stage in lowered.stages.items()},
         backward=None if lowered.backward is None else instance.put_stage(lowered.backward, values),
         inputs=tuple(instance.put_port(port, values) for port in lowered.inputs),

@@ -15,6 +15,7 @@ from meshc import ir
 from meshc.cost.flops import flops
 from meshc.cost.work import CANNOT, COULD, SPLIT, Work, collapsed
 from meshc.ir.sharding import tile_sizes
+from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed import Placed
 from meshc.program.instance import put_graph
@@ -27,6 +28,7 @@ def account(placed: Placed) -> list[Work]:
     axes = [axis.name for axis in placed.mesh.axes if axis.size > 1]
     found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)
     graph = placed.graph
+    standing = counts_of(placed.joint, placed.depth)
     real = graph if placed.opened is None else put_graph(graph, placed.opened.values)
     for node, sized in zip(ir.calls(graph), ir.calls(real), strict=True):
         count = flops(sized)
@@ -36,7 +38,7 @@ def account(placed: Placed) -> list[Work]:
         taken = {axis for token_axes in chosen.values() for axis in token_axes}
         states = tuple(SPLIT if axis in taken else COULD if has_split(instance, chosen, placed.sizes) else CANNOT for axis in axes)
         record = ir.records(node)[0]
-        found[(collapsed(record.source.module), ir.op_name(node), record.phase, states)] += count * times
+        found[(collapsed(record.source.module), ir.op_name(node), record.phase, states)] += count * times * standing.get(node, 1)
     return [Work(*key[:3], count, dict(zip(axes, key[3], strict=True))) for key, count in found.items()]
 
 

@@ -108,7 +108,7 @@ class Each:
 
     @classmethod
     def of(cls, each: Stage, lowered: Lowered) -> Each:
-        return cls(each, kinds(each.graph, each.keys()), numbers(each.graph, lowered.placed.graph))
+        return cls(each, kinds(each.graph, each.keys()), numbers(each.graph, lowered.joint.graph))
 
 
 class Cutter:
@@ -174,7 +174,7 @@ class Cutter:
         entering = {**made, **{key: rank for key, rank in owners.of.items() if key in after.inputs}}
         kept = {key: rank for key, rank in owners.of.items() if key in after.outputs}
         names = {name_of(key): rank for key, rank in owners.of.items() if is_a(key, "parameter")}
-        updates = place(after, entering, names, {node.name: name for node, name in self.lowered.placed.joint.updates.items()})
+        updates = place(after, entering, names, {node.name: name for node, name in self.lowered.joint.updates.items()})
         return cut_updates(after, updates, max(self.ranks) + 1, self.axis, kept)
 
     def _rank_of(self, stage: Stage) -> int:

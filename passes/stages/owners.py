@@ -60,7 +60,7 @@ class Owners:
         or to all if they are for parameters of several ranks."""
         settled = dict(made)
         moves = []
-        labels = {node.name: name for node, name in self.lowered.placed.joint.updates.items()}
+        labels = {node.name: name for node, name in self.lowered.joint.updates.items()}
         leaving: dict[Node, set[str]] = defaultdict(set)
         for key, node in after.results().items():
             if is_a(key, "gradient"):

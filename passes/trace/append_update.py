@@ -26,6 +26,7 @@ from meshc.ir.graph import give, output_of, placeholders
 from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec, update_nodes
+from meshc.passes.depth.slice import sliced
 from meshc.passes.phases.traced import Traced
 from meshc.program.program import Port
 
@@ -91,7 +92,8 @@ def append_update(traced: Traced) -> Traced:
     results = list(zip(joint.outputs, joint.results(), strict=True))
     kept = [(port, node) for port, node in results if port.kind != "gradient"]
     gradients = {port.name: node for port, node in results if port.kind == "gradient"}
-    modules = dict(traced.request.module.named_parameters())
+    with sliced(traced.request.module, traced.depth):
+        modules = dict(traced.request.module.named_parameters())
     if not gradients:
         _refuse_frozen(list(modules))
     total = _global_norm(add, gradients, updates)

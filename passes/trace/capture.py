@@ -1,7 +1,7 @@
 """Capture: the model as one torch-level graph, its open dims as sizes.
 
-The first pass. A step that is the mean of its microbatches is traced for one of them; which dims of its inputs are the batch is read off
-the forward of the whole batch.
+The first pass. Where layers of the model stand for others (`passes/depth/prove.py`), those alone are traced. A step that is the mean of
+its microbatches is traced for one of them; which dims of its inputs are the batch is read off the forward of the whole batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from meshc.frontend.capture import torch_graph
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
+from meshc.passes.depth.slice import sliced
 from meshc.passes.phases.outset import Outset, carried
 from meshc.passes.phases.traced import Traced
 
@@ -27,10 +28,11 @@ def capture(outset: Outset) -> Traced:
     if outset.parts is not None:
         args, kwargs = outset.parts.like_one((args, kwargs))
     dynamic, opened = _open(outset, args, kwargs)
-    model = torch_graph(
-        ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
-        dynamic=opened,
-    )  # fmt: skip
+    with sliced(ask.module, outset.depth):
+        model = torch_graph(
+            ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
+            dynamic=opened,
+        )  # fmt: skip
     if ask.train:
         refuse_empty(model.inputs)
     return Traced(**carried(outset), model=model, dynamic=dynamic)

@@ -33,6 +33,10 @@ class PassCheck:
         self.values: dict[str, torch.Tensor] = {}
         self.truth: dict[str, torch.Tensor] = {}
 
+    def begin_again(self) -> None:
+        """What is checked from here on is another program."""
+        self.values, self.truth = {}, {}
+
     def check_graph(
         self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
     ) -> None:

@@ -1,0 +1,67 @@
+"""Blocks: to which block of a stretch each node of a graph belongs, as far as names say it. What they say is proved afterwards.
+
+    parameter:model.layers.2.mlp.up_proj.weight     block 2, and so its update
+    mm  # model.layers.2.mlp.up_proj                block 2
+    add # model, of values of layers 1 and 2        block 2: code of what holds the list goes with what it reads last
+    cos # model.rotary_emb                          none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from torch.fx import Graph, Node
+
+from meshc.ir import records
+from meshc.ir.graph import placeholders
+from meshc.passes.depth.mentions import Mentions
+from meshc.passes.phases.traced import Joint
+from meshc.program.program import Port
+
+Blocks: TypeAlias = dict[Node, int]
+"""Numbers of blocks, from the stretch's first; nodes of none are left out."""
+
+NAMED = ("parameter", "buffer", "state", "gradient")
+"""Ports that go by a parameter's or buffer's name."""
+
+
+def blocks_of(joint: Joint, mentions: Mentions) -> Blocks:
+    """Of the global view."""
+    found = _entering(joint.graph, joint.inputs, mentions)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            label = joint.updates.get(node)
+            block = _near(node, found, mentions) if label is None else mentions.block(label)
+            if block is not None:
+                found[node] = block
+    return found
+
+
+def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, int | None], mentions: Mentions) -> Blocks:
+    """Of the per-rank graph; `whole` has those of the global view's values, by name."""
+    found = _entering(graph, inputs, mentions)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            name = records(node)[0].of.partition(".")[0]
+            block = whole[name] if name in whole else _near(node, found, mentions)
+            if block is not None:
+                found[node] = block
+    return found
+
+
+def _entering(graph: Graph, inputs: tuple[Port, ...], mentions: Mentions) -> Blocks:
+    found = Blocks()
+    for node, port in zip(placeholders(graph), inputs, strict=True):
+        block = mentions.block(port.of or port.name) if port.kind in NAMED else None
+        if block is not None:
+            found[node] = block
+    return found
+
+
+def _near(node: Node, found: Blocks, mentions: Mentions) -> int | None:
+    """By the module in which a value is made; by what it is made of, where that module holds the list."""
+    module = records(node)[0].source.module
+    if module and not mentions.stretch.path.startswith(f"{module}."):
+        return mentions.block(module)
+    return next((found[operand] for operand in reversed(node.all_input_nodes) if operand in found), None)

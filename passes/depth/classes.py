@@ -1,0 +1,212 @@
+"""Classes: which layers of a list are equal, and where blocks of them repeat.
+
+    0 0 0 1 1 1 1 1 1 1     dense layers, then routed ones      stretches: 0 0 0 (three, all captured); 1 1 1 1 1 1 1
+    0 1 0 1 0 1 0 1 0 1     local and global attention          stretch of period 2: 01 01 01 01 01
+
+Two layers are equal if they make the same calls, of what is theirs, of what is the same for both, or of what lies equally far back; if
+their modules have the same classes, attributes and hooks (which without gradients say nothing that calls do not); and if the request says
+the same of both (groups of the optimizer, pins, where parameters are stored). Integers that grow in equal steps (`layer_idx`) do not tell
+layers apart: what is made of them shows in calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshc.passes.depth.probe import Log, Origin, Row
+from meshc.passes.depth.said import Said
+from meshc.passes.phases.depth import CAPTURED
+
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PARTS: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_call_impl", *HOOKS)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of `period` layers from `first` on, `blocks` of them. All are equal but the first, which may be anything: it is captured."""
+
+    first: int
+    period: int
+    blocks: int
+
+    @property
+    def left_out(self) -> int:
+        return max(0, self.blocks - CAPTURED)
+
+
+class Layers:
+    """The layers of one list, to be compared."""
+
+    def __init__(self, path: str, modules: Sequence[nn.Module], log: Log, said: Said) -> None:
+        self.path = path
+        values = log.values()
+        self.faces = [_Face.of(path, number, module, log, values, said) for number, module in enumerate(modules)]
+
+    def runs(self) -> list[Run]:
+        """In order; each run is the one from its first layer that leaves out most."""
+        found: list[Run] = []
+        first = 0
+        while first < len(self.faces):
+            best = max(self._from(first), key=lambda run: (run.left_out * run.period, -run.period))
+            found.append(best)
+            first += best.blocks * best.period
+        return found
+
+    def _from(self, first: int) -> list[Run]:
+        count = len(self.faces)
+        periods = range(1, (count - first) // (CAPTURED + 1) + 1)
+        return [Run(first, 1, 1), *(Run(first, period, self._blocks(first, period)) for period in periods)]
+
+    def _blocks(self, first: int, period: int) -> int:
+        """How many blocks there are from `first` on, of which the second and all later ones are equal."""
+        steps: dict[int, tuple[int, ...]] = {}
+        block = 2
+        while first + (block + 1) * period <= len(self.faces):
+            for place in range(period):
+                one, other = first + (block - 1) * period + place, first + block * period + place
+                step = self._step(one, other)
+                if step is None or steps.setdefault(place, step) != step:
+                    return block
+            block += 1
+        return block
+
+    def _step(self, one: int, other: int) -> tuple[int, ...] | None:
+        """By how much the integers of two equal layers differ; None if they are not equal."""
+        a, b = self.faces[one], self.faces[other]
+        if a.body != b.body or len(a.origins) != len(b.origins):
+            return None
+        if not all(alike(x, y, other - one) for x, y in zip(a.origins, b.origins, strict=True)):
+            return None
+        return tuple(y - x for x, y in zip(a.integers, b.integers, strict=True))
+
+    def difference(self) -> str:
+        """The first thing that tells the second layer from the third, in words; for lists in which nothing repeats."""
+        if len(self.faces) < 3:
+            return ""
+        a, b = self.faces[1], self.faces[2]
+        for (name, mine), (_, theirs) in zip(a.parts, b.parts, strict=True):
+            if mine != theirs:
+                return f"{self.path}.1 and {self.path}.2 differ in {name}: {_first(mine, theirs)}"
+        return f"{self.path}.1 and {self.path}.2 are given other things"
+
+
+def alike(one: Origin, other: Origin, apart: int) -> bool:
+    """Whether two layers read the same: one thing, or what is made equally far back. `apart` is how far apart they are."""
+    if one == other:
+        return one != ("unknown",)
+    return one[0] == other[0] == "layer" and one[1] == other[1] and one[3:] == other[3:] and other[2] - one[2] == apart
+
+
+@dataclass(frozen=True)
+class _Face:
+    """What is compared of one layer.
+
+    body      all but what lies outside it, hashable;  parts: of that, with names for messages
+    origins   what it reads that is not its own, in order
+    integers  of its attributes
+    """
+
+    body: int
+    parts: tuple[tuple[str, Any], ...]
+    origins: tuple[Origin, ...]
+    integers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str, number: int, module: nn.Module, log: Log, values: Sequence[int], said: Said) -> _Face:
+        prefix = f"{path}.{number}"
+        calls, origins = _calls(log.layers.get((path, number), []), prefix, (path, number), values)
+        integers: list[int] = []
+        attributes = tuple(_attributes(name, each, integers) for name, each in module.named_modules() if said.grad)
+        tensors = tuple(
+            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, type(tensor))
+            for table in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+            for name, tensor in table
+        )
+        parts = (
+            ("calls", calls),
+            ("attributes", attributes),
+            ("parameters", tensors),
+            ("what the plan and the optimizer say of them", said.of(prefix, module)),
+        )
+        return cls(hash(parts), parts, origins, tuple(integers))
+
+
+def _calls(
+    rows: Sequence[Row], prefix: str, place: tuple[str, int], values: Sequence[int]
+) -> tuple[tuple[Any, ...], tuple[Origin, ...]]:
+    found, origins = [], list[Origin]()
+    for row in rows:
+        own: list[Any] = []
+        for origin in row.origins:
+            if origin[0] == "parameter" and origin[1].startswith(f"{prefix}."):
+                own.append(("own", origin[1][len(prefix) :]))
+            elif origin[0] == "layer" and origin[1:3] == place:
+                own.append(("own", *origin[3:]))
+            else:
+                own.append(None)
+                origins.append(("outside", values[origin[1]], *origin[2:]) if origin[0] == "outside" else origin)
+        found.append((row.what, tuple(own)))
+    return tuple(found), tuple(origins)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- attributes
+
+
+def _attributes(name: str, module: nn.Module, integers: list[int]) -> tuple[Any, ...]:
+    """A module's class and what it holds beside parameters and modules. Integers go to `integers`."""
+    held = tuple((key, _shown(value, integers, 3)) for key, value in sorted(vars(module).items()) if key not in PARTS)
+    hooks = tuple((key, tuple(_shown(hook, integers, 3) for hook in getattr(module, key).values())) for key in HOOKS)
+    return name, type(module), held, hooks
+
+
+class _Plain:
+    """An object of a class as large as this one holds nothing but its attributes."""
+
+
+def _shown(value: Any, integers: list[int], deep: int) -> Any:
+    """A value as hashable data; what cannot be looked into is itself."""
+    if isinstance(value, bool | str | bytes | float | complex | type(None) | torch.dtype | torch.device | type):
+        return type(value), value
+    if isinstance(value, int):
+        integers.append(value)
+        return int
+    if isinstance(value, torch.Tensor):
+        return "tensor", tuple(value.shape), value.dtype
+    if isinstance(value, nn.Module):
+        return "module", type(value)
+    if deep and isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return type(value), tuple(_shown(item, integers, deep - 1) for item in items)
+    if deep and isinstance(value, Mapping):
+        return type(value), tuple((str(key), _shown(item, integers, deep - 1)) for key, item in value.items())
+    if callable(value) and hasattr(value, "__code__"):
+        cells = tuple(_cell(cell, integers, deep) for cell in value.__closure__ or ())
+        held = (getattr(value, "__self__", None), value.__defaults__, value.__kwdefaults__)
+        return "function", id(value.__code__), cells, tuple(_shown(one, integers, deep - 1) if deep else id(one) for one in held)
+    if deep and isinstance(value, functools.partial):
+        return functools.partial, tuple(_shown(part, integers, deep - 1) for part in (value.func, value.args, value.keywords))
+    library = type(value).__module__.partition(".")[0] in ("transformers", "torch")
+    if deep and not library and type(value).__basicsize__ == _Plain.__basicsize__:
+        return type(value), tuple((key, _shown(item, integers, deep - 1)) for key, item in sorted(vars(value).items()))
+    return type(value), id(value)
+
+
+def _cell(cell: Any, integers: list[int], deep: int) -> Any:
+    try:
+        return _shown(cell.cell_contents, integers, deep - 1) if deep else id(cell.cell_contents)
+    except ValueError:
+        return None
+
+
+def _first(mine: Any, theirs: Any) -> str:
+    """The first place at which two nested tuples differ."""
+    while isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
+        mine, theirs = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    return f"{str(mine)[:120]} and {str(theirs)[:120]}"
+

@@ -1,0 +1,257 @@
+"""Copies: the graph of the whole model from the graph of a part, with copies of block 1 of a stretch behind it.
+
+    block 0, block 1, block 2, block 3      becomes      block 0, block 1, 28 copies of it, block 2, block 3
+
+What block 2 read of block 1 it reads of the last copy, and what block 1 read of block 2 (a gradient) of the first. Behind the copies the
+numbers of random calls and of forward operators (`seq_nr`) are as many steps higher as there are copies; so are numbers in names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from meshc.ir import KEY, Record, records
+from meshc.ir.graph import placeholders, results_of
+from meshc.passes.depth.blocks import Blocks
+from meshc.passes.depth.equal import call_of, same_records, twins, with_call
+from meshc.passes.depth.mentions import Elsewhere, Mentions
+from meshc.passes.depth.order import grown
+from meshc.passes.depth.series import Series
+from meshc.passes.depth.unequal import Unequal
+from meshc.program.program import Port
+
+SEQUENCE = "seq_nr"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The graph of the whole model.
+
+    kept    what each captured node is in it
+    copies  of each node of block 1: by number, from 1
+    draws   how many random calls there are more
+    """
+
+    graph: Graph
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    kept: Mapping[Node, Node]
+    copies: Mapping[Node, Mapping[int, Node]]
+    draws: int
+
+
+def copy_of(name: str, number: int) -> str:
+    """What a copy of a value of the global view is called."""
+    return f"{name}__{number}" if number else name
+
+
+class Growing:
+    """Makes the graph. Raises Unequal.
+
+    pairs  of a per-rank graph: values of the global view that its values are forms of, in block 1 -> in block 2; None of that view itself
+    """
+
+    def __init__(self, graph: Graph, blocks: Blocks, mentions: Mentions, pairs: Mapping[str, str] | None = None) -> None:
+        self.graph, self.blocks, self.mentions, self.pairs = graph, blocks, mentions, pairs
+        self.count = mentions.stretch.left_out
+        self.twins = {twin.one: twin for twin in twins(graph, blocks, mentions, pairs or {})}
+        self.others = {twin.other: twin for twin in self.twins.values()}
+        self.places = list(self.twins)
+        self.made = Graph()
+        self.kept: dict[Node, Node] = {}
+        self.copies: dict[Node, dict[int, Node]] = {node: {} for node in self.twins}
+        self.sequence = Steps((one.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE)) for one, twin in self.twins.items())
+        self.calls = Steps((_call(one), _call(twin.other)) for one, twin in self.twins.items())
+
+    def run(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> Whole:
+        self._refuse_readers()
+        ports = dict(zip(placeholders(self.graph), inputs, strict=True))
+        pairs = [(one, twin.other) for one, twin in self.twins.items() if one in ports]
+        called = Series(((one.name, other.name) for one, other in pairs), self.count)
+        entering = Ports(((ports[one], ports[other]) for one, other in pairs), self.mentions)
+        entered: list[Port] = []
+        partner = {one: twin.other for one, twin in self.twins.items()}
+        for node, number in grown([node for node in self.graph.nodes if node.op != "output"], self.blocks, partner, self.count):
+            name = self._name(node, number, called)
+            if number:
+                self.copies[node][number] = self._copy(node, number, name)
+            else:
+                self.kept[node] = self._keep(node, name)
+            if node in ports:
+                entered.append(entering.copy(ports[node], ports[partner[node]], number) if number else entering.later(ports[node]))
+        left = self._results(outputs)
+        return Whole(self.made, tuple(entered), tuple(left), self.kept, self.copies, self.calls.step * self.count)
+
+    def _name(self, node: Node, number: int, called: Series) -> str:
+        """What a node is called: as in a graph that was made whole; in the global view so that who has a name of the part finds it."""
+        if self.pairs is None:
+            return copy_of(node.name, number)
+        if node.op != "placeholder":
+            return re.sub(r"_\d+$", "", node.name)
+        return called.copy(node.name, self.twins[node].other.name, number) if number else called.later(node.name)
+
+    def _refuse_readers(self) -> None:
+        """Layers inside are read by their neighbours alone."""
+        for nodes, near in ((self.twins, (0, 1, 2)), (self.others, (1, 2, 3))):
+            for node in nodes:
+                for user in node.users:
+                    if user.op != "output" and self.blocks.get(user) not in near:
+                        raise Unequal(f"{user.name} outside the layers reads {node.name} of one inside")
+
+    # ------------------------------------------------------------------------------------------------------------------ the nodes
+
+    def _keep(self, node: Node, name: str) -> Node:
+        """A captured node."""
+        twin = self.twins.get(node) or self.others.get(node)
+        reads = iter(twin.reads if twin is not None else ())
+
+        def there(operand: Node) -> Node:
+            relative = next(reads) if twin is not None else None
+            if relative is None or relative[0] == 0:
+                return self.kept[operand]
+            if (node is twin.one) == (relative[0] > 0):  # type: ignore[union-attr]  # what stands on the side of the copies
+                return self._at(1 if relative[0] > 0 else self.count, relative[1], node)
+            return self.kept[operand]
+
+        number = _call(node)
+        later = None if number is None else self.calls.later(number, self.count)
+        layers = self.mentions.later() if node not in self.others else self.mentions.other(self.others[node].fixed)
+        made = self._make(node, name, there, later, layers)
+        self._describe(made, node, 0, layers, self.sequence.later(node.meta.get(SEQUENCE), self.count))
+        return made
+
+    def _copy(self, node: Node, number: int, name: str) -> Node:
+        """The copy with this number of a node of block 1."""
+        twin = self.twins[node]
+        reads = iter(twin.reads)
+
+        def there(operand: Node) -> Node:
+            relative = next(reads)
+            return self.kept[operand] if relative is None else self._at(number + relative[0], relative[1], node)
+
+        call = _call(node)
+        layers = self.mentions.inside(twin.fixed, number)
+        made = self._make(node, name, there, None if call is None else call + number * twin.draws, layers)
+        sequence = self.sequence.copy(node.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE), number, self.count)
+        self._describe(made, node, number, layers, sequence)
+        return made
+
+    def _at(self, block: int, place: int, reader: Node) -> Node:
+        """The node at a place of a block, counted from block 1 as 0."""
+        node = self.places[place]
+        if block > self.count:
+            found = self.kept.get(self.twins[node].other)
+        else:
+            found = self.copies[node].get(block) if block else self.kept.get(node)
+        if found is None:
+            raise Unequal(f"{reader.name} reads {node.name} of a layer that comes after it")
+        return found
+
+    def _make(self, node: Node, name: str, there: Callable[[Node], Node], call: int | None, layers: Elsewhere) -> Node:
+        if node.op == "placeholder":
+            return self.made.placeholder(name)
+        given = with_call(node, call) if call is not None else node.args
+        if any(isinstance(argument, str) for argument in given):
+            given = tuple(layers.text(argument) if isinstance(argument, str) else argument for argument in given)
+        made = self.made.create_node(node.op, node.target, name=name)
+        made.args = map_arg(given, there)  # behind create_node, which would look through all of them for sizes
+        if node.kwargs:
+            made.kwargs = map_arg(node.kwargs, there)
+        return made
+
+    def _describe(self, made: Node, node: Node, number: int, layers: Elsewhere, sequence: int | None) -> None:
+        found = tuple(self._record(record, number, layers) for record in records(node))
+        made.meta[KEY] = found if isinstance(node.meta[KEY], tuple) else found[0]
+        if sequence is not None:
+            made.meta[SEQUENCE] = sequence
+
+    def _record(self, record: Record, number: int, layers: Elsewhere) -> Record:
+        of = record.of
+        if number and of:
+            value, dot, index = of.partition(".")
+            of = copy_of(value, number) + dot + index if self.pairs is not None and value in self.pairs else of
+        return layers.record(record, of)
+
+    # ---------------------------------------------------------------------------------------------------------------- the results
+
+    def _results(self, outputs: Sequence[Port]) -> list[Port]:
+        """Makes the graph's end; its ports."""
+        results = results_of(self.graph)
+        places: dict[Node, list[int]] = defaultdict(list)
+        for place, node in enumerate(results):
+            places[node].append(place)
+        partner: dict[int, int] = {}
+        for one, twin in self.twins.items():
+            if len(places[one]) != len(places[twin.other]):
+                raise Unequal(f"{one.name} leaves the graph, and its equal in the next layer does not")
+            partner.update(zip(places[one], places[twin.other], strict=True))
+        blocks = {place: self.blocks[node] for place, node in enumerate(results) if node in self.blocks}
+        leaving = Ports(((outputs[one], outputs[other]) for one, other in partner.items()), self.mentions)
+        made, left = list[Node](), list[Port]()
+        for place, number in grown(range(len(results)), blocks, partner, self.count):
+            node, port = results[place], outputs[place]
+            made.append(self.copies[node][number] if number else self.kept[node])
+            left.append(leaving.copy(port, outputs[partner[place]], number) if number else leaving.later(port))
+        self.made.output(tuple(made))
+        return left
+
+
+class Ports:
+    """Ports of a stretch's blocks: their names go on, their shardings are said of other layers. `pairs`: of block 1 and of block 2."""
+
+    def __init__(self, pairs: Iterable[tuple[Port, Port]], mentions: Mentions) -> None:
+        found, self.mentions = list(pairs), mentions
+        count = mentions.stretch.left_out
+        self.fixed = {
+            a.key: same_records((_record(a),), (_record(b),), mentions, lambda name: name, a.key) for a, b in found
+        }
+        self.keys = Series(((a.key, b.key) for a, b in found), count)
+        self.of = Series(((a.of, b.of) for a, b in found), count)
+
+    def copy(self, one: Port, other: Port, number: int) -> Port:
+        name = self.keys.copy(one.key, other.key, number).partition(":")[2]
+        return self._port(one, name, self.of.copy(one.of, other.of, number), self.mentions.inside(self.fixed[one.key], number))
+
+    def later(self, port: Port) -> Port:
+        return self._port(port, self.keys.later(port.key).partition(":")[2], self.of.later(port.of), self.mentions.later())
+
+    def _port(self, port: Port, name: str, of: str, layers: Elsewhere) -> Port:
+        sharding = None if port.sharding is None else layers.sharding(port.sharding)
+        return replace(port, name=name, of=of, sharding=sharding)
+
+
+def _record(port: Port) -> Record:
+    return Record(port.shape, port.dtype, port.sharding, phase=f"{port.kind} {port.requires_grad}")
+
+
+class Steps:
+    """Numbers that are higher by one step in each further block, if they are not the same in all. `pairs`: of block 1 and of block 2."""
+
+    def __init__(self, pairs: Iterable[tuple[int | None, int | None]]) -> None:
+        apart = [(one, other) for one, other in pairs if one is not None and other is not None and one != other]
+        steps = {other - one for one, other in apart}
+        if len(steps) > 1 or any(step < 0 for step in steps):
+            raise Unequal(f"the calls of a layer are numbered {', '.join(map(str, sorted(steps)))} further on in the next")
+        self.step = steps.pop() if steps else 0
+        self.least = min((other for _, other in apart), default=0)
+
+    def later(self, number: Any, copies: int) -> Any:
+        """The number of what is captured."""
+        return number + copies * self.step if number is not None and self.step and number >= self.least else number
+
+    def copy(self, one: int | None, other: int | None, number: int, copies: int) -> int | None:
+        if one is None:
+            return None
+        return one + number * self.step if one != other else self.later(one, copies)
+
+
+def _call(node: Node) -> int | None:
+    place = call_of(node)
+    return None if place is None or place >= len(node.args) else node.args[place]  # type: ignore[return-value]

@@ -1,0 +1,62 @@
+"""Grow: what each rank runs, of the whole model, from what it runs of the layers that were captured.
+
+    norm_0 attend_0 .. norm_1 attend_1 .. norm_2 .. norm_3 ..     becomes     norm_0 .. norm_1 .. norm_2 .. 28 more .. norm_31 ..
+
+The model has been proved to repeat itself (`prove.py`); here two inner blocks of the global view and of the per-rank graph are proved equal
+node by node, and that of the per-rank graph is copied. Passes after this one see the whole graph: cuts, bundles, liveness reach across
+layers. The global view grows when somebody asks for it (`view.py`). A model that is captured whole is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Graph
+
+from meshc.ir import records
+from meshc.passes.depth.blocks import Blocks, blocks_of, local_blocks_of
+from meshc.passes.depth.copies import Growing, Whole
+from meshc.passes.depth.mentions import Mentions
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.depth.unnamed import NAME, Unnamed, unnamed
+from meshc.passes.phases.depth import Stretch
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.traced import Joint
+from meshc.program.program import Stage
+
+
+def grow(lowered: Lowered) -> Lowered:
+    """Raises Unequal."""
+    depth = lowered.depth
+    if depth is None:
+        return lowered
+    (stage,) = lowered.stages.values()
+    joint = lowered.placed.joint
+    local = Whole(stage.graph, lowered.inputs, lowered.outputs, {}, {}, 0)
+    count = sum(NAME.fullmatch(name) is not None for name in lowered.placed.names.of.values())
+    for stretch in reversed(depth.stretches):  # from the back, so that what stands before keeps its numbers
+        local, count = _grown(local, joint, stretch, count)
+    paths = [path for index, path in enumerate(depth.output.paths()) if index not in depth.output.plain]
+    if paths != [port.name for port in local.outputs if port.kind == "output"]:
+        raise Unequal("outputs of the model are called otherwise than its code calls them")
+    made = Stage(stage.name, local.graph, tuple(port.key for port in local.inputs), tuple(port.key for port in local.outputs))
+    model = replace(lowered.model, output_tree=depth.output, random_calls=lowered.model.random_calls + local.draws)
+    return replace(lowered, model=model, stages={made.name: made}, inputs=local.inputs, outputs=local.outputs)
+
+
+def _grown(local: Whole, joint: Joint, stretch: Stretch, count: int) -> tuple[Whole, int]:
+    """The per-rank graph with one stretch's copies. `count`: of factors that have no name; how many there are then."""
+    mentions = Mentions(stretch)
+    blocks = blocks_of(joint, mentions)
+    pairs = {twin.one.name: twin.other.name for twin in Growing(joint.graph, blocks, mentions).twins.values()}
+    by_name = {node.name: blocks.get(node) for node in joint.graph.nodes}
+    local_blocks = local_blocks_of(local.graph, local.inputs, by_name, mentions)
+    mentions = Mentions(stretch, _unnamed(local.graph, local_blocks, count, stretch.left_out))
+    made = Growing(local.graph, local_blocks, mentions, pairs).run(local.inputs, local.outputs)
+    return replace(made, draws=made.draws + local.draws), count + len(mentions.unnamed.next) * stretch.left_out
+
+
+def _unnamed(graph: Graph, blocks: Blocks, count: int, copies: int) -> Unnamed:
+    one, other = ([node for node in graph.nodes if blocks.get(node) == block] for block in (1, 2))
+    rows = [pair for a, b in zip(one, other, strict=False) for pair in zip(records(a), records(b), strict=False)]
+    return unnamed(((mine.sharding, theirs.sharding) for mine, theirs in rows), count, copies)

@@ -1,0 +1,114 @@
+"""Mentions: layers of a stretch where a text names them, and the same text said of other layers.
+
+    "mm of model.layers.1.mlp, for add"     one block on      "mm of model.layers.2.mlp, for add"
+
+Module paths, names of parameters, of factors, and reasons all mention layers by the path of their list and their number in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from meshc.ir import Record, Source
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.depth.unnamed import Unnamed
+from meshc.passes.phases.depth import Stretch
+
+
+class Mentions:
+    """Of the layers of one stretch's list. `unnamed`: factors that are called by numbers of their own."""
+
+    def __init__(self, stretch: Stretch, unnamed: Unnamed | None = None) -> None:
+        self.stretch, self.unnamed = stretch, unnamed or Unnamed()
+        self._pattern = re.compile(rf"(?<![\w.]){re.escape(stretch.path)}\.(\d+)(?![^.\s,;:\]\[/])")
+        self._split = lru_cache(maxsize=None)(self._pattern.split)
+        self._made: dict[tuple[frozenset[int], int], Elsewhere] = {}
+
+    def block(self, name: str) -> int | None:
+        """The number of the captured block, from the stretch's first, in which a named thing lies; below 0 and above the last outside it.
+        None: in no layer of the list."""
+        found = self._split(name)
+        if len(found) < 2 or found[0]:
+            return None
+        return (int(found[1]) - self.stretch.first) // self.stretch.period
+
+    def numbers(self, text: str) -> tuple[int, ...]:
+        """Of the layers that a text mentions, in its order."""
+        return tuple(map(int, self._split(text)[1::2]))
+
+    def _elsewhere(self, number: Callable[[int], int], factors: Callable[[str], str]) -> Elsewhere:
+        def said(text: str) -> str:
+            parts = self._split(text)
+            if len(parts) > 1:
+                text = "".join(f"{self.stretch.path}.{number(int(part))}" if index % 2 else part for index, part in enumerate(parts))
+            return factors(text)
+
+        return Elsewhere(said)
+
+    # ----------------------------------------------------------------------------------------------------------- where a text is said
+
+    def next(self, fixed: frozenset[int]) -> Elsewhere:
+        """What block 1 mentions, in block 2; `fixed` are the same for all blocks."""
+        return self._elsewhere(lambda layer: layer if layer in fixed else layer + self.stretch.period, self.unnamed.one_further)
+
+    def later(self) -> Elsewhere:
+        """What is captured, in the whole model."""
+        return self._kept(frozenset(), 0, self._later)
+
+    def inside(self, fixed: frozenset[int], number: int) -> Elsewhere:
+        """What block 1 mentions, in the copy of it with this number."""
+        period = self.stretch.period
+        return self._kept(fixed, number, lambda layer: self._later(layer) if layer in fixed else layer + number * period)
+
+    def other(self, fixed: frozenset[int]) -> Elsewhere:
+        """What block 2 mentions, in the whole model."""
+        further = self.stretch.left_out * self.stretch.period
+        return self._kept(fixed, -1, lambda layer: self._later(layer) if layer in fixed else layer + further)
+
+    def _kept(self, fixed: frozenset[int], number: int, layers: Callable[[int], int]) -> Elsewhere:
+        if (fixed, number) not in self._made:
+            self._made[fixed, number] = self._elsewhere(layers, lambda text: self.unnamed.in_copy(text, max(0, number)))
+        return self._made[fixed, number]
+
+    def _later(self, layer: int) -> int:
+        stretch = self.stretch
+        return layer + stretch.left_out * stretch.period if layer >= stretch.seam else layer
+
+
+@dataclass
+class Elsewhere:
+    """What is said of values, said of the same values in other layers. `said`: of a text. Nearly all is said many times."""
+
+    said: Callable[[str], str]
+    _texts: dict[str, str] = field(default_factory=dict)
+    _sources: dict[Source, Source] = field(default_factory=dict)
+    _shardings: dict[int, tuple[Sharding, Sharding]] = field(default_factory=dict)
+
+    def text(self, text: str) -> str:
+        found = self._texts.get(text)
+        if found is None:
+            found = self._texts[text] = self.said(text)
+        return found
+
+    def record(self, record: Record, of: str) -> Record:
+        """The record of the same value there, which is a form of the value `of`."""
+        sharding = None if record.sharding is None else self.sharding(record.sharding)
+        returned = tuple(map(self.text, record.returned_by)) if record.returned_by else ()
+        source = self._source(record.source)
+        return Record(record.shape, record.dtype, sharding, source, self.text(record.reason), record.phase, of, returned)
+
+    def _source(self, source: Source) -> Source:
+        found = self._sources.get(source)
+        if found is None:
+            found = self._sources[source] = replace(source, module=self.text(source.module))
+        return found
+
+    def sharding(self, sharding: Sharding) -> Sharding:
+        known = self._shardings.get(id(sharding))
+        if known is None:
+            dims = tuple(tuple(Part(self.text(part.factor), part.size, part.axes) for part in row) for row in sharding.dims)
+            known = self._shardings[id(sharding)] = sharding, replace(sharding, dims=dims)  # the first keeps the key's object alive
+        return known[1]

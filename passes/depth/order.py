@@ -1,0 +1,56 @@
+"""Order: where the copies of a block stand in a sequence of which each block has several pieces.
+
+    captured   x 0a 1a 2a 3a y 3b 2b 1b 0b z          pieces a in ascending order, pieces b in descending order (backward)
+    grown      x 0a 1a +1a +2a 2a 3a y 3b 2b +2b +1b 1b 0b z
+
+Copies of block 1 stand between it and block 2. A piece is what stands of block 1 between two members of other blocks; what belongs to no
+block may stand inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def grown(
+    items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item], copies: int
+) -> Iterator[tuple[Item, int]]:
+    """The sequence with copies: (item, 0) for what is there, (item of block 1, d) for its d-th copy.
+
+    partner   of each item of block 1 the one of block 2 that is equal to it
+    """
+    at = {item: place for place, item in enumerate(items)}
+    pieces = _pieces(items, blocks)
+    before: dict[Item, list[Item]] = {}
+    behind: dict[Item, list[Item]] = {}
+    for piece in pieces:
+        for up, part in groupby(piece, lambda item: at[partner[item]] > at[item]):
+            found = list(part)
+            if up:
+                behind[found[-1]] = found
+            else:
+                before[found[0]] = found
+    for item in items:
+        if item in before:
+            yield from ((one, number) for number in range(copies, 0, -1) for one in before[item])
+        yield item, 0
+        if item in behind:
+            yield from ((one, number) for number in range(1, copies + 1) for one in behind[item])
+
+
+def _pieces(items: Sequence[Item], blocks: Mapping[Item, int | None]) -> list[list[Item]]:
+    """What stands of block 1 without a member of another block between."""
+    found: list[list[Item]] = []
+    inside = False
+    for item in items:
+        block = blocks.get(item)
+        if block == 1:
+            if not inside:
+                found.append([])
+            found[-1].append(item)
+        inside = block == 1 or (inside and block is None)
+    return found

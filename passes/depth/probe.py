@@ -1,0 +1,278 @@
+"""Probe: one run of a model on tensors without values, and what it called, layer by layer.
+
+    outside     embedding(input:input_ids, parameter:embed.weight)
+    layers.0    linear(outside 0, own norm.weight) ...
+    layers.1    linear(layers.0 row 41, own norm.weight) ...
+    outside     linear(layers.1 row 41, parameter:lm_head.weight)
+
+Nothing is traced: torch's functions are seen as they are called, on meta tensors, with `torch.compiler.is_compiling()` true, as in a trace.
+Code that looks at values cannot run so. What the model's code does to Python values is undone (`untouched.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshc.frontend.capture import Root, fake_tensors, prepared
+from meshc.frontend.output_tree import OutputTree
+from meshc.ir import trees
+from meshc.ir.paths import input_names
+from meshc.ops.random_calls import is_random
+from meshc.passes.depth.untouched import untouched
+from meshc.passes.phases.request import Request
+
+Place = tuple[str, int]
+"""A layer: the path of its list, and its number in it."""
+Origin = tuple[Any, ...]
+"""Where a tensor comes from: ("parameter", name), ("input", path), ("outside", row, result), ("layer", list, number, row, result), ("held",
+which) of one that was there before and is no parameter."""
+
+QUESTIONS: Final = frozenset({
+    "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "ndimension", "__len__", "element_size",
+    "nelement", "storage_offset", "is_inference",
+})  # fmt: skip
+"""Calls that make no value and change none."""
+LEAST: Final = 5
+"""Layers of a list of which some could be left out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call: what, and of what, tensors as their types; `origins` of those tensors, in order. The state it ran in is part of `what`."""
+
+    what: tuple[Any, ...]
+    origins: tuple[Origin, ...]
+
+
+@dataclass
+class Log:
+    """
+    outside  rows outside layers
+    calls    of layers: each with the number of rows outside before it
+    layers   rows of each layer's calls
+    leaves   of the output: origins of its tensors, None for what is none
+    """
+
+    outside: list[Row] = field(default_factory=list)
+    calls: list[tuple[Place, int]] = field(default_factory=list)
+    layers: dict[Place, list[Row]] = field(default_factory=dict)
+    leaves: list[Origin | None] = field(default_factory=list)
+    output: OutputTree | None = None
+
+    def values(self) -> list[int]:
+        """Of each row outside the first that is the same call of the same values, so that both make one value; itself if it draws."""
+        found: list[int] = []
+        first: dict[tuple[Any, ...], int] = {}
+        for number, row in enumerate(self.outside):
+            origins = tuple(("outside", found[origin[1]], *origin[2:]) if origin[0] == "outside" and origin[1] < number else origin
+                            for origin in row.origins)  # fmt: skip
+            found.append(number if is_random(row.what[0]) else first.setdefault((row.what, origins), number))
+        return found
+
+
+def probe(request: Request, lists: Sequence[str]) -> Log:
+    """What the request's call does, by layers of these lists. Raises whatever the model's code raises on tensors without values."""
+    module = request.module
+    with (
+        untouched(module, (request.function, request.signature)) as there,
+        prepared(module),
+        fake_tensors(module, None, request.grad) as (held, _),
+    ):
+        recorder = _Recorder()
+        for number, tensor in enumerate(there):
+            recorder.name(tensor, ("held", number))
+        for name, tensor in held.items():
+            recorder.name(tensor, ("parameter", name))
+        names = input_names(request.signature, request.args, request.kwargs)
+        given, spec = trees.flatten((tuple(request.args), dict(request.kwargs)))
+        leaves = [_like(leaf, request.grad) for leaf in given]
+        for name, leaf in zip(names, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                recorder.name(leaf, ("input", name))
+        args, kwargs = trees.unflatten(leaves, spec)
+        root = Root(module, request.function, request.autocast)
+        root.training = module.training
+        with (
+            torch.set_grad_enabled(request.grad),
+            mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+            mock.patch.object(torch.compiler, "is_dynamo_compiling", lambda: True),
+            recorder.watching(module, lists),
+            torch.device("meta"),
+            recorder,
+        ):
+            output = root(*args, **kwargs)
+        found, tree = trees.flatten(output)
+        plain = {index: leaf for index, leaf in enumerate(found) if not isinstance(leaf, torch.Tensor)}
+        recorder.log.leaves = [recorder.origin(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in found]
+        recorder.log.output = OutputTree(tree, plain)
+        return settled(recorder.log)
+
+
+def settled(log: Log) -> Log:
+    """With what is called between a layer and the next one as the beginning of the next one's rows, by numbers below 0."""
+    moved: dict[int, Origin] = {}
+    ahead: dict[Place, list[Row]] = {}
+    for ((path, number), start), (place, end) in zip(log.calls, log.calls[1:], strict=False):
+        if place == (path, number + 1) and place not in ahead:
+            ahead[place] = log.outside[start:end]
+            moved |= {row: ("layer", *place, row - end) for row in range(start, end)}
+    if not moved:
+        return log
+    order = [row for row in range(len(log.outside)) if row not in moved]
+    moved |= {row: ("outside", number) for number, row in enumerate(order)}
+
+    def of(origin: Origin) -> Origin:
+        if origin[0] == "outside":
+            return (*moved.get(origin[1], ("outside", len(order))), *origin[2:])
+        return origin
+
+    def renamed(rows: Sequence[Row]) -> list[Row]:
+        return [Row(row.what, tuple(map(of, row.origins))) for row in rows]
+
+    return Log(
+        renamed([log.outside[row] for row in order]),
+        [(place, sum(row not in moved or moved[row][0] == "outside" for row in range(before))) for place, before in log.calls],
+        {place: renamed([*ahead.get(place, ()), *rows]) for place, rows in log.layers.items()},
+        [leaf and of(leaf) for leaf in log.leaves],
+        log.output,
+    )
+
+
+def _like(leaf: Any, grad: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta").requires_grad_(grad and leaf.requires_grad)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = Log()
+        self.at: Place | None = None
+        self.origins: dict[int, Origin] = {}
+        self.alive: list[torch.Tensor] = []
+
+    def name(self, tensor: torch.Tensor, origin: Origin) -> None:
+        self.origins[id(tensor)] = origin
+        self.alive.append(tensor)
+
+    def origin(self, tensor: torch.Tensor) -> Origin:
+        if id(tensor) not in self.origins and tensor.device.type == "meta":  # made where nobody looks, inside an operator: here
+            self.name(tensor, (*self._here(), len(self._rows()), "inside"))
+        return self.origins.get(id(tensor), ("unknown",))
+
+    def _here(self) -> Origin:
+        return ("outside",) if self.at is None else ("layer", *self.at)
+
+    # ---------------------------------------------------------------------------------------------------------------- the layers
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module, lists: Sequence[str]) -> Iterator[None]:
+        """Inside, calls of the lists' layers, hooks included, are told apart."""
+        layers = [(layer, (path, number)) for path in lists for number, layer in enumerate(module.get_submodule(path).children())]
+        for layer, place in layers:
+            layer.__dict__["_call_impl"] = self._within(place, layer._call_impl)
+        try:
+            own: Any = vars(torch.autograd.Function)["apply"]
+            with mock.patch.object(torch.autograd.Function, "apply", classmethod(self._function(own.__func__))):
+                yield
+        finally:
+            for layer, _ in layers:
+                layer.__dict__.pop("_call_impl", None)
+
+    def _within(self, place: Place, call: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if self.at is not None:
+                return call(*args, **kwargs)
+            self.log.calls.append((place, len(self.log.outside)))
+            self.log.layers.setdefault(place, []).append(Row(("called",), ()))
+            self.at = place
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.at = None
+
+        return entered
+
+    def _function(self, apply: Any) -> Callable[..., Any]:
+        """A user's own autograd function: what it takes counts, since its backward is not run here."""
+
+        def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
+            tensors: list[Origin] = []
+            given = self._shown((args, kwargs), tensors)
+            self._rows().append(Row(("function", kind, given), tuple(tensors)))
+            return apply(kind, *args, **kwargs)
+
+        return applied
+
+    # ------------------------------------------------------------------------------------------------------------------ the calls
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in QUESTIONS:
+            return function(*args, **kwargs)
+        tensors: list[Origin] = []
+        given = self._shown((args, kwargs), tensors)
+        result = function(*args, **kwargs)
+        made = [one for one in _leaves(result) if isinstance(one, torch.Tensor)]
+        if name == "__get__" and not made:
+            return result
+        rows = self._rows()
+        rows.append(Row((_named(function), given, _state()), tuple(tensors)))
+        written = [args[0]] if args and _writes(name) else [kwargs["out"]] if "out" in kwargs else []
+        for place, one in enumerate((*made, *written)):
+            if isinstance(one, torch.Tensor) and (id(one) not in self.origins or any(one is other for other in written)):
+                self.name(one, (*self._here(), len(rows) - 1, place))
+        return result
+
+    def _rows(self) -> list[Any]:
+        return self.log.outside if self.at is None else self.log.layers[self.at]
+
+    def _shown(self, value: Any, tensors: list[Origin]) -> Any:
+        """An argument as plain data, its tensors as their types."""
+        if isinstance(value, torch.Tensor):
+            tensors.append(self.origin(value))
+            return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
+        if isinstance(value, list | tuple):
+            return tuple(self._shown(item, tensors) for item in value)
+        if isinstance(value, dict):
+            return tuple((key, self._shown(item, tensors)) for key, item in value.items())
+        if isinstance(value, slice):
+            return ("slice", *(self._shown(item, tensors) for item in (value.start, value.stop, value.step)))
+        if isinstance(value, int | float | complex | str | bytes | type(None)):
+            return (type(value).__name__, repr(value))
+        if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+            return value
+        return ("object", type(value).__qualname__, getattr(value, "__qualname__", ""))
+
+
+def _named(function: Any) -> Any:
+    """What tells two functions apart; a getter of an attribute is made anew each time."""
+    owner = getattr(function, "__self__", None)
+    return (function.__name__, getattr(owner, "__name__", "")) if getattr(function, "__name__", "") == "__get__" else function
+
+
+def _writes(name: str) -> bool:
+    """Whether a call changes its first argument."""
+    if name.startswith("__"):
+        return name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else tuple(value.values()) if isinstance(value, Mapping) else (value,)
+
+
+def _state() -> tuple[Any, ...]:
+    """What else than its arguments says what a call does, or keeps for backward."""
+    casts = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts

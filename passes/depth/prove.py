@@ -1,0 +1,176 @@
+"""Prove: that a model is a few of its layers, repeated.
+
+    run the whole model without values; find where equal layers repeat; run it again with the lists cut; nothing else may differ
+
+What differs outside the lists knows how many layers there are (a scale by their number), or reads one of those that would be left out. Such
+a model is captured whole, with a note of the first difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from meshc.passes.depth.classes import Layers, Run, alike
+from meshc.passes.depth.probe import LEAST, Log, Origin, Row, probe
+from meshc.passes.depth.said import Said
+from meshc.passes.depth.slice import sliced
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.phases.depth import CAPTURED, Depth, Stretch
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.request import Request
+
+
+def with_depth(outset: Outset) -> Outset:
+    """With what is captured of the model, or a note of what is in the way."""
+    if outset.request.depth == "whole":
+        return outset
+    try:
+        return replace(outset, depth=prove(outset.request))
+    except Unequal as difference:
+        return outset.noting(whole_note(difference))
+
+
+def whole_note(difference: object) -> str:
+    return f"all layers of the model are compiled, one by one: {difference}"
+
+
+def prove(request: Request) -> Depth | None:
+    """How much of the model is captured; None: it has no list of layers of which any could be left out. Raises Unequal."""
+    lists = [*_lists(request.module)]
+    if not lists or request.dynamic:
+        return None
+    whole, said = _log(request, lists), Said(request)
+    faces = {path: Layers(path, [*request.module.get_submodule(path).children()], whole, said) for path in lists}
+    runs = {path: layers.runs() for path, layers in faces.items()}
+    runs = {path: found for path, found in runs.items() if any(run.left_out for run in found)}
+    if not runs:
+        raise Unequal(next(iter(faces.values())).difference())
+    captured = {path: _captured(found) for path, found in runs.items()}
+    stretches = tuple(stretch for path, found in runs.items() for stretch in _stretches(path, found))
+    assert whole.output is not None
+    depth = Depth(stretches, captured, whole.output)
+    with sliced(request.module, depth):
+        part = _log(request, lists)
+        cut = {path: Layers(path, [*request.module.get_submodule(path).children()], part, said) for path in lists}
+    numbers = {path: _numbers(found) for path, found in runs.items()}
+    numbers |= {path: {number: number for number in range(len(layers.faces))} for path, layers in faces.items() if path not in runs}
+    _compare_layers(faces, cut, numbers)
+    _compare_outside(whole, part, numbers)
+    return depth
+
+
+def _log(request: Request, lists: list[str]) -> Log:
+    try:
+        return probe(request, lists)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise Unequal(f"its code does what tensors without values cannot: {type(error).__name__}: {first}") from error
+
+
+def _lists(module: nn.Module) -> Iterator[str]:
+    """Paths of the lists of layers, without those inside others."""
+    within: list[str] = []
+    for path, each in module.named_modules():
+        if isinstance(each, nn.ModuleList) and len(each) >= LEAST and not any(path.startswith(f"{outer}.") for outer in within):
+            within.append(path)
+            yield path
+
+
+def _captured(runs: list[Run]) -> tuple[int, ...]:
+    """Of each run the first three blocks and the last; where as many from the front are of the same classes, those: their own numbers are
+    then the ones that they have in the list."""
+    numbers: list[int] = []
+    for run in runs:
+        blocks = (*range(CAPTURED - 1), run.blocks - 1) if run.left_out else range(run.blocks)
+        numbers += [run.first + block * run.period + place for block in blocks for place in range(run.period)]
+    longest = [run for run in runs if run.left_out]
+    return tuple(range(len(numbers))) if longest == [runs[-1]] else tuple(numbers)
+
+
+def _numbers(runs: list[Run]) -> dict[int, int]:
+    """The layers of a list that are not left out, counted from both ends of each run: number in the list -> among those captured."""
+    found: dict[int, int] = {}
+    first = 0
+    for run in runs:
+        for block in range(run.blocks):
+            kept = block if block < 2 or not run.left_out else block - run.left_out if block >= run.blocks - 2 else None
+            if kept is not None:
+                found |= {run.first + block * run.period + place: first + kept * run.period + place for place in range(run.period)}
+        first += (run.blocks - run.left_out) * run.period
+    return found
+
+
+def _stretches(path: str, runs: list[Run]) -> Iterator[Stretch]:
+    first = 0
+    for run in runs:
+        if run.left_out:
+            yield Stretch(path, first, run.period, run.left_out)
+        first += (run.blocks - run.left_out) * run.period
+
+
+# ------------------------------------------------------------------------------------------------------------------ whole and part
+
+Numbers = Mapping[str, Mapping[int, int]]
+"""By the path of a list: the number of a layer in the whole model -> in the part."""
+
+
+def _compare_layers(whole: Mapping[str, Layers], part: Mapping[str, Layers], numbers: Numbers) -> None:
+    """The layers of the part do what those of the whole model do for which they stand. Raises Unequal."""
+    for path, row in numbers.items():
+        for number, kept in row.items():
+            mine, theirs = whole[path].faces[number], part[path].faces[kept]
+            same = mine.body == theirs.body and len(mine.origins) == len(theirs.origins)
+            if not same or not all(
+                _moved(x, numbers) == y or alike(x, y, kept - number) for x, y in zip(mine.origins, theirs.origins, strict=True)
+            ):
+                raise Unequal(f"{path}.{number} is given other things where there are fewer layers")
+
+
+def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
+    """Both do the same outside the layers. Raises Unequal."""
+    for mine, other in zip(whole.outside, part.outside, strict=False):
+        if mine.what != other.what:
+            raise Unequal(f"outside the layers {_told(mine)} is another call where there are fewer of them")
+        for x, y in zip(mine.origins, other.origins, strict=True):
+            if _moved(x, numbers) != y:
+                raise Unequal(f"outside the layers {_told(mine)} reads {_said(x)}, and {_said(y)} where there are fewer of them")
+    if len(whole.outside) != len(part.outside):
+        longer = max(whole.outside, part.outside, key=len)
+        raise Unequal(f"outside the layers {_told(longer[min(len(whole.outside), len(part.outside))])} is called once for each of them")
+    calls = [((path, numbers[path][number]), rows) for (path, number), rows in whole.calls if number in numbers[path]]
+    if calls != part.calls:
+        raise Unequal("the layers are not called in their order, once each")
+    leaves = [_moved(leaf, numbers) for leaf in whole.leaves if leaf is not None]
+    if [leaf for leaf in leaves if leaf != LEFT_OUT] != [leaf for leaf in part.leaves if leaf is not None]:
+        raise Unequal("the output is made of other values where there are fewer layers")
+
+
+LEFT_OUT: Origin = ("left out",)
+
+
+def _moved(origin: Origin, numbers: Numbers) -> Origin:
+    """What is read in the whole model, as the part has it."""
+    if origin[0] == "layer" and origin[1] in numbers:
+        number = numbers[origin[1]].get(origin[2])
+        return LEFT_OUT if number is None else (*origin[:2], number, *origin[3:])
+    if origin[0] == "parameter":
+        for path, row in numbers.items():
+            if origin[1].startswith(f"{path}."):
+                number, _, rest = origin[1][len(path) + 1 :].partition(".")
+                return ("parameter", f"{path}.{row[int(number)]}.{rest}") if int(number) in row else LEFT_OUT
+    return origin
+
+
+def _told(row: Row) -> str:
+    named = row.what[0]
+    return str(getattr(named, "__name__", named[0] if isinstance(named, tuple) else named))
+
+
+def _said(origin: Origin) -> str:
+    if origin[0] == "layer":
+        return f"what {origin[1]}.{origin[2]} makes"
+    return " ".join(map(str, origin[:2]))
+

@@ -1,0 +1,56 @@
+"""Said: what a request says of single layers, by their names: groups of the optimizer, storage, pins, entries of the plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.depth.unnamed import NAME
+from meshc.passes.phases.request import Request
+from meshc.plan.recipes import resolve
+
+DIMS = 4
+"""Of parameters, whose factors are called `<name>.<dim>`."""
+
+
+class Said:
+    """Of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.grad, self.fixed = request.grad, request.fixed
+        self.groups: dict[int, tuple[Any, ...]] = {}
+        for spec in [request.optimizer] if request.optimizer is not None else []:
+            for group in spec.groups:
+                self.groups |= {id(parameter): (group.index,) for parameter in group.params}
+            self.groups |= {id(parameter): ("idle", holder) for parameter, holder in spec.idle}
+        plan = resolve(request.plan, request.mesh)
+        texts = [pin.pattern for pin in plan.pins]
+        texts += [text for entry in plan.axes for text in re.split(r"[\s,;>@]+", str(entry))]
+        if any(NAME.fullmatch(text) for text in texts):
+            raise Unequal("the plan names a dim by a number that goes by the layers (f0, f1, ...)")
+        self.patterns = [text for text in dict.fromkeys(texts) if re.search(r"[.*?\[]", text)]
+
+    def of(self, prefix: str, module: nn.Module) -> tuple[Any, ...]:
+        """Of the layer at a path; equal layers give equal answers."""
+        parameters = [(f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters(remove_duplicate=False)]
+        groups = tuple(self.groups.get(id(parameter)) for _, parameter in parameters)
+        fixed = tuple(str(self.fixed.get(name)).replace(f"{prefix}.", "") for name, _ in parameters)
+        names = [*_names(prefix, module, [name for name, _ in parameters])] if self.patterns else []
+        matches = tuple(tuple(fnmatchcase(name, pattern) for name in names) for pattern in self.patterns)
+        return groups, fixed, matches
+
+
+def _names(prefix: str, module: nn.Module, parameters: list[str]) -> Iterator[str]:
+    """What patterns of a plan may match in a layer."""
+    for name, _ in module.named_modules():
+        path = f"{prefix}.{name}" if name else prefix
+        yield path
+        yield f"value:{path}"
+    for name in parameters:
+        yield name
+        yield from (f"{name}.{dim}" for dim in range(DIMS))

@@ -1,0 +1,56 @@
+"""At depth: a compilation of the layers that stand for all, where that is proved and comes to an end; else of all of them.
+
+Before `grow` errors would name layers by their numbers among those captured, and what one layer lacks all of them lack: the whole model is
+compiled then, and says what is wrong with it. From `grow` on graphs are the whole model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from meshc.errors import MeshcError
+from meshc.passes.depth.prove import prove, whole_note, with_depth
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.driver.pipeline import GROW
+from meshc.passes.phases.outset import Outset, begin
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.single import Hook
+from meshc.passes.phases.traced import Traced
+
+Answer = TypeVar("Answer")
+
+
+def still(traced: Traced, request: Request) -> bool:
+    """Whether what was left out of a trace stays so under a request with another optimizer."""
+    if traced.depth is None:
+        return True
+    try:
+        found = prove(request)
+    except Unequal:
+        return False
+    return found is not None and (found.stretches, found.captured) == (traced.depth.stretches, traced.depth.captured)
+
+
+def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request, hook: Hook | None) -> Answer:
+    """What `compiled` makes of the request. `hook` may be told of passes twice, the second time of all."""
+    outset = with_depth(begin(request))
+    whole = False
+
+    def told(name: str, phase: Outset) -> None:
+        nonlocal whole
+        whole = whole or name == GROW.name
+        if hook is not None:
+            hook(name, phase)
+
+    if outset.depth is None:
+        return compiled(outset, told)
+    try:
+        return compiled(outset, told)
+    except Unequal as difference:
+        outset = outset.noting(whole_note(difference))
+    except MeshcError:
+        if whole:
+            raise
+    return compiled(replace(outset, depth=None), told)

@@ -1,0 +1,89 @@
+"""Grow: programs of models captured in part are those of models captured whole, line by line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import meshc
+from tests.broad import broad
+from tests.passes.depth.stacks import WORDS, Stack, compiled
+from tests.passes.depth.texts import text_of
+from tests.passes.stepped import around, changed
+
+
+class Product(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mm(self.weight)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Product, range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_two_layers_more() -> None:
+    assert_expected_inline(changed(*around("grow", Chain(), "dp=2", x=torch.zeros(2, 4))), """\
+- layers_3_weight: "f32[ffn 4, layers.3.weight.1 4]" = "parameter:layers.3.weight",
++ layers_3_weight: "f32[ffn 4, ffn 4]" = "parameter:layers.3.weight",
++ layers_4_weight: "f32[ffn 4, ffn 4]" = "parameter:layers.4.weight",
++ layers_5_weight: "f32[ffn 4, layers.5.weight.1 4]" = "parameter:layers.5.weight",
+- mm_default_3: "f32[batch 2/dp, layers.3.weight.1 4]" = aten.mm(mm_default_2, layers_3_weight)
+- all_gather: "f32[batch 2, layers.3.weight.1 4]" = all_gather(mm_default_3, ["dp"], 0)
++ mm_default_3: "f32[batch 2/dp, ffn 4]" = aten.mm(mm_default_2, layers_3_weight)
++ mm_default_4: "f32[batch 2/dp, ffn 4]" = aten.mm(mm_default_3, layers_4_weight)
++ mm_default_5: "f32[batch 2/dp, layers.5.weight.1 4]" = aten.mm(mm_default_4, layers_5_weight)
++ all_gather: "f32[batch 2, layers.5.weight.1 4]" = all_gather(mm_default_5, ["dp"], 0)
+""")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "asked"),
+    [
+        broad([16] * 6, {}),
+        ([16] * 7, {"mesh": "dp_shard=2,tp=2", "clip_grad_norm": 1.0}),
+        broad([16] * 6, {"microbatches": 2}),
+        ([16] * 6, {"mesh": "pp=2", "microbatches": 2}),
+        ([16] * 6, {"train": False, "mesh": "tp=2"}),
+        broad([8] + [16, 24] * 5, {}),
+    ],
+)
+def test_texts_are_equal(hidden: list[int], asked: dict[str, Any]) -> None:
+    whole, grown = (compiled(Stack(hidden, dropout=0.1), depth=depth, **asked) for depth in ("whole", "auto"))
+    assert whole.lowered.depth is None and grown.lowered.depth is not None
+    assert text_of(grown.compiled) == text_of(whole.compiled)
+    assert grown.compiled.info == whole.compiled.info
+
+
+def test_what_is_not_equal_is_captured_whole_with_a_note() -> None:
+    program = compiled(Stack([16, 8, 24, 40, 48, 56]))
+    assert program.lowered.depth is None
+    assert [note for note in program.compiled.notes if "one by one: layers.1 and layers.2 differ in" in note]
+    assert not [note for note in compiled(Stack([16] * 6), depth="whole").compiled.notes if "one by one" in note]
+
+
+def test_a_grown_step_means_what_the_model_means() -> None:
+    ids = torch.randint(WORDS, (4, 3))
+    program = compiled(Stack([16] * 6, dropout=0.1), mesh="dp=2,tp=2", clip_grad_norm=0.1)
+    assert program.lowered.depth is not None
+    meshc.verify(program, {"ids": ids, "target": ids})
+
+
+def test_verification_after_each_pass_covers_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHC_VERIFY", "1")
+    torch.manual_seed(0)
+    assert compiled(Stack([16] * 6), mesh="tp=2").lowered.depth is not None
