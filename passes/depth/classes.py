@@ -11,16 +11,15 @@ layers apart: what is made of them shows in calls.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from torch import nn
 
-from meshc.passes.depth.probe import Log, Origin, Row
+from meshc.passes.depth.probe import UNKNOWN, Log, Origin, Row
 from meshc.passes.depth.said import Said
+from meshc.passes.depth.shown import shown
 from meshc.passes.phases.depth import CAPTURED
 
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -79,9 +78,7 @@ class Layers:
     def _step(self, one: int, other: int) -> tuple[int, ...] | None:
         """By how much the integers of two equal layers differ; None if they are not equal."""
         a, b = self.faces[one], self.faces[other]
-        if a.body != b.body or len(a.origins) != len(b.origins):
-            return None
-        if not all(alike(x, y, other - one) for x, y in zip(a.origins, b.origins, strict=True)):
+        if not a.same(b) or not all(alike(x, y, other - one) for x, y in zip(a.origins, b.origins, strict=True)):
             return None
         return tuple(y - x for x, y in zip(a.integers, b.integers, strict=True))
 
@@ -99,7 +96,7 @@ class Layers:
 def alike(one: Origin, other: Origin, apart: int) -> bool:
     """Whether two layers read the same: one thing, or what is made equally far back. `apart` is how far apart they are."""
     if one == other:
-        return one != ("unknown",)
+        return one != UNKNOWN
     return one[0] == other[0] == "layer" and one[1] == other[1] and one[3:] == other[3:] and other[2] - one[2] == apart
 
 
@@ -107,7 +104,7 @@ def alike(one: Origin, other: Origin, apart: int) -> bool:
 class _Face:
     """What is compared of one layer.
 
-    body      all but what lies outside it, hashable;  parts: of that, with names for messages
+    parts     all but what lies outside it, with names for messages;  body: their hash
     origins   what it reads that is not its own, in order
     integers  of its attributes
     """
@@ -136,6 +133,10 @@ class _Face:
         )
         return cls(hash(parts), parts, origins, tuple(integers))
 
+    def same(self, other: _Face) -> bool:
+        """But for what the two read of others, of which they read as much."""
+        return self.body == other.body and self.parts == other.parts and len(self.origins) == len(other.origins)
+
 
 def _calls(
     rows: Sequence[Row], prefix: str, place: tuple[str, int], values: Sequence[int]
@@ -160,53 +161,14 @@ def _calls(
 
 def _attributes(name: str, module: nn.Module, integers: list[int]) -> tuple[Any, ...]:
     """A module's class and what it holds beside parameters and modules. Integers go to `integers`."""
-    held = tuple((key, _shown(value, integers, 3)) for key, value in sorted(vars(module).items()) if key not in PARTS)
-    hooks = tuple((key, tuple(_shown(hook, integers, 3) for hook in getattr(module, key).values())) for key in HOOKS)
+    held = tuple((key, shown(value, integers)) for key, value in sorted(vars(module).items()) if key not in PARTS)
+    hooks = tuple((key, tuple(shown(hook, integers) for hook in getattr(module, key).values())) for key in HOOKS)
     return name, type(module), held, hooks
-
-
-class _Plain:
-    """An object of a class as large as this one holds nothing but its attributes."""
-
-
-def _shown(value: Any, integers: list[int], deep: int) -> Any:
-    """A value as hashable data; what cannot be looked into is itself."""
-    if isinstance(value, bool | str | bytes | float | complex | type(None) | torch.dtype | torch.device | type):
-        return type(value), value
-    if isinstance(value, int):
-        integers.append(value)
-        return int
-    if isinstance(value, torch.Tensor):
-        return "tensor", tuple(value.shape), value.dtype
-    if isinstance(value, nn.Module):
-        return "module", type(value)
-    if deep and isinstance(value, list | tuple | set | frozenset):
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return type(value), tuple(_shown(item, integers, deep - 1) for item in items)
-    if deep and isinstance(value, Mapping):
-        return type(value), tuple((str(key), _shown(item, integers, deep - 1)) for key, item in value.items())
-    if callable(value) and hasattr(value, "__code__"):
-        cells = tuple(_cell(cell, integers, deep) for cell in value.__closure__ or ())
-        held = (getattr(value, "__self__", None), value.__defaults__, value.__kwdefaults__)
-        return "function", id(value.__code__), cells, tuple(_shown(one, integers, deep - 1) if deep else id(one) for one in held)
-    if deep and isinstance(value, functools.partial):
-        return functools.partial, tuple(_shown(part, integers, deep - 1) for part in (value.func, value.args, value.keywords))
-    library = type(value).__module__.partition(".")[0] in ("transformers", "torch")
-    if deep and not library and type(value).__basicsize__ == _Plain.__basicsize__:
-        return type(value), tuple((key, _shown(item, integers, deep - 1)) for key, item in sorted(vars(value).items()))
-    return type(value), id(value)
-
-
-def _cell(cell: Any, integers: list[int], deep: int) -> Any:
-    try:
-        return _shown(cell.cell_contents, integers, deep - 1) if deep else id(cell.cell_contents)
-    except ValueError:
-        return None
 
 
 def _first(mine: Any, theirs: Any) -> str:
     """The first place at which two nested tuples differ."""
-    while isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
-        mine, theirs = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    while isinstance(mine, tuple) and isinstance(theirs, tuple) and mine and theirs:
+        mine, theirs = next(((a, b) for a, b in zip(mine, theirs, strict=False) if a != b), (len(mine), len(theirs)))
     return f"{str(mine)[:120]} and {str(theirs)[:120]}"
 

@@ -26,6 +26,7 @@ from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ops.random_calls import is_random
+from meshc.passes.depth.shown import shown
 from meshc.passes.depth.untouched import untouched
 from meshc.passes.phases.request import Request
 
@@ -34,6 +35,8 @@ Place = tuple[str, int]
 Origin = tuple[Any, ...]
 """Where a tensor comes from: ("parameter", name), ("input", path), ("outside", row, result), ("layer", list, number, row, result), ("held",
 which) of one that was there before and is no parameter."""
+UNKNOWN: Final[Origin] = ("unknown",)
+"""Of a tensor that was made past torch's functions (`torch.from_numpy`): equal to nothing."""
 
 QUESTIONS: Final = frozenset({
     "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "ndimension", "__len__", "element_size",
@@ -59,6 +62,7 @@ class Log:
     calls    of layers: each with the number of rows outside before it
     layers   rows of each layer's calls
     leaves   of the output: origins of its tensors, None for what is none
+    given    objects among the arguments, alive as long as they are compared by which they are
     """
 
     outside: list[Row] = field(default_factory=list)
@@ -66,6 +70,7 @@ class Log:
     layers: dict[Place, list[Row]] = field(default_factory=dict)
     leaves: list[Origin | None] = field(default_factory=list)
     output: OutputTree | None = None
+    given: list[Any] = field(default_factory=list)
 
     def values(self) -> list[int]:
         """Of each row outside the first that is the same call of the same values, so that both make one value; itself if it draws."""
@@ -143,6 +148,7 @@ def settled(log: Log) -> Log:
         {place: renamed([*ahead.get(place, ()), *rows]) for place, rows in log.layers.items()},
         [leaf and of(leaf) for leaf in log.leaves],
         log.output,
+        log.given,
     )
 
 
@@ -167,7 +173,7 @@ class _Recorder(TorchFunctionMode):
     def origin(self, tensor: torch.Tensor) -> Origin:
         if id(tensor) not in self.origins and tensor.device.type == "meta":  # made where nobody looks, inside an operator: here
             self.name(tensor, (*self._here(), len(self._rows()), "inside"))
-        return self.origins.get(id(tensor), ("unknown",))
+        return self.origins.get(id(tensor), UNKNOWN)
 
     def _here(self) -> Origin:
         return ("outside",) if self.at is None else ("layer", *self.at)
@@ -203,9 +209,12 @@ class _Recorder(TorchFunctionMode):
         return entered
 
     def _function(self, apply: Any) -> Callable[..., Any]:
-        """A user's own autograd function: what it takes counts, since its backward is not run here."""
+        """A user's own autograd function: what it takes counts, since its backward is not run here. Registered operators have made one for
+        themselves, and have been seen."""
 
         def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
+            if kind.__module__.startswith("torch._library."):
+                return apply(kind, *args, **kwargs)
             tensors: list[Origin] = []
             given = self._shown((args, kwargs), tensors)
             self._rows().append(Row(("function", kind, given), tuple(tensors)))
@@ -252,7 +261,9 @@ class _Recorder(TorchFunctionMode):
             return (type(value).__name__, repr(value))
         if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
             return value
-        return ("object", type(value).__qualname__, getattr(value, "__qualname__", ""))
+        self.log.given.append(value)
+        integers: list[int] = []
+        return (shown(value, integers), tuple(integers))
 
 
 def _named(function: Any) -> Any:

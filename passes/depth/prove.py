@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from meshc.passes.depth.classes import Layers, Run, alike
-from meshc.passes.depth.probe import LEAST, Log, Origin, Row, probe
+from meshc.passes.depth.probe import LEAST, UNKNOWN, Log, Origin, Row, probe
 from meshc.passes.depth.said import Said
 from meshc.passes.depth.slice import sliced
 from meshc.passes.depth.unequal import Unequal
@@ -42,7 +42,7 @@ def prove(request: Request) -> Depth | None:
     lists = [*_lists(request.module)]
     if not lists or request.dynamic:
         return None
-    whole, said = _log(request, lists), Said(request)
+    whole, said = _log(request, lists, "its code does what tensors without values cannot"), Said(request)
     faces = {path: Layers(path, [*request.module.get_submodule(path).children()], whole, said) for path in lists}
     runs = {path: layers.runs() for path, layers in faces.items()}
     runs = {path: found for path, found in runs.items() if any(run.left_out for run in found)}
@@ -53,7 +53,7 @@ def prove(request: Request) -> Depth | None:
     assert whole.output is not None
     depth = Depth(stretches, captured, whole.output)
     with sliced(request.module, depth):
-        part = _log(request, lists)
+        part = _log(request, lists, "its code does not go over its lists alone: with fewer layers in them it raises")
         cut = {path: Layers(path, [*request.module.get_submodule(path).children()], part, said) for path in lists}
     numbers = {path: _numbers(found) for path, found in runs.items()}
     numbers |= {path: {number: number for number in range(len(layers.faces))} for path, layers in faces.items() if path not in runs}
@@ -62,20 +62,25 @@ def prove(request: Request) -> Depth | None:
     return depth
 
 
-def _log(request: Request, lists: list[str]) -> Log:
+def _log(request: Request, lists: list[str], otherwise: str) -> Log:
     try:
         return probe(request, lists)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
-        raise Unequal(f"its code does what tensors without values cannot: {type(error).__name__}: {first}") from error
+        raise Unequal(f"{otherwise}: {type(error).__name__}: {first}") from error
 
 
 def _lists(module: nn.Module) -> Iterator[str]:
-    """Paths of the lists of layers, without those inside others."""
+    """Paths of the lists of layers, without those inside others. Raises Unequal if one layer stands in several places."""
     within: list[str] = []
+    places: dict[nn.Module, str] = {}
     for path, each in module.named_modules():
         if isinstance(each, nn.ModuleList) and len(each) >= LEAST and not any(path.startswith(f"{outer}.") for outer in within):
             within.append(path)
+            for number, layer in enumerate(each):
+                place = places.setdefault(layer, f"{path}.{number}")
+                if place != f"{path}.{number}":
+                    raise Unequal(f"{place} and {path}.{number} are one module")
             yield path
 
 
@@ -122,10 +127,8 @@ def _compare_layers(whole: Mapping[str, Layers], part: Mapping[str, Layers], num
     for path, row in numbers.items():
         for number, kept in row.items():
             mine, theirs = whole[path].faces[number], part[path].faces[kept]
-            same = mine.body == theirs.body and len(mine.origins) == len(theirs.origins)
-            if not same or not all(
-                _moved(x, numbers) == y or alike(x, y, kept - number) for x, y in zip(mine.origins, theirs.origins, strict=True)
-            ):
+            origins = zip(mine.origins, theirs.origins, strict=False)
+            if not mine.same(theirs) or not all(_is(x, y, numbers) or alike(x, y, kept - number) for x, y in origins):
                 raise Unequal(f"{path}.{number} is given other things where there are fewer layers")
 
 
@@ -135,7 +138,9 @@ def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
         if mine.what != other.what:
             raise Unequal(f"outside the layers {_told(mine)} is another call where there are fewer of them")
         for x, y in zip(mine.origins, other.origins, strict=True):
-            if _moved(x, numbers) != y:
+            if x == UNKNOWN:
+                raise Unequal(f"outside the layers {_told(mine)} reads a tensor that was not made by a function of torch")
+            if not _is(x, y, numbers):
                 raise Unequal(f"outside the layers {_told(mine)} reads {_said(x)}, and {_said(y)} where there are fewer of them")
     if len(whole.outside) != len(part.outside):
         longer = max(whole.outside, part.outside, key=len)
@@ -144,11 +149,16 @@ def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
     if calls != part.calls:
         raise Unequal("the layers are not called in their order, once each")
     leaves = [_moved(leaf, numbers) for leaf in whole.leaves if leaf is not None]
-    if [leaf for leaf in leaves if leaf != LEFT_OUT] != [leaf for leaf in part.leaves if leaf is not None]:
+    if UNKNOWN in leaves or [leaf for leaf in leaves if leaf != LEFT_OUT] != [leaf for leaf in part.leaves if leaf is not None]:
         raise Unequal("the output is made of other values where there are fewer layers")
 
 
 LEFT_OUT: Origin = ("left out",)
+
+
+def _is(origin: Origin, other: Origin, numbers: Numbers) -> bool:
+    """Whether what is read in the whole model is what is read in the part."""
+    return origin != UNKNOWN and _moved(origin, numbers) == other
 
 
 def _moved(origin: Origin, numbers: Numbers) -> Origin:
