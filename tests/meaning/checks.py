@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import meshc
 from meshc.ir import trees
+from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 
 MESHES = ("dp=4", "dp=2,tp=3")
 """Seven rows over four ranks are tiles of two, the last of one; over tp=3 nothing here divides."""
@@ -23,7 +24,8 @@ Inputs = Mapping[str, Any]
 
 
 def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str = "auto", grad: bool = True) -> meshc.Program:
-    """Outputs, buffers and, with `grad`, gradients of the module mode, in float64."""
+    """Outputs, buffers and, with `grad`, gradients of the module mode, in float64, as what is compiled is too: both are of one trace."""
+    model, inputs = _widened(model, inputs)
     with torch.set_grad_enabled(grad):
         program = meshc.compile(model, meshc.Mesh(mesh), kwargs=inputs, plan=plan)
         report = meshc.verify(program, dtype=torch.float64)
@@ -34,12 +36,18 @@ def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str =
 
 def step_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str = "auto", **how: Any) -> meshc.Program:
     """Loss, gradients, and parameters after each of three steps, in float64. The loss is the mean square of the output's tensors."""
+    model, inputs = _widened(model, inputs)
     trained = [p for p in model.parameters() if p.requires_grad]
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(trained, lr=0.1, momentum=0.9), loss=mean_square, **how)
     program = meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs, plan=plan)
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"gradient", "parameter after step 2"} <= kinds
     return program
+
+
+def _widened(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    _, wide = widen_inputs(((), dict(inputs)), True)
+    return plain_copy(model, None, True), wide
 
 
 def mean_square(output: Any) -> Tensor:
