@@ -7,12 +7,14 @@ import subprocess
 import sys
 import weakref
 
+import pytest
 import torch
 
 from meshc.frontend.leftovers import given_up
+from tests.broad import broad
 
 CHILD = '''
-import gc, json
+import gc, json, sys
 from collections import Counter
 import torch, torch.nn.functional as F
 from torch import nn
@@ -60,16 +62,17 @@ def grown(compile):
     more = [after - before for before, after in zip(seen, seen[1:])]
     return {name: min(one[name] for one in more) for name in more[0] if all(one[name] for one in more)}
 
-print(json.dumps({one.__name__: grown(one) for one in (module, step, refused)} | {"sources": len(_loader.eval_cache)}))
+print(json.dumps({form: grown(globals()[form]) for form in sys.argv[1:]} | {"sources": len(_loader.eval_cache)}))
 '''
 
 
-def test_nothing_of_a_compilation_stays_behind() -> None:
+@pytest.mark.parametrize("forms", [("step", "refused"), broad(("module",))], ids=" ".join)
+def test_nothing_of_a_compilation_stays_behind(forms: tuple[str, ...]) -> None:
     """It was about 800 objects and 0.5 MB each: the graph, fake tensors, guards, stacks."""
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", CHILD, *forms], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("sources") == 0
+    assert found.pop("sources") == 0 and found.keys() == {*forms}
     for form, counts in found.items():
         assert sum(counts.values()) < 25, (form, counts)
         assert not [name for name in counts if any(word in name for word in ("fx.", "FakeTensor", "Guard", "finalize"))], (form, counts)

@@ -36,6 +36,7 @@ def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
         tests.fuzz.cases()
 
 
+@pytest.mark.broad
 def test_the_command_line_needs_no_hypothesis() -> None:
     code = "import sys, tests.fuzz.__main__; sys.exit('hypothesis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -88,6 +88,7 @@ def test_one_row_is_one_ranks_and_padding_the_others() -> None:
     assert str(left.compiled.outputs[0].sharding) == "[batch 1/dp, weight.0 4]" and meshc.verify(left).ok
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore:axis dp")
 def test_one_row_through_norms_and_attention() -> None:
     step = meshc.TrainStep(model := Looks(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss=F.cross_entropy)

@@ -16,6 +16,7 @@ import meshc
 from meshc import artifact
 from meshc.optimizer import optimizer as mo
 from meshc.optimizer.wrapped import find
+from tests.broad import broad
 from tests.models import mlp
 from tests.wrappers import WRAPPERS, Chained, adamw, matrices, muon, rest
 
@@ -69,7 +70,16 @@ class Branches(nn.Module):
         return self.down(F.gelu(sum((up(x) for up in self.up.values()), torch.zeros(()))))
 
 
-@pytest.mark.parametrize("names", [[name for name in EQUAL if name != "Muon"], ["Muon"]], ids=["three steps", "bfloat16"])
+STEPPED = [name for name in EQUAL if name != "Muon"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(STEPPED[1::2], id="three steps"), broad(STEPPED[::2], id="three steps of the others"),
+        pytest.param(["Muon"], id="bfloat16"),
+    ],
+)  # fmt: skip
 def test_equals_one_device(names: list[str], tmp_path: Path) -> None:
     """All at once, each with parameters of its own. Muon computes in bfloat16, where products of halves would be off by percents."""
     model = Branches(names)

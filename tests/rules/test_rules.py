@@ -31,7 +31,8 @@ ours = torch.ops.meshc
 CALLS = [(str(op), number, call) for op, calls in SAMPLES.items() for number, call in enumerate(calls)]
 TAGGED = [op for op in pointwise_operators() if op not in SAMPLES]
 PAIRS = 2
-"""Two axes are split so many ways in each run of the tests, in all ways by `make test-broad`."""
+"""Two axes are split so many ways, for so many samples of an operator, in each run of the tests; in all ways, for all, by
+`make test-broad`."""
 NO_TENSOR = {"aten.equal.default"}
 """Tagged as pointwise by torch, but its result is one truth: programs hold tensors only, so it never gets as far as a rule."""
 
@@ -41,11 +42,11 @@ def test_every_rule_has_a_sample() -> None:
     assert sorted(str(op) for op in ruled - set(SAMPLES)) == []
 
 
-@pytest.mark.parametrize("call", [call for *_, call in CALLS], ids=[f"{name}-{number}" for name, number, _ in CALLS])
-def test_rule(call: Sample) -> None:
+@pytest.mark.parametrize("number, call", [row[1:] for row in CALLS], ids=[f"{name}-{number}" for name, number, _ in CALLS])
+def test_rule(number: int, call: Sample) -> None:
     """Every letter on two ranks and on three, and a few pairs of letters on six."""
     assert build(call).instance.known, "there is no rule"
-    assert prove(call, most_pairs=PAIRS) > 0
+    assert prove(call, most_pairs=PAIRS if number < PAIRS else 0) > 0
 
 
 @pytest.mark.parametrize("call", [broad(call, id=f"{name}-{number}") for name, number, call in CALLS])

@@ -20,6 +20,7 @@ from meshc.program.program import Stage
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
 from tests import models
+from tests.broad import broad
 from tests.passes.stepped import around, body, changed
 
 aten = torch.ops.aten
@@ -150,7 +151,7 @@ def test_for_the_eager_backend_nothing_changes() -> None:
     assert changed(*around("regions", sgd(Affine()), "dp=2", x=torch.zeros(4, 4))) == ""
 
 
-@pytest.mark.parametrize("mesh, plan, microbatches", [("dp=2", "zero1", 1), ("pp=2,dp_shard=2", "auto", 2)])
+@pytest.mark.parametrize("mesh, plan, microbatches", [broad("dp=2", "zero1", 1), ("pp=2,dp_shard=2", "auto", 2)])
 def test_programs_in_regions_mean_what_they_meant(mesh: str, plan: str, microbatches: int) -> None:
     """Updates before their new values are gathered, draws of each microbatch, reductions of sums and between stages."""
     case = models.nanogpt(batch=4, seq=8, hidden=16, layers=1, heads=4, vocab=13, dropout=0.1)

@@ -19,6 +19,7 @@ from meshc.passes.lower.start_early import reductions, taken_in, whole_sums
 from meshc.program.program import Instruction, Stage
 from meshc.program.steps import ranks_of, steps_of
 from tests import models
+from tests.broad import broad
 from tests.passes.stepped import around, body, changed
 
 aten = torch.ops.aten
@@ -135,7 +136,7 @@ def test_a_collective_goes_into_its_sum_when_it_is_waited_for_and_a_region_at_it
     assert taken_in(stage) == ["sum:first", "sum:r", "sum:a", "sum:b", "sum:last", "largest:s"]
 
 
-@pytest.mark.parametrize("mesh, backend", [("dp=2", "eager"), ("pp=2,dp_shard=2", "inductor")])
+@pytest.mark.parametrize("mesh, backend", [("dp=2", "eager"), broad("pp=2,dp_shard=2", "inductor")])
 def test_programs_that_start_early_mean_what_they_meant(mesh: str, backend: str) -> None:
     """Every rank starts what it reduces, in the order in which its last microbatch makes it, and the simulator plays that."""
     case = models.nanogpt(batch=4, seq=8, hidden=16, layers=1, heads=4, vocab=13)

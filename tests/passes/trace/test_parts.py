@@ -72,7 +72,7 @@ def agree(found: dict[str, Tensor], loss: float, after: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan, axis, ranks", [("ddp", "dp", 3), ("fsdp", "dp_shard", 2), broad("ddp", "dp", 2), broad("fsdp", "dp_shard", 3)]
+    "plan, axis, ranks", [broad("ddp", "dp", 3), ("fsdp", "dp_shard", 2), broad("ddp", "dp", 2), broad("fsdp", "dp_shard", 3)]
 )
 def test_batch_norm_sees_one_microbatch_and_all_its_ranks(plan: str, axis: str, ranks: int, tmp_path: Path) -> None:
     case = resnet(torch.float64, batch=8)
