@@ -34,6 +34,7 @@ from meshc.passes.trace import parts
 KEPT = 6
 """Traces of a file, the last ones asked for."""
 
+Trace = Callable[[Outset, Hook | None], Traced]
 Kept = OrderedDict[bytes, tuple[Traced, Request]]
 """With the request that holds what a key refers to."""
 
@@ -75,6 +76,7 @@ def _key(outset: Outset, double: bool) -> bytes | None:
     asked = (
         ask.module, ask.function, str(inspect.signature(ask.signature)), ask.args, dict(ask.kwargs),
         ask.grad, ask.train, ask.autocast, double,
+        outset.notes, outset.depth and (outset.depth.stretches, dict(outset.depth.captured)),
         (ask.microbatches, ask.inputs, ask.names, ask.mesh.axes) if parts.means(ask) else (), ask.mesh.device_type,
         torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
@@ -103,24 +105,21 @@ def _casts(traced: Traced) -> bool:
     )
 
 
-def _once(kept: Kept, trace: Callable[[Outset, Hook | None], Traced]) -> Callable[[Outset, Hook | None], Traced]:
-    def traced(outset: Outset, hook: Hook | None) -> Traced:
-        ask = outset.request
-        key = None if hook is not None else _key(outset, ask.double)
-        if key is None:
-            return trace(outset, hook)
-        if key not in kept and ask.double and _wide(ask):
-            same = _key(outset, False)
-            if same in kept and not _casts(kept[same][0]):
-                key = same
-        if key not in kept:
-            kept[key] = (trace(outset, hook), ask)
-            while len(kept) > KEPT:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
-        return kept[key][0].beside(ask)
-
-    return traced
+def _found(kept: Kept, trace: Trace, outset: Outset, hook: Hook | None) -> Traced:
+    ask = outset.request
+    key = _key(outset, ask.double)
+    if key is None:
+        return trace(outset, hook)
+    if key not in kept and ask.double and _wide(ask):
+        same = _key(outset, False)
+        if same in kept and not _casts(kept[same][0]):
+            key = same
+    if key not in kept:
+        kept[key] = (trace(outset, hook), ask)
+        while len(kept) > KEPT:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key][0].beside(ask)
 
 
 @pytest.fixture(scope="module")
@@ -135,5 +134,18 @@ def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
     if "monkeypatch" in request.fixturenames:
         yield
         return
-    with mock.patch.object(compile, "_traced", _once(traces, compile._traced)):
+    trace, at_depth, heard = compile._traced, compile.at_depth, False
+
+    def listening(compiled: Callable[..., Any], asked: Request, hook: Hook | None) -> Any:
+        nonlocal heard
+        before, heard = heard, hook is not None
+        try:
+            return at_depth(compiled, asked, hook)
+        finally:
+            heard = before
+
+    def once(outset: Outset, hook: Hook | None) -> Traced:
+        return trace(outset, hook) if heard else _found(traces, trace, outset, hook)
+
+    with mock.patch.multiple(compile, _traced=once, at_depth=listening):
         yield
