@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from meshc.frontend import stock_caches
 from meshc.ir import trees
 from meshc.private import found
 
@@ -34,7 +35,8 @@ def prepared(module: nn.Module) -> Iterator[None]:
     try:
         for child in stock:
             _install_hooks(child)
-        yield
+        with stock_caches.known(stock):
+            yield
     finally:
         for child, known, installed in before:
             for name, keys in known.items():

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from meshc.ir import Record, Source
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.depth.unnamed import Unnamed
+from meshc.passes.depth.unnamed import NAME, Unnamed
 from meshc.passes.phases.depth import Stretch
 
 
@@ -26,6 +26,7 @@ class Mentions:
         self._pattern = re.compile(rf"(?<![\w.]){re.escape(stretch.path)}\.(\d+)(?![^.\s,;:\]\[/])")
         self._split = lru_cache(maxsize=None)(self._pattern.split)
         self._made: dict[tuple[frozenset[int], int], Elsewhere] = {}
+        self._named: dict[int, tuple[Sharding, bool]] = {}
 
     def block(self, name: str) -> int | None:
         """The number of the captured block, from the stretch's first, in which a named thing lies; below 0 and above the last outside it.
@@ -46,7 +47,16 @@ class Mentions:
                 text = "".join(f"{self.stretch.path}.{number(int(part))}" if index % 2 else part for index, part in enumerate(parts))
             return factors(text)
 
-        return Elsewhere(said)
+        return Elsewhere(said, self._names)
+
+    def _names(self, sharding: Sharding) -> bool:
+        """Whether it has factors that are called by a layer or by a number; few have."""
+        found = self._named.get(id(sharding))
+        if found is None:
+            factors = [part.factor for _, _, part in sharding.parts()]
+            named = any(len(self._split(factor)) > 1 for factor in factors) or any(map(NAME.search, factors))
+            found = self._named[id(sharding)] = sharding, named  # the first keeps the key's object alive
+        return found[1]
 
     # ----------------------------------------------------------------------------------------------------------- where a text is said
 
@@ -80,9 +90,11 @@ class Mentions:
 
 @dataclass
 class Elsewhere:
-    """What is said of values, said of the same values in other layers. `said`: of a text. Nearly all is said many times."""
+    """What is said of values, said of the same values in other layers. `said`: of a text; `named`: whether of a sharding anything is.
+    Nearly all is said many times."""
 
     said: Callable[[str], str]
+    named: Callable[[Sharding], bool]
     _texts: dict[str, str] = field(default_factory=dict)
     _sources: dict[Source, Source] = field(default_factory=dict)
     _shardings: dict[int, tuple[Sharding, Sharding]] = field(default_factory=dict)
@@ -107,6 +119,8 @@ class Elsewhere:
         return found
 
     def sharding(self, sharding: Sharding) -> Sharding:
+        if not self.named(sharding):
+            return sharding
         known = self._shardings.get(id(sharding))
         if known is None:
             dims = tuple(tuple(Part(self.text(part.factor), part.size, part.axes) for part in row) for row in sharding.dims)

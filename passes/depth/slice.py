@@ -2,16 +2,18 @@
 
     model.layers  [0, 1, 2, ..., 31]      inside      model.layers  [0, 1, 2, 31]
 
-Only the lists are cut: modules, configuration, parameters and the optimizer stay what they are.
+Only the lists are cut: modules, configuration, parameters and the optimizer stay what they are. Caches that stock models make have an entry
+for each layer that is left, where those are the first of the list: layers find theirs by their own numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from meshc.frontend.stock_caches import fewer
 from meshc.passes.phases.depth import Depth
 
 
@@ -25,7 +27,15 @@ def sliced(module: nn.Module, depth: Depth | None) -> Iterator[None]:
         for (each, numbers), layers in zip(lists, whole, strict=True):
             found = list(layers.values())
             each.__dict__["_modules"] = {str(place): found[number] for place, number in enumerate(numbers)}
-        yield
+        with fewer(_front([*captured.values()], [len(layers) for layers in whole])):
+            yield
     finally:
         for (each, _), layers in zip(lists, whole, strict=True):
             each.__dict__["_modules"] = layers
+
+
+def _front(captured: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> dict[int, int]:
+    """How many layers there are -> how many of their caches are used."""
+    if any(numbers != tuple(range(len(numbers))) for numbers in captured) or len(set(lengths)) < len(lengths):
+        return {}
+    return {length: len(numbers) for length, numbers in zip(lengths, captured, strict=True)}

@@ -1,0 +1,77 @@
+"""Caches of stock models: of which kind each layer's is, is asked of a configuration before the trace, not in it.
+
+    DynamicCache(config=config)   asks   get_layer_types_and_kwargs(config)   which says   ["full_attention"] * 32, [{}] * 32
+
+transformers copies the configuration for each layer and asks the copies; Dynamo would follow that line by line, for most of the time that
+a trace of four layers takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+from unittest import mock
+
+from torch import nn
+
+ASKED: Final = "get_layer_types_and_kwargs"
+"""Of `transformers.cache_utils`; releases that do not have it ask nothing."""
+Kinds = tuple[list[str], list[dict[str, Any]]]
+"""The kind of each layer's cache, and what its class is given."""
+
+
+@contextlib.contextmanager
+def known(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, answers for the configurations of these modules are there."""
+    ask = getattr(sys.modules.get("transformers.cache_utils"), ASKED, None)
+    if ask is None:
+        yield
+        return
+    configs = {id(config): config for config in map(_config, modules) if config is not None}
+    table = {number: kinds for number, kinds in ((number, _kinds(ask, config)) for number, config in configs.items()) if kinds is not None}
+
+    def answer(config: Any) -> Kinds:
+        found = table.get(id(config))
+        if found is None:
+            return ask(config)  # type: ignore[no-any-return]
+        return list(found[0]), [dict(each) for each in found[1]]
+
+    with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
+        yield
+
+
+@contextlib.contextmanager
+def fewer(counts: Mapping[int, int]) -> Iterator[None]:
+    """Inside, caches of so many layers have so many; where a layer's is unlike another's they stay."""
+    ask = getattr(sys.modules.get("transformers.cache_utils"), ASKED, None)
+    if ask is None or not counts:
+        yield
+        return
+
+    def answer(config: Any) -> Kinds:
+        kinds, given = ask(config)
+        count = counts.get(len(kinds), len(kinds))
+        return (kinds[:count], given[:count]) if len(set(kinds)) == 1 and not any(given) else (kinds, given)
+
+    with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
+        yield
+
+
+def _config(module: nn.Module) -> Any:
+    """The one that a cache would be made by."""
+    config = getattr(module, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return None
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # it has several texts
+        return None
+
+
+def _kinds(ask: Callable[[Any], Kinds], config: Any) -> Kinds | None:
+    try:
+        return ask(config)
+    except (AttributeError, TypeError):  # of no decoder: nobody will ask it
+        return None
