@@ -19,7 +19,9 @@ from meshc.errors import CompileError
 if TYPE_CHECKING:
     import torch._dynamo as dynamo
     import torch._dynamo.functional_export as functional_export
+    import torch._dynamo.graph_region_tracker as graph_region_tracker
     import torch._dynamo.pgo as pgo
+    import torch._dynamo.symbolic_convert as symbolic_convert
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
     import torch.fx._pytree as trees_of_fx
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
     from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.higher_order_ops import LocalMapWrappedHigherOrderVariable
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
     from torch._functorch._aot_autograd.descriptors import (
         BackwardTokenAOTInput,
@@ -56,7 +59,9 @@ SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.13", "transformers": 
 NAMES: Final[Mapping[str, str]] = {
     "dynamo": "torch._dynamo",
     "functional_export": "torch._dynamo.functional_export",
+    "graph_region_tracker": "torch._dynamo.graph_region_tracker",
     "pgo": "torch._dynamo.pgo",
+    "symbolic_convert": "torch._dynamo.symbolic_convert",
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
     "trees_of_fx": "torch.fx._pytree",
@@ -68,6 +73,7 @@ NAMES: Final[Mapping[str, str]] = {
     "AttributeMutationExisting": "torch._dynamo.variables.base:AttributeMutationExisting",
     "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
     "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
+    "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
     "DebuggingVariable": "torch._dynamo.variables.misc:DebuggingVariable",
     "LoggingLoggerVariable": "torch._dynamo.variables.misc:LoggingLoggerVariable",
     "StringFormatVariable": "torch._dynamo.variables.misc:StringFormatVariable",
@@ -106,6 +112,8 @@ REACHED: Final = (
 REPLACED: Final = (
     "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
     "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
+    "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo:lookup_backend", "torch._dynamo.graph_region_tracker:InputPickler",
+    "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable.should_wrap_in_hop",
     "torch._dynamo.pgo:_CODE_STATE", "torch._dynamo.pgo:_INIT_CODE_STATE",
     "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation",
     "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",

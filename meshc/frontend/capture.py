@@ -24,7 +24,7 @@ from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import observed, unchecked
 from meshc.frontend.sources import source_of
-from meshc.frontend.spared import apart, unguarded
+from meshc.frontend.spared import apart, unasked, unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
 from meshc.ir import trees
@@ -220,6 +220,7 @@ def torch_graph(
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
         apart(),
+        unasked(),
         untraceable.said_once(),
     ):
         try:

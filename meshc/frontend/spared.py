@@ -2,6 +2,8 @@
 
     guards        conditions under which Dynamo's trace of a model would hold for another call; export makes and compiles them for
                   limits that a caller sets to sizes, of which meshc sets none, and throws them away
+    answers       to questions that do not come up, for which Dynamo reads or imports much: of which function each line is (for logs; it
+                  takes whole files apart), all its backends, Inductor, DTensor's experiments
     a fresh start export begins by forgetting all that Dynamo has compiled in this process, the user's own functions too, which would then
                   be compiled again; a trace reads none of it, but for what sizes an earlier call of the traced code had
     collections   Python looks for garbage each 700 objects, and now and then among all that the process has imported; a compilation makes
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 OBJECTS = 100_000
@@ -28,6 +32,42 @@ def unguarded() -> Iterator[None]:
 
     with mock.patch.object(functional_export, "_suggest_or_raise_constraint_violation", _nothing):
         yield
+
+
+@contextlib.contextmanager
+def unasked() -> Iterator[None]:
+    """Around one trace. What is asked all the same is answered as ever, but for the names of functions in torch's logs."""
+    from meshc.private import LocalMapWrappedHigherOrderVariable, dynamo, graph_region_tracker, symbolic_convert
+
+    made, wraps = graph_region_tracker.InputPickler, LocalMapWrappedHigherOrderVariable.should_wrap_in_hop
+
+    def wraps_if_any(value: object) -> bool:
+        return LOCAL_MAP in sys.modules and wraps(value)
+
+    with (
+        mock.patch.object(symbolic_convert, "get_funcname", _nothing),
+        mock.patch.object(dynamo, "lookup_backend", _nothing),  # compared with what compiles, where torch.func calls what is compiled
+        mock.patch.object(graph_region_tracker, "InputPickler", lambda: _Later(made)),
+        mock.patch.object(LocalMapWrappedHigherOrderVariable, "should_wrap_in_hop", wraps_if_any),
+    ):
+        yield
+
+
+LOCAL_MAP = "torch.distributed.tensor.experimental._func_map"
+"""Where what `local_map` makes is made."""
+
+
+class _Later:
+    """An object that is made when it is first asked for something."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_one":
+            self._one = self._made()
+            return self._one
+        return getattr(self._one, name)
 
 
 @contextlib.contextmanager

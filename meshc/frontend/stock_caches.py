@@ -25,7 +25,7 @@ Kinds = tuple[list[str], list[dict[str, Any]]]
 @contextlib.contextmanager
 def known(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, answers for the configurations of these modules are there."""
-    ask = getattr(sys.modules.get("transformers.cache_utils"), ASKED, None)
+    ask = _ask()
     if ask is None:
         yield
         return
@@ -35,7 +35,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
     def answer(config: Any) -> Kinds:
         found = table.get(id(config))
         if found is None:
-            return ask(config)  # type: ignore[no-any-return]
+            return ask(config)
         return list(found[0]), [dict(each) for each in found[1]]
 
     with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
@@ -45,7 +45,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def fewer(counts: Mapping[int, int]) -> Iterator[None]:
     """Inside, caches of so many layers have so many; where a layer's is unlike another's they stay."""
-    ask = getattr(sys.modules.get("transformers.cache_utils"), ASKED, None)
+    ask = _ask()
     if ask is None or not counts:
         yield
         return
@@ -59,9 +59,13 @@ def fewer(counts: Mapping[int, int]) -> Iterator[None]:
         yield
 
 
+def _ask() -> Callable[[Any], Kinds] | None:
+    return getattr(sys.modules.get("transformers.cache_utils"), ASKED, None)
+
+
 def _config(module: nn.Module) -> Any:
     """The one that a cache would be made by."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
     try:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import funcname_cache, graph_region_tracker, symbolic_convert
 from torch._dynamo.guards import CheckFunctionManager
 
 import meshc
-from meshc.frontend.spared import OBJECTS, fewer_collections
+from meshc.frontend.spared import OBJECTS, fewer_collections, unasked
 
 
 @pytest.fixture
@@ -45,3 +46,21 @@ def test_garbage_is_looked_for_more_rarely(young: int, inside: int) -> None:
         assert gc.get_threshold() == (inside, 7, 8)
         raise ZeroDivisionError
     assert gc.get_threshold() == (young, 7, 8)
+
+
+def test_what_nobody_asks_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which function a line is, for logs: whole files were taken apart for that, a tenth of a first compilation."""
+    read: list[str] = []
+    monkeypatch.setattr(funcname_cache, "cache", {})
+    monkeypatch.setattr(funcname_cache, "_add_file", lambda name: (read.append(name), funcname_cache.cache.setdefault(name, {})))
+    before = symbolic_convert.get_funcname, torch._dynamo.lookup_backend, graph_region_tracker.InputPickler
+    meshc.compile(nn.Linear(4, 8), meshc.Mesh("dp=2"), args=(torch.ones(2, 4),))
+    assert not read
+    assert before == (symbolic_convert.get_funcname, torch._dynamo.lookup_backend, graph_region_tracker.InputPickler)
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(3))
+    assert read, "where torch names functions has moved: see meshc/frontend/spared.py"
+
+
+def test_what_is_asked_all_the_same_is_answered() -> None:
+    with unasked():
+        assert graph_region_tracker.InputPickler().dumps((1, "a"))
