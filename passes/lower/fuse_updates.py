@@ -10,10 +10,11 @@ An update writes into its operands: parameters and states are the program's own,
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch.fx import Graph, Node
-from torch.fx.node import Argument
+from torch.fx.node import Argument, map_arg
 
 from meshc.ir import Record, is_getitem, records
 from meshc.ir.graph import call
@@ -36,27 +37,30 @@ def _fuse(stage: Stage) -> Stage:
         if node.op == "call_function" and node.target in MANY:
             operands = 1 + len(WRITTEN[node.target])
             groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype)].append(node)
+    written: dict[Node, Argument] = {}
     for (target, rest, _), members in groups.items():
         operands = 1 + len(WRITTEN[target])
         columns = [[member.args[i] for member in members] for i in range(operands)]
         made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
         with graph.inserting_after(members[-1]):
-            many = call(graph, made, MANY[target], *columns, *rest)
+            call(graph, made, MANY[target], *columns, *rest)
         for member in members:
-            _replace_results(graph, member, many)
+            written |= _results(member)
+    _read_operands(graph, written)
     return stage
 
 
-def _replace_results(graph: Graph, member: Node, many: Node) -> None:
-    """Readers of a member's results read the operands that the fused update has written."""
-    written = WRITTEN[member.target]  # type: ignore[index]
-
-    def others(user: Node) -> bool:
-        return user is not many
-
+def _results(member: Node) -> dict[Node, Argument]:
+    """A member and its results -> the operands that the fused update has written."""
+    operands = WRITTEN[member.target]  # type: ignore[index]
     readers = [user for user in member.users if is_getitem(user)]
+    return {reader: member.args[operands[reader.args[1]]] for reader in readers} | {member: member.args[0]}  # type: ignore[index]
+
+
+def _read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:
+    """Readers of results read operands; results and members go. Each reader is changed once: the graph's end reads all of them."""
+    readers = dict.fromkeys(user for result in written for user in result.users if user not in written)
     for reader in readers:
-        reader.replace_all_uses_with(member.args[written[reader.args[1]]], delete_user_cb=others)  # type: ignore[index, arg-type]
-        graph.erase_node(reader)
-    member.replace_all_uses_with(member.args[0], delete_user_cb=others)  # type: ignore[arg-type]
-    graph.erase_node(member)
+        reader.args, reader.kwargs = map_arg((reader.args, reader.kwargs), lambda operand: written.get(operand, operand))
+    for result in written:
+        graph.erase_node(result)
