@@ -47,7 +47,15 @@ FOUR = (
     Sample("gpt2", "dp_shard=2,tp=2"),
     Sample("nanogpt", "dp=2,cp=2", "zero1+ulysses", microbatches=3),
 )
+STORED = """
+store norm.*: hidden/tp/dp
+store up.weight params: _, hidden/dp
+store middle.weight state: middle.weight.0/dp/tp, ffn!
+store down.weight: vocab/tp/dp, _
+"""
 MORE_OF_FOUR = (
+    Sample("mlp", "dp=2,tp=2", STORED),
+    Sample("mlp", "dp=2,dp_shard=2", "fsdp", "sgd", 3),
     Sample("mlp", "tp=4"),
     Sample("llama", "dp=2,tp=2"),
     Sample("bert", "dp_replicate=2,dp_shard=2"),

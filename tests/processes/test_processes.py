@@ -118,12 +118,25 @@ def test_a_local_batch_of_another_shape() -> None:
     assert run("local_inputs", 2, "dp=2", "another_shape").split() == ["another_shape"]
 
 
+STATE_APART = """
+store transformer.wte.weight state: vocab/dp/tp, _
+store *.c_attn.weight state: hidden/dp, _
+store *.ln_?.weight: hidden/tp/dp
+"""
+PARAMETERS_APART = """
+dp: batch; store state
+store transformer.wte.weight params: vocab/dp/dp_shard, hidden!
+store *.c_attn.weight state: hidden/dp_shard/dp, _
+"""
+
+
 @pytest.mark.parametrize(
     "cases, route",
     [
         broad(("draws",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto"))),
         (("draws", "gpt2"), (("tp=2", "auto"), ("dp=2", "fsdp"), ("pp=2", "auto"))),
         broad(("gpt2",), (("dp=2,tp=2", "auto"), ("dp=4,tp=1", "auto"), ("dp=1", "auto"))),
+        broad(("gpt2",), (("dp=2,tp=2", STATE_APART), ("dp=2,dp_shard=2", PARAMETERS_APART), ("dp=1", "auto"))),
         broad(("draws", "gpt2"), (("pp=2,dp=2", "auto"), ("dp=1", "auto"), ("pp=2", "auto"))),
     ],
     ids=lambda words: " to ".join(mesh for mesh, _ in words) if isinstance(words[0], tuple) else " ".join(words),
