@@ -1,4 +1,4 @@
-"""Said: what a request says of single layers, by their names: groups of the optimizer, storage, pins, entries of the plan."""
+"""Said: what a request says of single layers, by their names: groups of the optimizer, storage, pins, store lines, entries of the plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Said:
                 self.groups |= {id(parameter): (group.index,) for parameter in group.params}
             self.groups |= {id(parameter): ("idle", holder) for parameter, holder in spec.idle}
         plan = resolve(request.plan, request.mesh)
-        texts = [pin.pattern for pin in plan.pins]
+        lines = (*plan.pins, *plan.stores)
+        texts = [line.pattern for line in lines]
+        texts += [part.factor for line in lines for dim in line.dims for part in dim.factors]
         texts += [text for entry in plan.axes for text in re.split(r"[\s,;>@]+", str(entry))]
         if any(NAME.fullmatch(text) for text in texts):
             raise Unequal("the plan names a dim by a number that goes by the layers (f0, f1, ...)")

@@ -63,7 +63,7 @@ def _idle_store_lines(placed: Placed) -> list[str]:
 
 
 def _several(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+    return names[0] if len(names) == 1 else f"{names[0]} and others"
 
 
 def _replicated(placed: Placed) -> list[str]:

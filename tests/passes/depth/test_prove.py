@@ -140,6 +140,9 @@ def test_layers_of_other_groups_hooks_and_pins_are_others() -> None:
     model.layers[6].up.register_forward_hook(lambda module, args, output: output)
     assert stretches(model) == [(0, 1, 2)]
     assert stretches(Stack([16] * 7), plan=["dp: batch", "pin layers.1.up.weight: _, _"]) == [(1, 1, 2)]
+    assert stretches(Stack([16] * 7), plan=["dp: batch", "store layers.1.up.weight state: _, _"]) == [(1, 1, 2)]
+    assert stretches(Stack([16] * 7), plan=["dp: batch", "store *.up.weight: layers.1.up.weight.1/dp, _"]) == [(1, 1, 2)]
+    assert stretches(Stack([16] * 7), plan=["dp: batch", "store *.up.weight state: ffn/dp, _"]) == [(0, 1, 3)]
 
 
 COUNTED = [0]
