@@ -22,7 +22,7 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import STORES, AxisEntry, Pin, PinFactor, StoreLine, TensorLine, duplicates
+from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
 
@@ -118,13 +118,12 @@ def _clashes(one: TensorLine, other: TensorLine) -> Iterator[str]:
         yield f"they name {len(one.dims)} and {len(other.dims)} dims; a {what} has one entry for each dim of the tensor"
         return
     for dim, (left, right) in enumerate(zip(one.dims, other.dims, strict=True)):
-        here = {part.factor: part for part in left.factors}
-        there = {part.factor: part for part in right.factors}
+        here, there = _numbered(left), _numbered(right)
         if here and there and not (here.keys() <= there.keys() or here.keys() >= there.keys()):
             yield f"dim {dim} is {left} and {right}; if the dim holds these factors together, write one {what} and join them by *"
             return
-        for factor, part in here.items():
-            again = there.get(factor, part)
+        for (factor, number), part in here.items():
+            again = there.get((factor, number), part)
             if part != again and all(pinned.axes or pinned.whole for pinned in (part, again)):
                 yield f"{factor} in dim {dim} is {_said(part)} in one and {_said(again)} in the other; keep one of the two"
                 return
@@ -132,6 +131,14 @@ def _clashes(one: TensorLine, other: TensorLine) -> Iterator[str]:
         for other_axis, other_dim, other_factor in other.splits():
             if axis == other_axis and (dim, factor) != (other_dim, other_factor):
                 yield f"{axis} splits {factor} in dim {dim} and {other_factor} in dim {other_dim}; an axis splits a value once"
+
+
+def _numbered(dim: PinDim) -> dict[tuple[str, int], PinFactor]:
+    """A dim's factors by their names, and which of that name they are."""
+    found: dict[tuple[str, int], PinFactor] = {}
+    for part in dim.factors:
+        found[part.factor, sum(name == part.factor for name, _ in found)] = part
+    return found
 
 
 def _said(part: PinFactor) -> str:

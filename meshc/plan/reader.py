@@ -257,7 +257,7 @@ def _read_store_line(line: _Line, number: int, word: str) -> StoreLine:
     if line.accept(":") is None:
         kinds = _read_kinds(line)
         line.expect(":", f"then comes a colon, and one entry for each dim: `store {pattern} {', '.join(kinds)}: vocab/dp, _`")
-    dims = _read_dims(line)
+    dims = _read_dims(line, again=True)
     _refuse_rest(line)
     return StoreLine(pattern, dims, kinds, number, line.text.strip())
 
@@ -276,10 +276,10 @@ def _read_pin(line: _Line, number: int) -> Pin:
     return Pin(pattern, dims, only, number, line.text.strip())
 
 
-def _read_dims(line: _Line) -> tuple[PinDim, ...]:
-    dims = [_read_dim(line)]
+def _read_dims(line: _Line, again: bool = False) -> tuple[PinDim, ...]:
+    dims = [_read_dim(line, again)]
     while line.accept(","):
-        dims.append(_read_dim(line))
+        dims.append(_read_dim(line, again))
     return tuple(dims)
 
 
@@ -288,7 +288,8 @@ def _refuse_rest(line: _Line, more: str = "") -> None:
         line.fail(f"separate dims by `,`, factors in a dim by `*`, axes by `/`{more}")
 
 
-def _read_dim(line: _Line) -> PinDim:
+def _read_dim(line: _Line, again: bool) -> PinDim:
+    """`again`: a factor's name may stand there twice, for two factors that have it."""
     if line.accept(r"_(?=\s*(?:,|$)|\s+only\b)") is not None:
         return PinDim()
     parts: list[PinFactor] = []
@@ -299,7 +300,7 @@ def _read_dim(line: _Line) -> PinDim:
             line.fail(f"{AUTO} is no factor: write `_` for a dim left open", start)
         if factor in ("_", "only"):
             line.fail(f"{factor} is no factor: write `_` alone for a dim left open, name the factor to split it", start)
-        if any(part.factor == factor for part in parts):
+        if not again and any(part.factor == factor for part in parts):
             line.fail(f"{factor} is there twice in one dim: keep one", start)
         whole = line.accept("!") is not None
         axes: list[str] = []

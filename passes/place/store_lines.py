@@ -8,9 +8,11 @@ whose store clauses say so. An axis that a line names has left whatever else of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import role
@@ -55,7 +57,11 @@ def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
                 others = found.lines.setdefault((name, kind), [])
                 found.faults += contradictions([*others, line]) if others else []
                 others.append(line)
-                found.slots.setdefault((name, kind), {}).update(slots)
+                merged = found.slots.setdefault((name, kind), {})
+                merged.update(slots)
+                twice = [axis for axis, times in Counter(axis for axes in merged.values() for axis in axes).items() if times > 1]
+                if twice and len(others) > 1:
+                    found.faults.append(f"{others[-2].where} and {line.where}: together they split two factors of {name} by {twice[0]}")
     return found.slots, list(dict.fromkeys(found.faults))
 
 
@@ -63,17 +69,24 @@ def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed:
     """What a line says of a parameter's factors, or why it cannot be."""
     chosen: dict[tuple[int, int], tuple[str, ...]] = {}
     for dim, (wanted, factors) in enumerate(zip(line.dims, row, strict=True)):
+        left = list(range(len(factors)))  # of two factors of one name (halves that rotate) the first mention is the first
         for part in wanted.factors:
-            matches = [p for p, factor in enumerate(factors) if part.factor in names.also[factor] | {names.of[factor]}]
-            if not matches:
+            place = next((p for p in left if _answers(names, factors[p], part.factor)), None)
+            if place is None:
                 have = " * ".join(names.of[factor] for factor in factors) or "1"
-                return {}, f"dim {dim} of {name} is {have}, it has no factor {part.factor!r}"
+                again = "no factor" if len(left) == len(factors) else "no further factor"
+                return {}, f"dim {dim} of {name} is {have}, it has {again} {part.factor!r}"
+            left.remove(place)
             if part.axes or part.whole:
-                chosen[(dim, matches[0])] = part.axes
-            fault = _too_many(part.axes, placed.real(placed.factors.size[factors[matches[0]]]), placed)
+                chosen[(dim, place)] = part.axes
+            fault = _too_many(part.axes, placed.real(placed.factors.size[factors[place]]), placed)
             if fault:
                 return {}, f"{part.factor} of {name} {fault}"
     return chosen, ""
+
+
+def _answers(names: Names, factor: int, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in {*names.also[factor], names.of[factor]})
 
 
 def _too_many(axes: tuple[str, ...], size: int, placed: Placed) -> str:

@@ -89,7 +89,7 @@ PINS = st.builds(
 STORE_LINES = st.builds(
     lambda pattern, dims, kept: StoreLine(pattern, tuple(dims), kept),
     PATTERNS.filter(lambda pattern: ":" not in pattern),
-    st.lists(PIN_DIMS, min_size=1, max_size=3),
+    st.lists(st.lists(pin_factors(), max_size=3).map(lambda parts: PinDim(tuple(parts))), min_size=1, max_size=3),
     kinds(st.sets(st.sampled_from(STORES), min_size=1)),
 )
 PLANS = st.builds(
@@ -334,6 +334,9 @@ def test_contradictory_store_lines() -> None:
         "split by dp, then tp, then dp in the other; keep one of the two",
     ]
     Plan("store a params: b/dp, _\nstore a state: b/dp/tp, _\nstore a grads: b!, _").check(Mesh("dp=2,tp=2"))
+    Plan("store a: b/dp * b\nstore a: b * b/tp").check(Mesh("dp=2,tp=2"))
+    with pytest.raises(PlanError, match="b in dim 0 is split by tp in one and whole in the other"):
+        Plan("store a: b/dp * b/tp\nstore a: b * b!").check(Mesh("dp=2,tp=2"))
 
 
 def test_reserved_words() -> None:

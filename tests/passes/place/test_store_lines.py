@@ -194,6 +194,7 @@ FAULTS = {
     "store dwn.weight: ffn/tp, _": "no parameter is called 'dwn.weight'; did you mean down.weight",
     "store down.weight: ffn/tp": "down.weight has 2 dims, the line has 1",
     "store down.weight: _, heads/tp": "dim 1 of down.weight is ffn, it has no factor 'heads'",
+    "store down.weight: _, ffn * ffn/tp": "dim 1 of down.weight is ffn, it has no further factor 'ffn'",
     "store down.weight: _, ffn/dp/tp/x/y": "ffn of down.weight has size 8, of which dp/tp/x leaves 1 to a rank: nothing is left for y",
     "store down.weight: _, ffn/pp": "ffn of down.weight cannot be stored split by pp, which cuts the model into stages",
 }
