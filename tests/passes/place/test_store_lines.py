@@ -156,7 +156,7 @@ store *.ln_?.weight params: hidden!
     [
         ("mlp", "dp=2,tp=2", MLP, adamw, 1),
         ("mlp", "dp=3", "store d*.weight: vocab/dp, _\nstore up.bias state: ffn/dp", momentum, 2),
-        ("llama", "dp=2,tp=2", LLAMA, momentum, 1),
+        broad("llama", "dp=2,tp=2", LLAMA, momentum, 1),
         broad("mlp", "dp=2,tp=2", MLP, momentum, 3),
         broad("mlp", "dp=3", "zero1", momentum, 1),
         broad("llama", "dp=2,tp=2", LLAMA, adamw, 2),
