@@ -151,13 +151,16 @@ def _refuse_not_yet(axis: Axis) -> None:
 
 
 def _refuse_search(entry: AxisEntry | None) -> None:
-    if entry is not None and entry.auto:
-        own = ROLE_RECIPES.get(role(entry.axis) or "")
-        without = f", or leave the line out: {entry.axis} then does what the recipe {own} says" if own else ""
+    if entry is not None and entry.auto and role(entry.axis) == "pp":
         raise PlanError(
-            f"{entry.where}: not yet: no plan is searched for\n"
-            f"    what to do: say what {entry.axis} splits, as in `{entry.axis}: heads, ffn`{without}"
+            f"{entry.where}: {entry.axis} has stages, which are searched for in any case\n    what to do: leave the line out"
         )
+
+
+def by_role(axis: str) -> AxisEntry | None:
+    """What an axis of this name does where no plan mentions it; None if it has no role that says."""
+    found = ROLE_RECIPES.get(role(axis) or "")
+    return None if found is None else _entry(Axis(axis, 1), RECIPES[found], f"role {role(axis)}, {_source(RECIPES[found])}")
 
 
 def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:

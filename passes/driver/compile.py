@@ -14,6 +14,7 @@ from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import pipeline
+from meshc.passes.driver.choose import choose, open_axes
 from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
 from meshc.passes.driver.run import run, run_all
@@ -80,6 +81,11 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     """By the request's plan; of a pipeline, in the way that is found to be best."""
     request = said(placed.request)
     placed = placed.asked(request) if request is not placed.request else placed
+    return choose(placed, _lowered, hook) if open_axes(placed.plan) else _lowered(placed, hook)
+
+
+def _lowered(placed: Placed, hook: Hook | None) -> Lowered:
+    request = placed.request
     if has_choice(request):
         cut = search(placed, hook)
     else:

@@ -9,6 +9,7 @@ from typing import Self
 from torch.fx import Graph
 
 from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.factors import Factors, Value
 from meshc.passes.phases.later import Later
 from meshc.passes.phases.names import Names
@@ -43,6 +44,7 @@ class Placed(Outset):
     joint       its graph of operators, which nothing changes any more: factors and assignment refer to its nodes
     view        the global view of the whole model, where `joint` is that of a few of its layers
     pins        from `annotate` on
+    choices     what a search has decided of axes that the plan leaves open, for `propagate`
     assignment  from `propagate` on; ports say how they lie from `lay_ports` on
     """
 
@@ -52,6 +54,7 @@ class Placed(Outset):
     factors: Factors
     names: Names
     pins: Pins = Pins()
+    choices: Choices | None = None
     assignment: Assignment | None = None
 
     @property

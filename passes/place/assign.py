@@ -22,7 +22,7 @@ def assign(placed: Placed) -> Placed:
         interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
     assignment = Propagator(
         joint.graph, placed.factors, names, placed.plan, placed.sizes, joint.inputs, updates=joint.updates, interest=interest,
-        pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch,
+        pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch, choices=placed.choices,
     ).run()  # fmt: skip
     placed = replace(placed, assignment=assignment)
     return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed))

@@ -25,6 +25,7 @@ from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Pins
@@ -95,12 +96,14 @@ class Propagator:
         pins: Pins | None = None,
         fixed: Mapping[str, Sharding] | None = None,
         local_batch: tuple[str, ...] = (),
+        choices: Choices | None = None,
     ) -> None:
         """
         updates      nodes that update a parameter -> its name
         interest     what each axis may take, if not what the plan says
         fixed        storage that another program of the same model has settled
         local_batch  axes over which each rank passes a part of the batch of its own
+        choices      what a search has decided for some of the axes, in place of the plan
         """
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
@@ -109,6 +112,7 @@ class Propagator:
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
         self.first_use: dict[str, Sharding] = {}
+        self.choices = choices or Choices(())
         self.whole_updates = computed_whole(self.updates, factors.instances)
 
     # ------------------------------------------------------------------------------------------------------------------ sources
@@ -192,8 +196,12 @@ class Propagator:
 
     def _choose(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
-        chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in self._pinned(instance).items()}
+        searched = self.choices.tokens.get(instance.node)
+        held = self._pinned(instance) if searched is None else searched
+        chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in held.items()}
         taken = {axis for axes in chosen.values() for axis in axes}
+        if searched is not None:
+            taken |= set(self.choices.axes)
         for axis in self.axes:
             if axis in taken or self._all_pending(instance, axis):
                 continue
@@ -205,6 +213,8 @@ class Propagator:
             if token is not None and token in instance.tied:
                 chosen.setdefault(instance.tied[token], []).append(axis)
         ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
+        if searched is not None:
+            ordered |= {token: (*axes, *(axis for axis in ordered[token] if axis not in axes)) for token, axes in searched.items()}
         for one in instance.rule.windows:  # its partner is split in the same order
             if (one, 0) in instance.tied and (one, 0) in ordered:
                 ordered[instance.tied[(one, 0)]] = ordered[(one, 0)]
@@ -286,19 +296,23 @@ class Propagator:
 
     def _deferred(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]]) -> dict[Value, tuple[tuple[str, str], ...]]:
         """Reductions that operands need not have seen: those that come out pending again, with no collective between."""
-        rule = instance.rule
-        if not rule.defers or not rule.linear or instance.node in self.updates:
+        if not may_defer(instance) or instance.node in self.updates:
             return {}
-        taken = {axis for axes in chosen.values() for axis in axes}
+        decided = self.choices.axes if instance.node in self.choices.tokens else ()
+        over = {*self.choices.deferred.get(instance.node, ()), *self._deferred_over(instance, chosen, decided)}
+        reductions = tuple((axis, "sum") for axis in self.axes if axis in over)
+        return dict.fromkeys(deferring(instance), reductions) if reductions else {}
+
+    def _deferred_over(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], decided: Sequence[str]) -> list[str]:
+        """The axes, but for those that are `decided`, over which it saves a collective to reduce the result."""
+        taken = {axis for axes in chosen.values() for axis in axes}.union(decided)
         pending = {value: dict((self.given(value) or Sharding()).pending) for value in instance.values}
         waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
-        if not rule.adds:
-            value = instance.values[0]
-            if instance.values.count(value) > 1:  # x * x is not linear in x
-                return {}
-            reductions = tuple((axis, "sum") for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum")
+        if not instance.rule.adds:
+            (value,) = deferring(instance)
             small = prod(records(value[0])[value[1]].shape) <= 1
-            return {value: reductions} if reductions and (small or self._only_user(value, instance.node)) else {}
+            free = small or self._only_user(value, instance.node)
+            return [axis for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum" and free]
         deferred_over: list[str] = []
         mixed: list[str] = []
         for axis in self.axes:
@@ -313,10 +327,7 @@ class Propagator:
                 mixed.append(axis)
         if mixed and (deferred_over or self._feeds_addition(instance.node)):
             deferred_over += mixed
-        if not deferred_over:
-            return {}
-        reductions = tuple((axis, "sum") for axis in self.axes if axis in deferred_over)
-        return {value: reductions for value in instance.values}
+        return deferred_over
 
     def _all_pending(self, instance: Instance, axis: str) -> bool:
         """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
@@ -382,6 +393,10 @@ class Propagator:
             node = self.parameter(name)
             base = self._settled(name, node) if kind == "parameter" else None
             if base is None:
+                searched = self.choices.storage.get(key)
+                if searched is not None:
+                    self.result.storage[key] = searched
+                    return searched
                 base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
                 base = held_to(_without_axis(base, MICROBATCH), self.pins.storage.get(name, {}))
                 said = self.pins.stored.get(key, {})
@@ -404,6 +419,19 @@ class Propagator:
     def parameter(self, name: str) -> Node:
         """The placeholder of a parameter."""
         return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
+
+
+def may_defer(instance: Instance) -> bool:
+    """Whether reductions of sums may be deferred past an operator: it is linear in what `deferring` names, each of it given once."""
+    rule = instance.rule
+    if not rule.defers or not rule.linear:
+        return False
+    return rule.adds or instance.values.count(instance.values[0]) == 1  # x * x is not linear in x
+
+
+def deferring(instance: Instance) -> tuple[Value, ...]:
+    """The operands of which reductions are deferred, together."""
+    return instance.values if instance.rule.adds else instance.values[:1]
 
 
 def _without_axis(sharding: Sharding, axis: str) -> Sharding:

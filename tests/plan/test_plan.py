@@ -350,15 +350,14 @@ def test_reserved_words() -> None:
         Plan({"dp": "batch", "keep": ["layers.*"]})
 
 
-def test_an_axis_left_to_a_search_is_refused_until_there_is_one() -> None:
+def test_an_axis_may_be_left_to_the_search_but_not_stages() -> None:
+    assert str(resolve("dp: batch\ntp: auto\nx: auto", Mesh("dp=2,tp=2,x=2"))) == "dp: batch\ntp: auto\nx: auto"
     with pytest.raises(PlanError) as caught:
-        resolve("dp: batch\ntp: auto\nx: auto", Mesh("dp=2,tp=2,x=2"))
+        resolve("dp: auto\npp: auto", Mesh("dp=2,pp=2"))
     assert str(caught.value) == (
-        "the mesh dp=2,tp=2,x=2 cannot be planned:\n"
-        "  line 2, `tp: auto`: not yet: no plan is searched for\n"
-        "    what to do: say what tp splits, as in `tp: heads, ffn`, or leave the line out: tp then does what the recipe megatron says\n"
-        "  line 3, `x: auto`: not yet: no plan is searched for\n"
-        "    what to do: say what x splits, as in `x: heads, ffn`"
+        "the mesh dp=2,pp=2 cannot be planned:\n"
+        "  line 2, `pp: auto`: pp has stages, which are searched for in any case\n"
+        "    what to do: leave the line out"
     )
 
 

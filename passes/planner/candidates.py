@@ -1,0 +1,84 @@
+"""The options of a decision: for each axis a legal label, none, or (past operators that are linear) a sum that stays pending.
+
+    mm "m k, k n", m = batch * seq, on dp=2, tp=2        dp: batch, seq, k, n or none; tp likewise; a label that is large enough takes both
+
+An axis may take a factor that it does not divide, as long as tiles hold no more padding than entries. Axes of one label of an operator
+stand in the order of the mesh; those of one slot of what is stored in any order, since which of them is outside decides whether its gather
+and its reduction are one collective each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations, product
+from math import prod
+from typing import Final
+
+from meshc.ir.sharding import tile_sizes
+from meshc.passes.planner.space import Axes, Option
+
+WASTE: Final = 2.0
+"""Tiles may hold so many positions for each real one."""
+
+DEFERRED: Final = -1
+"""In the place of a label: the axis takes none, and what the operator reads and makes stays pending over it."""
+
+
+def options(
+    sizes: Sequence[int],
+    legal: Mapping[str, Sequence[int | None]],
+    held: Mapping[int, Axes],
+    deferred: Axes,
+    mesh: Mapping[str, int],
+    *,
+    defers: bool = False,
+    ordered: bool = True,
+    tied: Mapping[int, int] | None = None,
+) -> tuple[Option, ...]:
+    """
+    sizes     of the labels
+    legal     the axes that are open, each with the labels that it may take; with None among them, it may take none
+    held      label -> axes that it has in any case; `deferred` likewise what is pending in any case
+    defers    whether sums may stay pending;  ordered  whether axes of one label stand in the order of the mesh
+    tied      labels that are split together
+    """
+    order = list(mesh)
+    found: dict[Option, None] = {}
+    for taken in product(*([*legal[axis], *((DEFERRED,) if defers else ())] for axis in legal)):
+        axes: dict[int, list[str]] = {label: list(have) for label, have in held.items()}
+        left = list(deferred)
+        for axis, label in zip(legal, taken, strict=True):
+            if label == DEFERRED:
+                left.append(axis)
+            elif label is not None:
+                axes.setdefault(label, []).append(axis)
+        for label, other in (tied or {}).items():
+            if label in axes:
+                axes[other] = axes[label]
+        if all(fits(sizes[label], [mesh[axis] for axis in row]) for label, row in axes.items()):
+            pending = tuple(sorted(left, key=order.index))
+            for row in orders(axes, held, order, ordered):
+                found[Option(tuple(row.get(label, ()) for label in range(len(sizes))), pending)] = None
+    return tuple(found)
+
+
+def fits(size: int, counts: Sequence[int]) -> bool:
+    """Whether a factor may be split so: every split has something to split, and there is not more padding than entries."""
+    tiles = tile_sizes(size, counts)
+    return all(tile > 1 for tile in tiles[:-1]) and tiles[-1] * prod(counts) <= WASTE * size
+
+
+def orders(axes: Mapping[int, list[str]], held: Mapping[int, Axes], order: Sequence[str], ordered: bool) -> Iterator[dict[int, Axes]]:
+    """The orders in which the axes of each label may stand; those that are held stay in theirs."""
+    choices: list[list[Axes]] = []
+    for label, row in axes.items():
+        fixed = held.get(label, ())
+        in_order = tuple(sorted(row, key=order.index))
+        if tuple(row) == fixed:
+            choices.append([fixed])
+        elif ordered:
+            choices.append([in_order])
+        else:
+            choices.append([one for one in permutations(in_order) if tuple(axis for axis in one if axis in fixed) == fixed])
+    for picked in product(*choices):
+        yield dict(zip(axes, picked, strict=True))

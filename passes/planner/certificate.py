@@ -1,0 +1,45 @@
+"""How far from the best a found plan can be, and what that does not speak of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+LEFT_OUT: Final = (
+    "computing and communicating at the same time, and collectives that travel together: the clock has them, the model does not",
+    "regions that a backend compiles as one",
+    "padding in messages, and microbatches: a step is priced as one",
+    "windows of neighbouring tiles: letters that they tie are split as little as the plan says",
+    "plans that treat layers of equal structure differently",
+    "buckets, windows of gathers and memory that values share: the program's own walk has them",
+)
+"""What the model leaves out. The few best are priced by the clock and the walk, which do not."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """
+    seconds  of the choice, by the model
+    bound    no choice of the model costs less
+    held     bytes that a rank holds at most, by the model;  budget  that it was to keep, None: none
+    options  of all classes together;  classes  how many are decided
+    """
+
+    seconds: float
+    bound: float
+    held: float
+    budget: float | None
+    classes: int
+    options: int
+
+    @property
+    def gap(self) -> float:
+        """The part of the seconds that a better choice could save at most."""
+        return max(0.0, 1.0 - self.bound / self.seconds) if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        within = "" if self.budget is None else f" within {self.budget / 1e9:.2f} GB"
+        return (
+            f"{self.seconds * 1e3:.3f} ms by the model{within}, at best {self.bound * 1e3:.3f} ms: a gap of {self.gap:.2%} "
+            f"over {self.classes} decisions with {self.options:,} options"
+        )

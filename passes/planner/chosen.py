@@ -1,0 +1,43 @@
+"""A choice of an option for each class, as what `propagate` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.factors import Token
+from meshc.passes.phases.placed import Placed
+from meshc.passes.planner.fold import Folded
+from meshc.passes.planner.space import Axes, Decision, Option, Space
+
+
+def choices(placed: Placed, space: Space, folded: Folded, pick: Sequence[int]) -> Choices:
+    tokens: dict[Node, dict[Token, Axes]] = {}
+    deferred: dict[Node, Axes] = {}
+    storage: dict[tuple[str, str], Sharding] = {}
+    parameters = {port.name: node for port, node in zip(placed.joint.inputs, placed.graph.find_nodes(op="placeholder"), strict=True)}
+    for key, decision in space.decisions.items():
+        option = decision.options[pick[folded.of[key]]]
+        if isinstance(key, tuple):
+            kind, name = key
+            lies = _stored(placed, parameters[name], decision, option)
+            storage[(name, kind)] = lies
+            if kind == "state" or not placed.joint.updates:
+                storage[(name, "gradient")] = lies
+                storage.setdefault((name, "state"), lies)
+        elif key.op == "call_function":
+            tokens[key] = {token: axes for token, axes in zip(decision.labels, option.axes, strict=True) if axes}  # type: ignore[misc]
+            deferred[key] = option.deferred
+    return Choices(space.axes, tokens, deferred, storage)
+
+
+def _stored(placed: Placed, node: Node, decision: Decision, option: Option) -> Sharding:
+    factors, names = placed.factors, placed.names
+    whole = Sharding(tuple(tuple(Part(names.of[f], factors.size[f]) for f in row) for row in factors.dims[(node, 0)]))
+    for (dim, position), axes in zip(decision.labels, option.axes, strict=True):
+        if axes:
+            whole = whole.with_axes(dim, position, axes)  # type: ignore[arg-type]
+    return whole

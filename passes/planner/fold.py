@@ -1,0 +1,95 @@
+"""Equal structure, decided once: decisions that read alike, are read alike and have the same options are one class.
+
+    layers.0 ... layers.31      one class for each operator of a layer, with the first and the last where they differ
+
+A class is found by what an operator is, never by its module's name: it starts as the call itself (operator, arguments, shapes, labels and
+options), and is refined by the classes of what it reads and of what reads it, ROUNDS times, so that equality reaches as far. Members of a
+class decide alike. That is a restriction: the bound of a search holds for plans that treat equal structure equally.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from meshc.ir import op_name, records
+from meshc.passes.planner.space import Key, Made, Space
+from meshc.passes.planner.survey import leaves_of
+
+ROUNDS: Final = 2
+
+
+@dataclass(frozen=True)
+class Folded:
+    """
+    of        the class of each decision;  members  of each class, in graph order: the first stands for all
+    groups    values with their readings, by classes: those of each group cost the same under the same options
+    """
+
+    of: dict[Key, int]
+    members: tuple[tuple[Key, ...], ...]
+    groups: tuple[tuple[Made, ...], ...]
+
+
+def fold(space: Space) -> Folded:
+    number = _Numbers()
+    of = {key: number(("decision", *_own(space, key))) for key in space.decisions}
+    for _ in range(ROUNDS):
+        reads: dict[Key, list[Hashable]] = defaultdict(list)
+        read_by: dict[Key, list[Hashable]] = defaultdict(list)
+        for made in space.made:
+            mine = of[made.decision]
+            everyone = sorted(_reading(of, each) for each in made.readings)
+            for each in made.readings:
+                if each.reader in of:
+                    reads[each.reader].append((_place(each), mine, made.root[1], each.shape))
+            read_by[made.decision].append((made.root[1] if made.root[0].op == "call_function" else 0, tuple(everyone)))
+        of = {key: number((of[key], tuple(sorted(map(repr, reads[key]))), tuple(map(repr, read_by[key])))) for key in space.decisions}
+    members: dict[int, list[Key]] = defaultdict(list)
+    for key, found in of.items():
+        members[found].append(key)
+    order = {found: at for at, found in enumerate(members)}
+    of = {key: order[found] for key, found in of.items()}
+    return Folded(of, tuple(map(tuple, members.values())), _groups(space, of))
+
+
+def _groups(space: Space, of: dict[Key, int]) -> tuple[tuple[Made, ...], ...]:
+    groups: dict[Hashable, list[Made]] = defaultdict(list)
+    for made in space.made:
+        node = made.root[0]
+        at = op_name(node) if node.op == "call_function" else ""
+        readings = tuple((_reading(of, each), each.landing, each.shape, each.defers, each.wants) for each in made.readings)
+        groups[(of[made.decision], at, made.root[1], made.landing, made.sums, made.sizes, made.itemsize, readings)].append(made)
+    return tuple(map(tuple, groups.values()))
+
+
+def _reading(of: dict[Key, int], reading: object) -> tuple[int, str]:
+    return of.get(reading.reader, -1), repr(_place(reading))  # type: ignore[attr-defined]
+
+
+def _place(reading: object) -> tuple[str, int, str]:
+    """Which operand of what: an update is several operators that decide as one."""
+    node = reading.node  # type: ignore[attr-defined]
+    return ("" if node is None else op_name(node)), reading.operand, reading.phase  # type: ignore[attr-defined]
+
+
+def _own(space: Space, key: Key) -> Iterable[Hashable]:
+    decision = space.decisions[key]
+    if isinstance(key, tuple):
+        return key[0], decision.labels, decision.sizes, decision.options
+    shapes = tuple((one.shape, str(one.dtype)) for one in records(key))
+    said = repr(leaves_of(key)) if key.op == "call_function" else ""
+    name = op_name(key) if key.op == "call_function" else key.op
+    return name, said, shapes, records(key)[0].phase, decision.labels, decision.sizes, decision.options
+
+
+class _Numbers:
+    """A number for each thing, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.of: dict[Hashable, int] = {}
+
+    def __call__(self, thing: Hashable) -> int:
+        return self.of.setdefault(thing, len(self.of))

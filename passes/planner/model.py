@@ -1,0 +1,185 @@
+"""The search as numbers: what each class's options cost, and what lies between a value and those who read it.
+
+    seconds = sum over classes of (members * operator) + sum over groups of (members * each change of sharding that is needed, once)
+
+A change is made once for all readings that want it: of a value as it is for good, or, where it gathers, in each phase (what forward has
+gathered is gathered again for backward, as `partition` does). Where a class reads what it makes itself, its own option says both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.fx import Node
+
+from meshc.cost.devices import Device
+from meshc.ir.mesh import Mesh
+from meshc.passes.phases.factors import Factors
+from meshc.passes.planner.fold import Folded
+from meshc.passes.planner.moves import Moves
+from meshc.passes.planner.operators import Operators
+from meshc.passes.planner.space import Decision, Form, Key, Made, Option, Reading, Space, given, wanted
+
+Floats: TypeAlias = NDArray[np.float64]
+Numbers: TypeAlias = NDArray[np.intp]
+Pick: TypeAlias = tuple[int, ...]
+"""The option of each class."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Readings of a group by one class, in one phase.
+
+    forms    of the reader's options: which of the group's wanted forms each wants
+    price    seconds from each given form to each wanted form
+    gathers  where that makes the value larger, for this phase only
+    alone    of a reader that decides nothing, or is the maker's class itself: forms follow from the maker's option
+    """
+
+    reader: int
+    forms: Numbers
+    phase: str
+    price: Floats
+    gathers: NDArray[np.bool_]
+    readings: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Values of one class, made alike and read alike.
+
+    maker   its class;  given  which of `lies` each of its options gives
+    lies    forms in which it is given;  wants  all forms in which it is wanted
+    """
+
+    values: tuple[Made, ...]
+    maker: int
+    given: Numbers
+    lies: tuple[Form, ...]
+    wants: tuple[Form, ...]
+    legs: tuple[Leg, ...]
+    held: Floats
+    """Bytes of each given form on a rank."""
+    brought: Floats
+    """Likewise of each wanted form."""
+
+
+@dataclass
+class Model:
+    """
+    own  seconds of each class's options, all its members together
+    """
+
+    space: Space
+    folded: Folded
+    operators: Operators
+    moves: Moves
+    own: list[Floats] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    def decision(self, number: int) -> Decision:
+        return self.space.decisions[self.folded.members[number][0]]
+
+    def count(self, number: int) -> int:
+        return len(self.folded.members[number])
+
+    # ------------------------------------------------------------------------------------------------------------------ the objective
+
+    def seconds(self, pick: Sequence[int]) -> float:
+        """What a choice of an option for each class costs."""
+        total = float(sum(own[option] for own, option in zip(self.own, pick, strict=True)))
+        return total + sum(self.between(group, pick) for group in self.groups)
+
+    def between(self, group: Group, pick: Sequence[int]) -> float:
+        """The changes of sharding of one group's values."""
+        lies = group.given[pick[group.maker]]
+        paid: dict[tuple[int, str], float] = {}
+        for leg in group.legs:
+            wants = leg.forms[pick[leg.reader]]
+            paid[(int(wants), leg.phase if leg.gathers[lies, wants] else "")] = leg.price[lies, wants]
+        return len(group.values) * sum(paid.values())
+
+
+def build(space: Space, folded: Folded, factors: Factors, mesh: Mesh, device: Device) -> Model:
+    operators = Operators(factors, mesh, space.sizes, device)
+    model = Model(space, folded, operators, Moves(mesh, space.sizes, device))
+    updates: dict[Key, list[Node]] = {}
+    for node, (key, _) in space.updates.items():
+        updates.setdefault(key, []).append(node)
+    for members in folded.members:
+        decision = space.decisions[members[0]]
+        row = np.zeros(len(decision.options))
+        for at, option in enumerate(decision.options):
+            if isinstance(decision.key, tuple):
+                own = updates.get(decision.key, ()) if decision.key[0] == "state" else ()
+                row[at] = sum(operators.seconds(node, space.updates[node][1], decision, option) for node in own)
+            else:
+                tokens: dict[object, int] = {token: label for label, token in enumerate(decision.labels)}
+                row[at] = operators.seconds(decision.key, tokens, decision, option)
+        model.own.append(row * len(members))
+    for values in folded.groups:
+        group = _group(model, values)
+        model.own[group.maker] += len(values) * _copies(model, group)
+        model.groups.append(group)
+    return model
+
+
+def _group(model: Model, values: tuple[Made, ...]) -> Group:
+    first, space, of = values[0], model.space, model.folded.of
+    maker = of[first.decision]
+    lies: dict[Form, int] = {}
+    made = [lies.setdefault(given(first, option, space.axes), len(lies)) for option in space.decisions[first.decision].options]
+    wants: dict[Form, int] = {}
+    rows: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
+    for at, reading in enumerate(first.readings):
+        reader, options = _reader(model, maker, reading)
+        forms = tuple(wants.setdefault(wanted(reading, option), len(wants)) for option in options)
+        rows.setdefault((reader, reading.phase, forms), []).append(at)
+    sources, targets = tuple(lies), tuple(wants)
+    size = float(first.elements * first.itemsize)
+    price = np.array([[model.moves.seconds(a, b, size) for b in targets] for a in sources]).reshape(len(sources), len(targets))
+    gathers = np.array([[_is_gather(a, b) for b in targets] for a in sources], dtype=bool).reshape(price.shape)
+    legs = tuple(
+        Leg(reader, np.array(forms), phase, price, gathers, tuple(readings))
+        for (reader, phase, forms), readings in rows.items()
+    )
+    return Group(
+        values, maker, np.array(made), sources, targets, legs,
+        np.array([model.operators.held(first, form[0]) for form in sources]),
+        np.array([model.operators.held(first, form[0]) for form in targets]),
+    )  # fmt: skip
+
+
+def _reader(model: Model, maker: int, reading: Reading) -> tuple[int, Sequence[Option]]:
+    """The class that reads, with its options; what decides nothing goes with the maker."""
+    if reading.wants is not None or reading.reader not in model.folded.of:
+        options = model.decision(maker).options
+        return maker, options
+    reader = model.folded.of[reading.reader]
+    return reader, model.decision(reader).options
+
+
+def _is_gather(source: Form, target: Form) -> bool:
+    return sum(map(len, target[0])) < sum(map(len, source[0])) and not source[1]
+
+
+def _copies(model: Model, group: Group) -> Floats:
+    """Seconds, per option of the maker, of the casts and copies that lie between a value and its readers, each once."""
+    value, device = group.values[0], model.operators.device
+    copies = {copied.node: copied for reading in value.readings for copied in reading.through}
+    if not copies:
+        return np.zeros(len(group.given))
+    whole = value.elements * value.itemsize
+    part = group.held / whole if whole else np.ones(len(group.lies))
+    per_form = sum((one.reads + one.makes) * part / device.bytes_per_s + device.launch_s for one in copies.values())
+    return np.asarray(per_form)[group.given]
+
+
+def changes(model: Model) -> int:
+    """Pairs of forms that the model has a price for."""
+    return sum(prod(leg.price.shape) for group in model.groups for leg in group.legs)

@@ -1,0 +1,125 @@
+"""What an operator costs on its tiles, before there is a graph of tiles.
+
+One that `partition` writes as something else where a letter is split (a log-softmax over a split vocabulary, attention over some of its
+queries) is written so here too, and what comes of it is priced, collectives included. Of the others the roofline of `cost/operators.py`
+is taken: work and bytes of the whole, in the proportion of the tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from torch.fx import Node
+
+from meshc.cost import operators as roofline
+from meshc.cost.devices import Device
+from meshc.cost.flops import flops
+from meshc.cost.links import collective_seconds
+from meshc.ir import op_name, records, spmd
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, local_shape, tile_sizes
+from meshc.passes.partition.builder import Builder
+from meshc.passes.partition.local import Lowering
+from meshc.passes.phases.factors import Factors, Instance, Token, Value
+from meshc.passes.place.propagate import spread
+from meshc.passes.planner.space import Axes, Decision, Made, Option
+from meshc.program import packing
+
+
+@dataclass
+class Operators:
+    factors: Factors
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    device: Device
+    _lowered: dict[object, float] = field(default_factory=dict)
+
+    def seconds(self, node: Node, labels: Mapping[object, int], decision: Decision, option: Option) -> float:
+        """Of one call under an option. `labels`: of each token, the decision's."""
+        if not runs(node):
+            return 0.0
+        instance = self.factors.instances[node]
+        axes = {token: option.axes[labels[token]] for token in instance.size if token in labels}
+        if instance.rule.lower is not None or op_name(node) in roofline.ATTENTION:
+            key = node, tuple(axes.items())
+            if key not in self._lowered:
+                self._lowered[key] = self._written_out(instance, axes)
+            return self._lowered[key]
+        part = {token: self.part(instance.size[token], axes.get(token, ())) for token in instance.size}
+        moved = self._moved(instance, part)
+        rate = self.device.rate(roofline._dtype(node))
+        work = flops(node) * prod(part.values())
+        return max(work / rate, moved / self.device.bytes_per_s) + self.device.launch_s
+
+    def part(self, size: int, axes: Axes) -> float:
+        """What a rank has of a factor, padding included."""
+        return tile_sizes(size, [self.sizes[axis] for axis in axes])[-1] / size if axes else 1.0
+
+    def held(self, made: Made, form: tuple[Axes, ...]) -> float:
+        """Bytes of a value on a rank."""
+        return made.elements * made.itemsize * prod(self.part(size, axes) for size, axes in zip(made.sizes, form, strict=True) if axes)
+
+    def _moved(self, instance: Instance, part: Mapping[Token, float]) -> float:
+        node = instance.node
+        made = sum(_whole(node, index) * tiles(dims, part) for index, dims in enumerate(instance.results))
+        if op_name(node) in roofline.MAKE_NOTHING:
+            made = 0
+        total, picked = made, roofline.GATHERS.get(op_name(node))
+        for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
+            if value in instance.values[:index]:
+                continue
+            read = min(_whole(*value), _looked_at(value)) * tiles(dims, part)
+            total += min(made, read) if index == picked else read
+        return total
+
+    def _written_out(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
+        build = Builder(self.sizes)
+        operands = []
+        for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
+            found = records(value[0])[value[1]]
+            sharding = spread(self._whole(value), dims, axes)
+            local = replace(found, shape=local_shape(sharding, self.sizes), sharding=sharding)
+            operands.append(build.placeholder(f"operand_{index}", local))
+        results = [spread(self._whole((instance.node, index)), dims, axes) for index, dims in enumerate(instance.results)]
+        lowering = Lowering(build, instance, operands, results, dict(axes), "")
+        if instance.rule.lower is None:
+            lowering.call(*operands)
+        else:
+            instance.rule.lower(lowering)
+        total = 0.0
+        for node in build.graph.nodes:
+            if node.op == "call_function" and spmd.is_collective(node.target):
+                total += collective_seconds(node, self.mesh, self.device)
+            else:
+                total += roofline.seconds(node, self.device)
+        return total
+
+    def _whole(self, value: Value) -> Sharding:
+        return Sharding(tuple(tuple(Part(f"{factor}", self.factors.size[factor]) for factor in row) for row in self.factors.dims[value]))
+
+
+def tiles(dims: tuple[tuple[Token, ...], ...], part: Mapping[Token, float]) -> float:
+    return prod(part[token] for row in dims for token in row)
+
+
+def runs(node: Node) -> bool:
+    """Whether a rank does anything for it: not for views, nor for integers."""
+    return node.op == "call_function" and not packing.is_view(node) and any(one.dtype is not None for one in records(node))
+
+
+def _whole(node: Node, index: int) -> int:
+    found = records(node)[index]
+    return 0 if found.dtype is None else prod(found.shape) * found.dtype.itemsize
+
+
+def _looked_at(value: Value) -> int:
+    """Bytes behind a value: of an expanded view no more than what it looks at."""
+    size, node = _whole(*value), value[0]
+    while packing.is_view(node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+        if node.op == "call_function" and isinstance(node.meta.get("meshc"), tuple):
+            break
+        size = min(size, _whole(node, 0))
+    return size

@@ -1,0 +1,144 @@
+"""What a search decides, as data: decisions with their options, the values that they make, and who reads them.
+
+    mm(x, t(w))     decision   labels m0 batch, m1 seq, k, n       option  m0: dp, n: tp
+                    value      [batch * seq, ffn]                   lies as m0, m1, n do:   batch/dp * seq, ffn/tp
+                    reading    of w through t                       wants [n, k]:           ffn/tp, hidden
+
+A label is a token of an operator, or a (dim, position) of a parameter as it is stored. Values are those of operators that compute: layout
+operators are looked through, and where a reading wants a value is said in the slots of the value at their root. A slot is one factor of one
+dim; dims and factors stand one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch.fx import Node
+
+from meshc.passes.phases.factors import Value
+
+Axes: TypeAlias = tuple[str, ...]
+Key: TypeAlias = "Node | tuple[str, str]"
+"""An operator, a placeholder; or ("parameter", name), ("state", name): how a parameter, or its state, is stored."""
+Landing: TypeAlias = tuple["int | None", ...]
+"""For each slot of a value, the label whose axes it has; None: it is whole."""
+Form: TypeAlias = tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]
+"""How a value lies: the axes of each slot, and (axis, reduction) of what it is pending over."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to decide: the axes of each label, major to minor; and those over which operands come in, and results go out, pending."""
+
+    axes: tuple[Axes, ...]
+    deferred: Axes = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """
+    labels  tokens of an operator, or (dim, position) of what is stored;  sizes  of their factors
+    """
+
+    key: Key
+    labels: tuple[tuple[object, int], ...]
+    sizes: tuple[int, ...]
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A layout operator between a value and its reader that moves memory: a cast, a copy. It reads and makes so many bytes, if whole."""
+
+    node: Node
+    reads: int
+    makes: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of a value by a decision.
+
+    landing   for each slot of the value, the reader's label that it must be split as
+    defers    whether what the reader defers is deferred of this operand
+    position  of the reader in the graph;  `operand` its operand, -1 for what a program leaves
+    through   layout operators between that move memory, the value's side first
+    wants     of a reader that decides nothing: how the value must lie
+    """
+
+    reader: Key
+    node: Node | None
+    operand: int
+    landing: Landing
+    defers: bool
+    phase: str
+    position: int
+    through: tuple[Copied, ...] = ()
+    shape: tuple[object, ...] = ()
+    wants: Form | None = None
+
+
+@dataclass
+class Made:
+    """One value that a decision makes.
+
+    root     its node and index;  decision  whose axes it lies by
+    landing  for each slot, the label of that decision; `sums` the labels that leave it pending, with the reduction
+    sizes    of its slots;  `itemsize` bytes an element
+    """
+
+    root: Value
+    decision: Key
+    landing: Landing
+    sums: tuple[tuple[int, str], ...]
+    defers: bool
+    sizes: tuple[int, ...]
+    itemsize: int
+    phase: str
+    position: int
+    readings: list[Reading] = field(default_factory=list)
+
+    @property
+    def elements(self) -> int:
+        total = 1
+        for size in self.sizes:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything that is to be decided, in graph order.
+
+    axes   of the mesh, those that are searched or held; sizes by axis
+    """
+
+    axes: Axes
+    sizes: dict[str, int]
+    decisions: dict[Key, Decision]
+    made: tuple[Made, ...]
+    updates: dict[Node, tuple[Key, dict[object, int]]]
+
+
+def given(value: Made, option: Option, axes: Sequence[str]) -> Form:
+    """How a value lies under an option of the decision that makes it."""
+    slots = tuple(() if label is None else option.axes[label] for label in value.landing)
+    owed: dict[tuple[str, str], None] = {}
+    if value.defers:
+        owed = dict.fromkeys((axis, "sum") for axis in option.deferred)
+    for label, reduction in value.sums:
+        owed.update(dict.fromkeys((axis, reduction) for axis in option.axes[label]))
+    if not owed:
+        return slots, ()
+    return slots, tuple(sorted(owed, key=lambda one: axes.index(one[0])))
+
+
+def wanted(reading: Reading, option: Option) -> Form:
+    """How a reader wants a value under an option of its decision."""
+    if reading.wants is not None:
+        return reading.wants
+    slots = tuple(() if label is None else option.axes[label] for label in reading.landing)
+    return slots, tuple((axis, "sum") for axis in option.deferred) if reading.defers else ()

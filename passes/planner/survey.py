@@ -1,0 +1,305 @@
+"""What there is to decide in a graph with its factors: operators that compute, parameters and states as they are stored; who reads whom.
+
+Axes that the plan gives entries to are held to what the plan would have them do (`baseline`, its own propagation), so that a search of one
+axis is a search beside the others. Pins hold what they name; storage that another program of the model has settled stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from torch.fx import Node
+
+from meshc.ir import is_getitem, leaves, records, value_of
+from meshc.ir.graph import placeholders
+from meshc.ir.keys import is_a
+from meshc.ir.sharding import Part, Sharding
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.phases.placed import Placed
+from meshc.passes.place.propagate import backward_map, deferring, may_defer, spread
+from meshc.passes.place.stored_updates import computed_whole, where_stored
+from meshc.passes.planner.candidates import options
+from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Reading, Space
+from meshc.program import packing
+from meshc.program.program import Port
+
+FREE = ("constant", "random", "buffer", "number")
+
+
+def searched_axes(placed: Placed) -> Axes:
+    """The axes of a mesh that split values: not those of size 1, and not the pipeline's."""
+    pipeline = placed.mesh.pipeline_axis
+    return tuple(axis.name for axis in placed.mesh.axes if axis.size > 1 and axis is not pipeline)
+
+
+def survey(placed: Placed, open_axes: Collection[str], baseline: Assignment | None) -> Space:
+    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others)."""
+    return _Survey(placed, open_axes, baseline).run()
+
+
+@dataclass
+class _Survey:
+    placed: Placed
+    open_axes: Collection[str]
+    baseline: Assignment | None
+    free: set[Node] = field(default_factory=set)
+    decisions: dict[Key, Decision] = field(default_factory=dict)
+    made: dict[Value, Made] = field(default_factory=dict)
+    updates: dict[Node, tuple[Key, dict[object, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        placed = self.placed
+        self.graph, self.factors, self.names = placed.graph, placed.factors, placed.names
+        self.axes = searched_axes(placed)
+        self.sizes = {axis: placed.sizes[axis] for axis in self.axes}
+        self.ports: dict[Node, Port] = dict(zip(placeholders(self.graph), placed.joint.inputs, strict=True))
+        self.parameters = {port.name: node for node, port in self.ports.items() if port.kind == "parameter"}
+        self.position = {node: at for at, node in enumerate(self.graph.nodes)}
+        self.whole_updates = computed_whole(placed.joint.updates, self.factors.instances)
+
+    def run(self) -> Space:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._enter(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._operator(self.factors.instances[node])
+        self._leave()
+        return Space(self.axes, self.sizes, self.decisions, tuple(self.made.values()), self.updates)
+
+    # ---------------------------------------------------------------------------------------------------------- what enters and leaves
+
+    def _enter(self, node: Node) -> None:
+        port = self.ports[node]
+        floating = port.dtype.is_floating_point or port.dtype.is_complex
+        if port.kind in FREE or (port.kind == "input" and not floating):
+            self.free.add(node)
+        if port.kind == "parameter":
+            self._store(port.name, node)
+        elif node not in self.free and port.kind != "state":
+            labels = tuple(_slots(self.factors.dims[(node, 0)]))
+            held = {at: axes for at, axes in enumerate(self._entering(port, node)) if axes}
+            sizes = [self.factors.size[factor] for row in self.factors.dims[(node, 0)] for factor in row]
+            found = options(sizes, {}, held, (), self.sizes)
+            self.decisions[node] = Decision(node, labels, tuple(sizes), found)
+            self._makes(node, (node, 0), tuple(range(len(labels))))
+
+    def _entering(self, port: Port, node: Node) -> list[Axes]:
+        """How an input lies: whole, or a rank's part of the batch."""
+        local = self.placed.local_batch if port.kind in ("input", "tangent") else ()
+        batch = [factor for row in self.factors.dims[(node, 0)] for factor in row]
+        return [local if "batch" in self.names.also[factor] else () for factor in batch]
+
+    def _store(self, name: str, node: Node) -> None:
+        """A parameter as it lies between steps, and its state, if there is one, on its own."""
+        dims = self.factors.dims[(node, 0)]
+        labels = tuple(_slots(dims))
+        sizes = tuple(self.factors.size[factor] for row in dims for factor in row)
+        settled = self.placed.request.fixed.get(name)
+        everything: dict[str, list[int | None]] = {axis: [None, *range(len(labels))] for axis in self.axes}
+        for kind in ("parameter", "state"):
+            pins = {**self.placed.pins.storage.get(name, {}), **self.placed.pins.stored.get((name, kind), {})}
+            held: dict[int, Axes] = {}
+            legal = {axis: places for axis, places in everything.items() if axis in self.open_axes}
+            if kind == "parameter" and settled is not None:
+                held = {at: part.axes for at, (_, _, part) in enumerate(settled.parts()) if part.axes}
+                legal = {}
+            elif self.baseline is not None:
+                stored = self.baseline.storage[(name, kind)]
+                held = {at: axes for at, (_, _, part) in enumerate(stored.parts()) if (axes := self._held(part.axes))}
+            for slot, axes in pins.items() if legal else ():
+                at = labels.index(slot)
+                legal = {axis: [place for place in places if place != at] for axis, places in legal.items()}
+                legal.update({axis: [at] for axis in axes if axis in legal})
+            key: Key = (kind, name)
+            found = options(sizes, legal, held, (), self.sizes, ordered=False)
+            found = tuple(one for one in found if all(one.axes[labels.index(slot)] == axes for slot, axes in pins.items())) or found
+            self.decisions[key] = Decision(key, labels, sizes, found)
+            if not self.placed.joint.updates:
+                break  # of a module a gradient lies as its parameter does
+        self._makes(("parameter", name), (node, 0), tuple(range(len(labels))))
+
+    def _held(self, axes: Axes) -> Axes:
+        return tuple(axis for axis in axes if axis in self.axes and axis not in self.open_axes)
+
+    def _leave(self) -> None:
+        """What the program leaves is read too: new parameters as they are stored, gradients likewise, outputs as the caller wants them."""
+        for port, node in zip(self.placed.joint.outputs, self.placed.joint.results(), strict=True):
+            value = value_of(node)
+            slots = tuple(_slots(self.factors.dims[value]))
+            if port.kind == "parameter" or (port.kind == "gradient" and not is_a(port.name, "input")):
+                landing: Landing = tuple(range(len(slots)))
+                self._read(("parameter", port.name), None, -1, value, _marked(self._whole(value), landing), "update")
+            elif port.kind in ("output", "metric", "gradient"):
+                if port.name in self.placed.traced.model.output_tree.caches() or self.placed.request.outputs == "dtensor":
+                    continue
+                local = self.placed.local_batch
+                batch = [local if "batch" in self.names.also[factor] else () for row in self.factors.dims[value] for factor in row]
+                marked = _marked(self._whole(value), tuple(range(len(slots))))
+                self._read(("output", port.name), None, -1, value, marked, "backward", wants=(tuple(batch), ()))
+
+    # -------------------------------------------------------------------------------------------------------------------- operators
+
+    def _operator(self, instance: Instance) -> None:
+        node = instance.node
+        updated = self.placed.joint.updates.get(node)
+        recomputed = updated is None and not instance.rule.accumulates
+        if recomputed and all(value[0] in self.free for value in instance.values):
+            self.free.add(node)
+            return
+        if instance.kind == "layout":
+            return
+        labels = tuple(instance.size)
+        at: dict[object, int] = {token: index for index, token in enumerate(labels)}
+        key: Key = node
+        if updated is not None:
+            key = ("state", updated)
+            at = self._where_stored(instance, updated)
+            self.updates[node] = key, at
+        else:
+            self.decisions[node] = self._choices(instance, labels)
+        phase = records(node)[0].phase
+        defers = updated is None and may_defer(instance)
+        riding = deferring(instance) if defers else ()
+        for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
+            marks = {token: (f"{label}",) for token, label in at.items()}
+            want = spread(self._whole(value), dims, marks)  # type: ignore[arg-type]
+            self._read(key, node, index, value, want, phase, value in riding)
+        for index, dims in enumerate(instance.results):
+            landing = tuple(at.get(token) for row in dims for token in row)
+            sums = tuple((at[token], how) for token, how in instance.sums[index].items() if token in at)
+            self._makes(key, (node, index), landing, sums, defers)
+
+    def _where_stored(self, instance: Instance, name: str) -> dict[object, int]:
+        """Which slot of a parameter's state each letter of its update goes with."""
+        if instance.node in self.whole_updates:
+            return {}
+        parameter = (self.parameters[name], 0)
+        slots = list(_slots(self.factors.dims[parameter]))
+        marked = _marked(self._whole(parameter), tuple(range(len(slots))))
+        return {token: int(axes[0]) for token, axes in where_stored(instance, marked, self.factors.dims[parameter]).items()}
+
+    def _choices(self, instance: Instance, labels: tuple[Token, ...]) -> Decision:
+        sizes = tuple(instance.size[token] for token in labels)
+        held, deferred = self._as_planned(instance, labels)
+        legal: dict[str, list[int | None]] = {}
+        pinned = self._pinned(instance)
+        for axis in self.axes:
+            if axis in self.open_axes:
+                legal[axis] = self._legal(instance, labels, axis, pinned)
+        if instance.kind == "unknown":
+            legal = {}
+        tied = {labels.index(one): labels.index(other) for one, other in instance.tied.items()}
+        found = options(sizes, legal, held, deferred, self.sizes, defers=may_defer(instance), tied={a: b for a, b in tied.items() if a < b})
+        return Decision(instance.node, labels, sizes, found)
+
+    def _legal(self, instance: Instance, labels: tuple[Token, ...], axis: str, pinned: Mapping[Token, Axes]) -> list[int | None]:
+        held = [at for at, token in enumerate(labels) if axis in pinned.get(token, ())]
+        if held:
+            return [held[0]]
+        second = {max(one, other, key=labels.index) for one, other in instance.tied.items()}  # a tied pair is one choice
+        can = [at for at, t in enumerate(labels) if t not in instance.whole and t not in pinned and t not in second]
+        local = self.placed.local_batch
+        rows = [at for at in can if "batch" in self.names.also[instance.factor[labels[at]]]]
+        if local and axis in local and rows:
+            return [*rows]  # a rank's part of the batch stays where its role says
+        if local and axis not in local:
+            can = [at for at in can if at not in rows]
+        wanted = [at for at in can if axis in self.placed.pins.spread.get(instance.factor[labels[at]], ())]
+        return [*wanted] if wanted else [None, *can]
+
+    def _pinned(self, instance: Instance) -> dict[Token, Axes]:
+        """The tokens that a pin of a result holds, with their axes; none: whole."""
+        found: dict[Token, Axes] = {}
+        for index, dims in enumerate(instance.results):
+            for (dim, position), axes in self.placed.pins.values.get((instance.node, index), {}).items():
+                token = dims[dim][position]
+                found[token] = axes
+                if token in instance.tied:
+                    found[instance.tied[token]] = axes
+        return found
+
+    def _as_planned(self, instance: Instance, labels: tuple[Token, ...]) -> tuple[dict[int, Axes], Axes]:
+        """What the axes do that are not searched."""
+        if self.baseline is None:
+            return {}, ()
+        chosen = self.baseline.chosen[instance.node]
+        held = {labels.index(token): mine for token, axes in chosen.items() if (mine := self._held(axes))}
+        pending = {axis for want in self.baseline.wanted[instance.node] for axis, _ in want.pending}
+        return held, self._held(tuple(axis for axis in self.axes if axis in pending))
+
+    # ---------------------------------------------------------------------------------------------------------------------- values
+
+    def _makes(
+        self, key: Key, value: Value, landing: Landing, sums: tuple[tuple[int, str], ...] = (), defers: bool = False
+    ) -> None:  # fmt: skip
+        found = records(value[0])[value[1]]
+        sizes = tuple(self.factors.size[factor] for row in self.factors.dims[value] for factor in row)
+        itemsize = 0 if found.dtype is None else found.dtype.itemsize
+        self.made[value] = Made(value, key, landing, sums, defers, sizes, itemsize, found.phase, self.position[value[0]])
+
+    def _read(
+        self, key: Key, node: Node | None, operand: int, value: Value, want: Sharding, phase: str, defers: bool = False,
+        wants: Form | None = None,
+    ) -> None:  # fmt: skip
+        """Notes a reading at the root of the value. `want` has the reader's labels for axes."""
+        through: list[Copied] = []
+        shape: list[object] = []
+        while value[0].op == "call_function" and (instance := self.factors.instances[value[0]]).kind == "layout":
+            if value[0] in self.free:
+                return
+            if not packing.is_view(value[0]):
+                through.insert(0, self._copied(instance))
+            shape.append((str(value[0].target), value[1], tuple(map(str, leaves_of(value[0])))))
+            want, _ = backward_map(instance, value[1], want, self._whole(instance.values[0]))
+            defers = defers and not instance.rule.settles
+            value = instance.values[0]
+        if value[0] in self.free or value not in self.made:
+            return
+        landing = tuple(int(part.axes[0]) if part.axes else None for _, _, part in want.parts())
+        if wants is not None:
+            wants = tuple(() if at is None else wants[0][at] for at in landing), ()
+        position = len(self.position) if node is None else self.position[node]
+        self.made[value].readings.append(
+            Reading(key, node, operand, landing, defers, phase, position, tuple(through), tuple(shape), wants)
+        )
+
+    def _copied(self, instance: Instance) -> Copied:
+        source, index = instance.values[0]
+        reads = _bytes(records(source)[index].shape, records(source)[index].dtype)
+        makes = sum(_bytes(one.shape, one.dtype) for one in records(instance.node))
+        return Copied(instance.node, min(reads, makes), makes, self.position[instance.node])
+
+    def _whole(self, value: Value) -> Sharding:
+        return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in self.factors.dims[value]))
+
+
+def _slots(dims: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:
+    """(dim, position) of each slot, in order."""
+    return ((dim, position) for dim, row in enumerate(dims) for position in range(len(row)))
+
+
+def _marked(whole: Sharding, labels: Landing) -> Sharding:
+    """A sharding whose axes are the labels of its slots, as text: layout operators move them as they do axes."""
+    for label, (dim, position, _) in zip(labels, list(whole.parts()), strict=True):
+        whole = whole.with_axes(dim, position, (f"{label}",))
+    return whole
+
+
+def leaves_of(node: Node) -> tuple[object, ...]:
+    """The arguments of a call that are no values."""
+    found = (one for argument in (*node.args, *node.kwargs.values()) for one in leaves(argument))
+    return tuple(None if isinstance(one, Node) else one for one in found)
+
+
+def _bytes(shape: tuple[int, ...], dtype: object) -> int:
+    return 0 if dtype is None else prod(shape) * dtype.itemsize  # type: ignore[attr-defined]
+
+
+def held_by_plan(placed: Placed, open_axes: Collection[str]) -> Placed:
+    """The same where the searched axes do nothing, for what the plan says of the others."""
+    sizes = {axis: size for axis, size in placed.sizes.items() if axis not in open_axes and axis != MICROBATCH}
+    return replace(placed, sizes=sizes)

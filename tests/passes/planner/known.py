@@ -1,0 +1,55 @@
+"""A model of two products on a mesh, as far as the planner needs it: placed, without memory behind its tensors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from meshc.frontend import calling
+from meshc.frontend.train_step import TrainStep, traced_step
+from meshc.ir import op_name
+from meshc.ir.mesh import Mesh
+from meshc.optimizer.optimizer import describe
+from meshc.passes.driver import compile, pipeline
+from meshc.passes.driver.run import run
+from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Request
+
+
+class Two(nn.Module):
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().sum()
+
+
+@cache
+def two(rows: int, hidden: int, ffn: int, mesh: str, plan: str) -> Placed:
+    """A step over them with AdamW in bfloat16, up to where the planner stands."""
+    with torch.device("meta"):
+        model = Two(hidden, ffn).to(torch.bfloat16)
+        x = torch.empty(rows, hidden, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    traced = traced_step(TrainStep(model, optimizer=optimizer, loss=lambda out: out))
+    args, kwargs = calling.canonical(traced.signature, (), {"x": x})
+    request = Request(
+        module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
+        grad=True, train=True, optimizer=describe(optimizer),
+    )  # fmt: skip
+    return run(pipeline.PLACE[0], compile.factored(compile.trace(request)))
+
+
+def products(placed: Placed, choices: Choices) -> list[dict[str, str]]:
+    """What each axis splits of each matrix product, in graph order."""
+    found = []
+    for node in placed.graph.nodes:
+        if node.op == "call_function" and op_name(node) == "aten.mm":
+            instance = placed.factors.instances[node]
+            found.append({axis: placed.names.of[instance.factor[t]] for t, axes in choices.tokens[node].items() for axis in axes})
+    return found

@@ -1,0 +1,93 @@
+"""Choices that a person would have made: what to split where links are slow, where the model is large, where memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshc.cost.devices import Device, Link, device
+from meshc.ir import op_name
+from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.search import Search
+from tests.passes.planner.known import products, two
+
+OPEN = "dp: auto\ntp: auto"
+H100 = device("h100")
+
+
+def slow() -> Device:
+    """Every link as between two racks."""
+    link = Link(latency_s=1e-5, bandwidth_Bps=5e9)
+    return replace(H100, inside_node=link, between_nodes=link)
+
+
+def test_slow_links_and_a_small_model_give_data_parallelism() -> None:
+    placed = two(1 << 22, 256, 1024, "dp=2,tp=8", OPEN)
+    (found,) = Search(placed, slow()).found()
+    assert products(placed, found.choices) == [{"dp": "batch", "tp": "batch"}] * 5  # x's own gradient nobody wants
+    assert found.certificate.gap < 0.01
+
+
+def test_a_large_model_and_fast_links_give_tensor_parallelism_inside_the_node() -> None:
+    placed = two(2048, 16384, 65536, "dp=2,tp=8", OPEN)
+    (found,) = Search(placed, H100).found()
+    up, down, *backward = products(placed, found.choices)
+    assert up["tp"] == down["tp"] == "ffn"
+    assert all(row["tp"] == "ffn" for row in backward)
+    assert found.certificate.gap < 0.01
+
+
+def test_a_tight_budget_splits_what_is_stored() -> None:
+    placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: batch\ntp: auto")
+    search = Search(placed, slow(), ["tp"])
+    (free,) = search.found()
+    budget = 0.97 * free.certificate.held
+    tight = search.found(budget)[0]
+    assert tight.certificate.held <= budget < free.certificate.held
+    assert tight.certificate.seconds >= free.certificate.seconds >= tight.certificate.bound - 1e-9
+    assert tight.certificate.gap < 0.01
+    assert not free.choices.storage["down.weight", "parameter"].split_axes()
+    assert tight.choices.storage["down.weight", "parameter"].split_axes() == {"tp"}
+
+
+def test_what_no_choice_keeps_has_no_answer() -> None:
+    placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: batch\ntp: auto")
+    assert Search(placed, H100, ["tp"]).found(1e6) == []
+
+
+def test_axes_that_the_plan_gives_do_as_it_says() -> None:
+    placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: ffn\ntp: auto")
+    (found,) = Search(placed, H100, ["tp"]).found()
+    assert all(row["dp"] == "ffn" for row in products(placed, found.choices))
+
+
+def test_pins_hold() -> None:
+    placed = two(1 << 20, 256, 1024, "dp=2,tp=8", OPEN + "\npin value:up: _, ffn/tp\nstore down.weight: _, ffn/dp")
+    (found,) = Search(placed, H100).found()
+    assert products(placed, found.choices)[0]["tp"] == "ffn"
+    for kind in ("parameter", "gradient", "state"):
+        assert str(found.choices.storage["down.weight", kind]).endswith("ffn 1024/dp]")
+
+
+@pytest.mark.parametrize("plan", [OPEN, "dp: batch\ntp: auto"])
+def test_a_search_is_the_same_each_time(plan: str) -> None:
+    placed = two(2048, 16384, 65536, "dp=2,tp=8", plan)
+    axes = ["dp", "tp"] if plan == OPEN else ["tp"]
+    one, other = (Search(placed, H100, axes).found()[0] for _ in range(2))
+    assert (one.choices, one.certificate) == (other.choices, other.certificate)
+
+
+def test_a_certificate_says_how_far_from_the_best() -> None:
+    certificate = Certificate(seconds=0.2, bound=0.198, held=1e9, budget=4e9, classes=3, options=10)
+    assert certificate.gap == pytest.approx(0.01)
+    assert str(certificate) == (
+        "200.000 ms by the model within 4.00 GB, at best 198.000 ms: a gap of 1.00% over 3 decisions with 10 options"
+    )
+
+
+def test_no_operator_is_left_without_a_choice() -> None:
+    placed = two(2048, 16384, 65536, "dp=2,tp=8", OPEN)
+    (found,) = Search(placed, H100).found()
+    computing = [n for n in placed.graph.nodes if n.op == "call_function" and op_name(n) in ("aten.mm", "aten.relu", "aten.sum")]
+    assert computing and all(node in found.choices.tokens for node in computing)

@@ -1,0 +1,109 @@
+"""What makes a plan dear or cheap, where a simple model of it would be wrong."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from meshc.cost.devices import device
+from meshc.cost.links import fastest, link_of
+from meshc.ir import op_name
+from meshc.ir.mesh import Mesh
+from meshc.passes.place.factorize import factorize
+from meshc.passes.planner import fold
+from meshc.passes.planner.candidates import options
+from meshc.passes.planner.memory import Memory
+from meshc.passes.planner.model import build
+from meshc.passes.planner.moves import Moves
+from meshc.passes.planner.operators import Operators
+from meshc.passes.planner.space import Decision, Option
+from meshc.passes.planner.survey import searched_axes, survey
+from tests.graphs import trace
+from tests.passes.planner.known import two
+
+H100 = device("h100")
+SIZES = {"dp": 8, "tp": 8}
+MOVES = Moves(Mesh("dp=8,tp=8"), SIZES, H100)
+SUMS = (("dp", "sum"), ("tp", "sum"))
+GIGABYTE = float(1 << 30)
+
+
+def kinds(source: object, target: object) -> list[tuple[str, tuple[str, ...]]]:
+    (slots, before), (wanted, after) = source, target  # type: ignore[misc]
+    moved = tuple((a, b) for a, b in zip(slots, wanted, strict=True) if a or b)
+    return [(kind, axes) for kind, axes, _ in MOVES.messages(moved, before, after)]
+
+
+def test_what_two_axes_store_in_one_dim_takes_one_collective() -> None:
+    """`vocab/tp/dp` where the product is split by tp, `vocab/dp/tp` where the gradient is pending over both."""
+    split, both = ((("tp",), ()), (("dp", "sum"),)), (((), ()), SUMS)
+    assert kinds(split, ((("tp", "dp"), ()), ())) == [("reduce_scatter", ("dp",))]
+    assert kinds(both, ((("dp", "tp"), ()), ())) == [("reduce_scatter", ("dp", "tp"))]
+    assert kinds(((("tp", "dp"), ()), ()), ((("tp",), ()), ())) == [("all_gather", ("dp",))]
+    assert kinds(((("dp", "tp"), ()), ()), (((), ()), ())) == [("all_gather", ("dp", "tp"))]
+    one_dim, two_dims = ((("dp", "tp"), ()), ()), ((("dp",), ("tp",)), ())
+    assert MOVES.seconds(both, one_dim, GIGABYTE) < MOVES.seconds(both, two_dims, GIGABYTE)  # tp then reduces what dp has left
+
+
+def test_storage_may_lie_in_one_dim_by_both_axes_in_either_order() -> None:
+    legal = {"dp": [None, 0, 1], "tp": [None, 0, 1]}
+    stored = {one.axes for one in options((4096, 4096), legal, {}, (), SIZES, ordered=False)}
+    assert {(("dp", "tp"), ()), (("tp", "dp"), ()), (("dp",), ("tp",))} <= stored
+    computed = {one.axes for one in options((4096, 4096), legal, {}, (), SIZES)}
+    assert (("tp", "dp"), ()) not in computed
+
+
+def test_a_gather_is_priced_by_its_link() -> None:
+    size = 64 * GIGABYTE
+    for axes in (("dp",), ("tp",), ("dp", "tp")):
+        link = link_of(MOVES.mesh, axes, H100)
+        ring = fastest("all_gather", prod(SIZES[axis] for axis in axes), size, link).seconds(link) + H100.collective_s
+        assert MOVES.seconds(((axes,), ()), (((),), ()), size) == pytest.approx(ring)
+
+
+def test_a_split_log_softmax_is_priced_as_it_will_be_written() -> None:
+    """Its rows' maximum and sum go over the axis: on a device without latencies that is all that a small split costs in messages."""
+    graph = trace(lambda x: torch.log_softmax(x, 1), torch.randn(512, 1024))
+    factors = factorize(graph)
+    (node,) = [node for node in graph.nodes if op_name(node) == "aten._log_softmax"]
+    instance = factors.instances[node]
+    tokens = tuple(instance.size)
+    operators = Operators(factors, Mesh("tp=8"), {"tp": 8}, H100)
+    labels: dict[object, int] = {token: at for at, token in enumerate(tokens)}
+    decision = Decision(node, tokens, tuple(instance.size.values()), ())
+    by_rows, by_columns = (
+        operators.seconds(node, labels, decision, Option(tuple(("tp",) if token == taken else () for token in tokens)))
+        for taken in tokens
+    )
+    assert by_columns > by_rows + 2 * H100.collective_s
+
+
+def test_equal_layers_are_decided_once_whatever_their_number() -> None:
+    """Two products a layer; the classes of a deep stack are those of one that has a first, an inner and a last layer."""
+    placed = two(2048, 256, 1024, "dp=2,tp=2", "dp: auto\ntp: auto")
+    space = survey(placed, searched_axes(placed), None)
+    folded = fold.fold(space)
+    assert sorted(key for members in folded.members for key in map(id, members)) == sorted(map(id, space.decisions))
+    assert all(space.decisions[key].options == space.decisions[members[0]].options for members in folded.members for key in members)
+
+
+def test_memory_counts_what_an_operator_works_on() -> None:
+    """Whole on every rank: weights and two moments of each in bfloat16, and at the fullest moment no less than the largest operands."""
+    rows, hidden, ffn = 1 << 16, 256, 1024
+    placed = two(rows, hidden, ffn, "dp=2,tp=2", "dp: auto\ntp: auto")
+    space = survey(placed, searched_axes(placed), None)
+    folded = fold.fold(space)
+    model = build(space, folded, placed.factors, placed.mesh, H100)
+    memory = Memory(model, placed)
+    idle = tuple(
+        next(at for at, one in enumerate(model.decision(number).options) if not any(one.axes) and not one.deferred)
+        for number in range(len(model.own))
+    )
+    walked = memory.walk(idle)
+    weights, activation = 2 * hidden * ffn * 2, rows * ffn * 2
+    assert walked.min() >= 3 * weights + rows * hidden * 2
+    assert walked.max() >= walked.min() + 2 * activation  # h, and its gradient
+    split = tuple(max(range(len(own)), key=lambda at: len(model.decision(n).options[at].axes)) for n, own in enumerate(model.own))
+    assert memory.walk(split).max() <= walked.max()
