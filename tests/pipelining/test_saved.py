@@ -209,6 +209,7 @@ def batch_norm(**options: Any) -> tuple[meshc.Program, dict[str, Any]]:
     return meshc.compile(train, meshc.Mesh("pp=2"), kwargs=case.call_kwargs, options=meshc.Options(schedule=schedule)), case.call_kwargs
 
 
+@pytest.mark.broad
 def test_batch_norm_of_the_whole_batch() -> None:
     """Two biases on two stages have one gradient, which both ranks need."""
     program, inputs = batch_norm()

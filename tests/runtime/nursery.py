@@ -79,7 +79,7 @@ def serve() -> dict[str, Any]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)  # as in tests/conftest.py: a sixth of what a rank takes to compile
+    gc.set_threshold(1_000_000, 20, 20)  # as in tests/conftest.py: a sixth of what a rank takes to compile
     os.write(replies, b"ready\n")
     for line in requests:
         threads = os.listdir("/proc/self/task")

@@ -214,7 +214,7 @@ def gpt(batch: int) -> models.Case:
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("mesh, plan, backend, microbatches, gathers", [
     broad("dp_shard=3", "fsdp", "eager", 1, 4),
-    ("dp_shard=2", "fsdp", "inductor", 2, 8),
+    broad("dp_shard=2", "fsdp", "inductor", 2, 8),
     broad("dp=3", "zero2", "eager", 1, 28),
     broad("dp_replicate=2,dp_shard=2", "hsdp", "eager", 1, 4),
     ("pp=2,dp_shard=2", "auto", "eager", 2, 8),

@@ -131,7 +131,7 @@ def test_what_is_not_needed_costs_no_collective() -> None:
 
 
 @pytest.mark.parametrize(
-    "make, mesh", [(llama, "dp_shard=2,tp=2"), (nanogpt, "cp=2"), broad(llama, "cp=2"), broad(nanogpt, "dp_shard=2,tp=2")]
+    "make, mesh", [broad(llama, "dp_shard=2,tp=2"), (nanogpt, "cp=2"), broad(llama, "cp=2"), broad(nanogpt, "dp_shard=2,tp=2")]
 )
 def test_models_with_logits_and_a_loss(make: object, mesh: str) -> None:
     case: Case = make(torch.float64, layers=1)  # type: ignore[operator]
