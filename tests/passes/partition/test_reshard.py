@@ -213,7 +213,7 @@ def test_text_of_a_reduce_scatter_over_two_axes_pads_tiles_within_tiles() -> Non
         "reshape_default = reshape.default(constant_pad_nd_default, [2, 5])\n"
         "constant_pad_nd_default_1 = constant_pad_nd.default(reshape_default, [0, 1], 0)\n"
         "reshape_default_1 = reshape.default(constant_pad_nd_default_1, [12])\n"
-        "reduce_scatter = reduce_scatter(reshape_default_1, ['a', 'b'], 0, 'sum')"
+        "reduce_scatter = reduce_scatter(reshape_default_1, ['a', 'b'], 0, sum)"
     )
 
 
