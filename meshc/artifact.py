@@ -12,36 +12,24 @@ A folder is complete or not there: `save` writes beside the path and exchanges t
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 import torch
 
-from meshc import ir
 from meshc.check import check_program
 from meshc.check.ruled import Rules
-from meshc.errors import ArtifactError, MeshcError, ScheduleError
+from meshc.errors import ArtifactError, MeshcError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds
-from meshc.ir.keys import KINDS, PortKind
-from meshc.ir.mesh import Mesh
-from meshc.ir.sizes import parse as parse_size
-from meshc.pipelining import written
-from meshc.plan.plan import Plan
-from meshc.program.complete import refuse_incomplete
-from meshc.program.instance import relation
-from meshc.program.program import BACKENDS, Info, Instruction, PlainProgram, Port
-from meshc.text import libraries
-from meshc.text.allowed import name_of
-from meshc.text.parse import parse_one_type, parse_sizes, parse_stage
-from meshc.text.show import SideTable, port_type, print_sizes, print_stage, side_table
+from meshc.program.program import BACKENDS, PlainProgram
+from meshc.text import described, libraries
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 3
@@ -62,35 +50,6 @@ class Entry(TypedDict, total=False):
     header: str
 
 
-class PortRow(TypedDict, total=False):
-    kind: PortKind
-    name: object
-    type: str
-    of: object
-    requires_grad: bool
-
-
-class Described(TypedDict, total=False):
-    """`program.json`. Of one that is read nothing is certain: what is of another kind raises an error that `load` makes its own."""
-
-    mesh: str
-    plan: str
-    mode: str
-    backend: str
-    microbatches: int
-    axis_sizes: dict[str, int]
-    inputs: list[PortRow]
-    outputs: list[PortRow]
-    stages: list[str]
-    schedule: list[dict[str, object]]
-    pipeline: written.Described
-    notes: list[str]
-    sizes: str
-    constraints: list[str]
-    info: Info
-    side_table: dict[str, SideTable]
-
-
 def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write a program, and whole weights by name if given, to the folder `path`; a program that is there is replaced.
 
@@ -100,11 +59,8 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
     target = Path(os.path.realpath(path))
     if not may_replace(target, MANIFEST):
         raise ArtifactError(f"{path} exists and is no saved program: it is not replaced; remove it or choose another path")
-    for stage in program.stages.values():
-        for node in ir.calls(stage.graph):
-            name_of(node.target)
-    texts = {f"stages/{name}.py": print_stage(stage, program) for name, stage in program.stages.items()}
-    texts[PROGRAM] = json.dumps(_described(program), indent=1) + "\n"
+    texts = {f"stages/{name}.py": text for name, text in described.texts(program).items()}
+    texts[PROGRAM] = json.dumps(described.described(program), indent=1) + "\n"
     with writing(target), replacing(target) as made:
         (made / "stages").mkdir()
         for name, text in texts.items():
@@ -143,7 +99,7 @@ def load(
             _check(folder, name, entry, editable=_is_text(name))
     for name in (PROGRAM, CONSTANTS):
         _listed(folder, name, files)
-    told = cast(Described, _json(folder / PROGRAM))
+    told = cast(described.Described, _json(folder / PROGRAM))
     try:
         program = _program(folder, told, files)
         check_program(program, str(folder / PROGRAM), rules)
@@ -169,126 +125,16 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     return TensorFile(folder / WEIGHTS, cast(tensor_file.Seal, files[WEIGHTS]), AGAIN)
 
 
-def _described(program: PlainProgram) -> Described:
-    return {
-        "mesh": str(program.mesh),
-        "plan": str(program.plan),
-        "mode": program.mode,
-        "backend": program.backend,
-        "microbatches": program.microbatches,
-        "axis_sizes": program.axis_sizes,
-        "inputs": [_port_row(port) for port in program.inputs],
-        "outputs": [_port_row(port) for port in program.outputs],
-        "stages": list(program.stages),
-        "schedule": [_without_defaults(instruction) for instruction in program.schedule],
-        **({"pipeline": written.described(program.pipeline)} if program.pipeline is not None else {}),
-        "notes": list(program.notes),
-        **({"sizes": print_sizes(program.dynamic), "constraints": list(program.constraints)} if program.dynamic else {}),
-        "info": cast(Info, {name: value for name, value in program.info.items() if _is_json(value)}),
-        "side_table": {name: side_table(stage) for name, stage in program.stages.items()},
-    }
-
-
-def _program(folder: Path, told: Described, files: Mapping[str, Entry]) -> PlainProgram:
-    stages = {}
-    for name in told["stages"]:
-        if name in stages:
-            raise ArtifactError(f"{folder / PROGRAM} names the stage {bounds.shown(name)} twice")
+def _program(folder: Path, told: described.Described, files: Mapping[str, Entry]) -> PlainProgram:
+    def text_of(name: str) -> tuple[str, str]:
         file = _listed(folder, f"stages/{name}.py", files)
-        stages[name] = parse_stage(bounds.read_text(file), told["side_table"].get(name), str(file))
-        if stages[name].name != name:
-            raise ArtifactError(f"{file} holds the stage {stages[name].name}, not {name}")
-    dynamic = parse_sizes(told.get("sizes", ""))
-    hints = {size.symbol: size.hint for size in dynamic}
-    schedule = tuple(_instruction(row) for row in _rows(told["schedule"]))
-    for instruction in schedule:
-        if instruction.stage and instruction.stage not in stages:
-            raise ArtifactError(f"{folder / PROGRAM}: the schedule runs {instruction.stage}, but the stages are {', '.join(stages)}")
-    with TensorFile(folder / CONSTANTS, cast(tensor_file.Seal, files[CONSTANTS]), AGAIN) as held:
-        constants = {name: held.tensor(name) for name in held.names}
-    program = PlainProgram(
-        stages,
-        Mesh(told["mesh"]),
-        Plan(told["plan"]),
-        _ports(told["inputs"], hints),
-        _ports(told["outputs"], hints),
-        schedule,
-        constants,
-        {str(axis): bounds.integer(size, f"the axis {axis}", 1, bounds.MOST_RANKS) for axis, size in told["axis_sizes"].items()},
-        bounds.integer(told["microbatches"], "the number of microbatches", 1, bounds.MOST_RANKS),
-        str(told["mode"]),
-        list(map(str, told["notes"])),
-        cast(Info, dict(told["info"])),
-        dynamic,
-        tuple(_constraint(text, hints) for text in told.get("constraints", [])),
-        backend=str(told["backend"]),
-    )
-    return _with_pipeline(program, told, folder) if "pipeline" in told else program
+        return bounds.read_text(file), str(file)
 
+    def constants() -> dict[str, torch.Tensor]:
+        with TensorFile(folder / CONSTANTS, cast(tensor_file.Seal, files[CONSTANTS]), AGAIN) as held:
+            return {name: held.tensor(name) for name in held.names}
 
-def _with_pipeline(program: PlainProgram, told: Described, folder: Path) -> PlainProgram:
-    try:
-        program.pipeline = written.read(told["pipeline"])
-        refuse_incomplete(program)
-    except ScheduleError as error:
-        raise ArtifactError(f"{folder / PROGRAM}, pipeline: {error}") from None
-    return program
-
-
-def _rows(told: list[dict[str, object]]) -> list[dict[str, object]]:
-    if not isinstance(told, list) or len(told) > bounds.MOST_RUNS:
-        raise ArtifactError(f"a schedule is a list of at most {bounds.MOST_RUNS} instructions; this has {len(told)}")
-    return told
-
-
-def _instruction(row: Any) -> Instruction:
-    one = Instruction(**{**row, "keys": tuple(row.get("keys", ()))})
-    for name, kind in (("op", str), ("stage", str), ("microbatch", int), ("value", str), ("into", str), ("peer", int), ("during", str)):
-        if type(getattr(one, name)) is not kind:
-            raise ArtifactError(f"an instruction's {name} is {bounds.shown(getattr(one, name))}, and must be of type {kind.__name__}")
-    if not all(isinstance(key, str) for key in one.keys):
-        raise ArtifactError("an instruction's keys are texts")
-    return one
-
-
-def _port_row(port: Port) -> PortRow:
-    row: PortRow = {"kind": port.kind, "name": port.name, "type": port_type(port)}
-    if port.of:
-        row["of"] = port.of
-    if port.requires_grad:
-        row["requires_grad"] = True
-    return row
-
-
-def _constraint(text: str, hints: Mapping[str, int]) -> str:
-    left, _, right = relation(text)
-    parse_size(left, hints), parse_size(right, hints)
-    return text
-
-
-def _ports(rows: Sequence[PortRow], hints: Mapping[str, int]) -> tuple[Port, ...]:
-    found = {port.key: port for port in (_port(row, hints) for row in rows)}
-    if len(found) != len(rows):
-        raise ArtifactError("two ports that enter, or that leave, have one name")
-    return tuple(found.values())
-
-
-def _port(row: PortRow, hints: Mapping[str, int]) -> Port:
-    record = parse_one_type(row["type"], hints)
-    if row["kind"] not in KINDS or record.dtype is None:
-        raise ArtifactError(f"{row['kind']}:{row['name']} is no port: kinds are {', '.join(KINDS)}, and a port is a tensor")
-    name, of = row["name"], row.get("of", "")
-    if not isinstance(name, str) or not isinstance(of, str):
-        raise ArtifactError(f"a port's name and what it is of are texts, not {bounds.shown(name)} and {bounds.shown(row.get('of'))}")
-    return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, bool(row.get("requires_grad", False)))
-
-
-def _without_defaults(value: Instruction) -> dict[str, object]:
-    return {
-        field.name: getattr(value, field.name)
-        for field in dataclasses.fields(value)
-        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
-    }
+    return described.read(told, text_of, constants, str(folder / PROGRAM))
 
 
 def _manifest(folder: Path) -> dict[str, Entry]:
@@ -367,14 +213,6 @@ def _json(file: Path) -> dict[str, bounds.Json]:
     if not isinstance(found, dict):
         raise ArtifactError(f"{file} holds no JSON object")
     return found
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _sha256(file: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,24 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshc.api import module_mode
+from meshc.api import module_mode, shared
 from meshc.api.asked import Asked, Key
+from meshc.api.made import Made
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.optimizer.optimizer import changes, describe
-from meshc.passes.driver import hooks
-from meshc.passes.driver.compile import compile_program, specialised
-from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement
-from meshc.runtime.failure.failed_rank import listening
+from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
-from meshc.runtime.simulator.passcheck import PassCheck
 from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
@@ -42,14 +39,12 @@ class Compilation:
     """One of them.
 
     program  at the sizes of its calls
-    general  what serves all dynamic sizes; without any, `program`
-    lowered  what the passes have left of it, and under which request
+    made     what was compiled: what serves all sizes, and under which request
     session  the program at work on this rank; None without a process group
     """
 
     program: PlainProgram
-    general: PlainProgram
-    lowered: Lowered
+    made: Made
     session: Session | None
 
 
@@ -60,9 +55,9 @@ class Compilations:
         self.asked, self.world = asked, world
         self.spec = describe(asked.step.optimizers) if asked.step else None
         self.kept: dict[Key, Compilation] = {}
-        self.general: dict[Key, tuple[PlainProgram, Lowered]] = {}
+        self.general: dict[Key, Made] = {}
         self.seconds: dict[str, float] = {}
-        """By pass, of the last that was compiled."""
+        """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
         self._known: list[str] = []
         self._last: Compilation | None = None
@@ -140,31 +135,28 @@ class Compilations:
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
             self.general[general_key] = self._compile_general(*examples)
-        general, lowered = self.general[general_key]
+        made = self.general[general_key]
         with self.world.refusable():
-            own = instance.fitting(general, dict(asked.shapes(*examples)))
-        session = self._load(own, general, lowered) if self.world.has_ranks else None
-        if session is not None and asked.step is not None:
-            lowered = replace(lowered, request=replace(lowered.request, optimizer=self.spec))  # the adopted optimizer's
-        return Compilation(own, general, lowered, session)
+            own = instance.fitting(made.program, dict(asked.shapes(*examples)))
+        session = self._load(own, made) if self.world.has_ranks else None
+        return Compilation(own, made if session is None or asked.step is None else made.updating(self.spec), session)
 
-    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[PlainProgram, Lowered]:
+    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Made:
         asked = self.asked
         request = self.request(args, kwargs)
-        hook = hooks.hook(PassCheck())
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
-            compiled, lowered = compile_program(request, listening(self.world.board, hook))
-        for note in compiled.notes:
+            made = shared.compiled(self.world.board, asked, request)
+        for note in made.program.notes:
             if any(words in note for words in WARNED):
                 warnings.warn(note, stacklevel=6)
-        self.seconds = dict(lowered.seconds)
-        return compiled, lowered
+        self.seconds = dict(made.seconds or {})
+        return made
 
-    def _load(self, compiled: PlainProgram, general: PlainProgram, lowered: Lowered) -> Session:
-        """`compiled` at work on this rank; `general` is what serves all sizes, if some are dynamic."""
+    def _load(self, compiled: PlainProgram, made: Made) -> Session:
+        """`compiled` at work on this rank: what was made, at some sizes."""
         asked, world = self.asked, self.world
         world.agree_on_program(compiled, asked.module)
         first = Store.of(asked.module) is None
@@ -180,12 +172,11 @@ class Compilations:
             store.seed = world.from_rank_0(lambda: seed)
         coordinates = asked.mesh.coordinates(dist.get_rank())
         executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
-        make = partial(_specialised, compiled, general, lowered)
-        tree = lowered.model.output_tree
-        return Session(compiled, store, executor, tree, asked.options.cuda_graph, make, asked.options.check_inputs)
+        make = partial(_specialised, world.board, compiled, made)
+        return Session(compiled, store, executor, made.tree, asked.options.cuda_graph, make, asked.options.check_inputs)
 
 
-def _specialised(compiled: PlainProgram, general: PlainProgram, lowered: Lowered, received: Collection[str]) -> PlainProgram:
+def _specialised(board: FailureBoard | None, compiled: PlainProgram, made: Made, received: Collection[str]) -> PlainProgram:
     """`compiled` with the backward for the outputs that received gradients."""
     shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
-    return instance.fitting(specialised(general, lowered, received), shapes)
+    return instance.fitting(shared.for_outputs(board, made, received), shapes)

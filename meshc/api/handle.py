@@ -136,7 +136,7 @@ class Program:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds that each pass of the last compilation took."""
+        """Seconds that each pass of the last compilation took; on rank 0, where its program serves all."""
         return self.compilations.seconds
 
     @property
@@ -147,12 +147,13 @@ class Program:
     @property
     def general(self) -> PlainProgram:
         """The compiled program that serves all dynamic sizes; without any, that is `compiled`."""
-        return self.compilations.last.general
+        return self.compilations.last.made.program
 
     @property
     def lowered(self) -> Lowered:
-        """What the passes have left of the compiled program, and under which request."""
-        return self.compilations.last.lowered
+        """What the passes have left of the compiled program, and under which request. On a rank that has its program from rank 0 they run
+        for it now, at each use."""
+        return self.compilations.last.made.compiled_here()
 
     def __str__(self) -> str:
         return show.print_program(self.general)
@@ -160,7 +161,7 @@ class Program:
     def summary(self, device: str | None = None) -> str:
         """Tables: parameters with placements and bytes per rank; stages; collectives; memory; time, on `device` ("h100") or the mesh's;
         what was tried where a pipeline left a choice."""
-        tried = searched.searched(self.lowered.tried)
+        tried = searched.searched(self.compilations.last.made.tried)
         return summary.summary(self.compiled, device) + (f"\n{tried}" if tried else "")
 
     def timeline(self, path: str | Path | None = None) -> Timeline:
@@ -178,7 +179,8 @@ class Program:
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""
-        return summary.factors(self.lowered.placed.names, self.lowered.placed.factors, self.compiled)
+        placed = self.lowered.placed
+        return summary.factors(placed.names, placed.factors, self.compiled)
 
     def dump(self, path: str | Path) -> None:
         """Write the program's text after every pass, numbered, into a folder."""

@@ -54,7 +54,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     announce()
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"verify(dtype={dtype}): use torch.float64, or leave it out")
-    ask = program.lowered.request
+    ask = program.compilations.last.made.request
     store, world = program.compilations.store, program.world
     if store is None:
         return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
@@ -98,7 +98,7 @@ def _verify(
     program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
 ) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
-    with _as_compiled(program.lowered.request.autocast):
+    with _as_compiled(program.compilations.last.made.request.autocast):
         return _verify_there(program, values, args, kwargs, double)
 
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import CodeType
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -78,6 +79,7 @@ class TorchGraph:
     inputs    (path, fake tensor) of each tensor input, in order
     leaves    the flat inputs, python values included
     tensors   fake parameters and buffers by qualified name
+    code      what has run of Python
     """
 
     module: torch.fx.GraphModule
@@ -91,6 +93,7 @@ class TorchGraph:
     random_calls: int = 0
     notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
+    code: tuple[CodeType, ...] = ()
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -234,7 +237,7 @@ def torch_graph(
     if double:
         _widen(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes))
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
     return _opened(traced, opened) if opened else traced
 
 

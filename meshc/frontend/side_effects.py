@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Final
 from unittest import mock
 
@@ -53,10 +54,12 @@ class Seen:
 
     changes  lines that change what a program does not hold
     said     calls that say something, as the attempt at a trace (Dynamo begins anew at times) and what is to be done
+    code     what has run of Python
     """
 
     changes: list[Source] = field(default_factory=list)
     said: list[tuple[Any, Source, str, Callable[[], None]]] = field(default_factory=list)
+    code: tuple[CodeType, ...] = ()
 
     def notes(self) -> list[str]:
         last = self.said[-1][0] if self.said else None
@@ -100,13 +103,14 @@ def _name(target: Target) -> str:
 @contextlib.contextmanager
 def observed() -> Iterator[Seen]:
     """A context for tracing. At its end what the model says has been said."""
-    from meshc.private import BuiltinVariable, DebuggingVariable, LoggingLoggerVariable, SideEffects
+    from meshc.private import BuiltinVariable, DebuggingVariable, LoggingLoggerVariable, SideEffects, TracingContext
 
     seen = Seen()
     write, method, builtin = SideEffects.codegen_update_mutated, LoggingLoggerVariable.call_method, BuiltinVariable.call_function
 
     def account(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.changes = _changes(self)  # of the last attempt
+        seen.code = tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
         return write(self, *args, **kwargs)
 
     def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

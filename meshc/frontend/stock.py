@@ -26,11 +26,10 @@ INSTALLED: Final = "_output_capturing_hooks_installed"
 @contextlib.contextmanager
 def prepared(module: nn.Module) -> Iterator[None]:
     """Inside, a model that holds `transformers` modules can be traced; other models are left alone. Its hooks are as before afterwards."""
-    stock = [child for child in module.modules() if type(child).__module__.startswith("transformers.")]
+    stock = learn_trees(module)
     if not stock:
         yield
         return
-    learn_caches()
     before = [(child, {name: set(getattr(child, name)) for name in HOOKS}, INSTALLED in child.__dict__) for child in module.modules()]
     try:
         for child in stock:
@@ -45,6 +44,14 @@ def prepared(module: nn.Module) -> Iterator[None]:
                     del table[key]
             if not installed:
                 child.__dict__.pop(INSTALLED, None)
+
+
+def learn_trees(module: nn.Module) -> list[nn.Module]:
+    """Those of transformers among a model's modules; if there are any, caches are trees from here on."""
+    found = [child for child in module.modules() if type(child).__module__.startswith("transformers.")]
+    if found:
+        learn_caches()
+    return found
 
 
 def _install_hooks(child: nn.Module) -> None:

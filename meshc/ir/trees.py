@@ -39,6 +39,19 @@ def is_known(kind: type) -> bool:
     return kind in _learned or kind in _of_torch.SUPPORTED_NODES
 
 
+def kinds() -> list[type]:
+    """All classes that are trees, by whomever."""
+    return list(dict.fromkeys((*_of_torch.SUPPORTED_NODES, *_learned)))
+
+
+def functions_of(kind: type) -> tuple[Callable[..., Any], ...]:
+    """What takes objects of a class apart, and makes them again; none if it is no tree."""
+    if kind in _of_torch.SUPPORTED_NODES:
+        node = _of_torch.SUPPORTED_NODES[kind]
+        return node.flatten_fn, node.unflatten_fn
+    return _learned.get(kind, ())
+
+
 @contextlib.contextmanager
 def known() -> Iterator[None]:
     """Inside, torch's own functions know what was learned. Threads may be inside at once; the last one leaves the registry as it was."""

@@ -29,12 +29,13 @@ from meshc.errors import MeshcError, PeerError, StateError
 from meshc.runtime.failure.failed_rank import FailureBoard
 
 _POLL_S: Final = 0.01
-_LONG_POLL_S: Final = 0.1
+LONG_POLL_S: Final = 0.1
 _LOOK_S: Final = 1.0
 """How often a rank that waits looks for whom."""
 REFUSAL_S: Final = 5.0
 """A rank that refuses waits so long for the others to refuse, or to be seen doing something else."""
-_ROUNDS: Final = itertools.count()
+ROUNDS: Final = itertools.count()
+"""What all ranks do in one order is numbered alike on all."""
 _DOING: Final = "what they do"
 _REFUSE: Final = "refuse"
 _LONG: Final = 200
@@ -143,7 +144,7 @@ def _todo(advice: Callable[[str], str] | None, field: str) -> str:
 
 def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: int) -> tuple[str, str]:
     """What rank `other` has in a field, and what may be behind the difference. All ranks come here, since all see that there is one."""
-    store, turn = _store(board), next(_ROUNDS)
+    store, turn = store_of(board), next(ROUNDS)
     store.set(f"in_full/{turn}/{board.rank}", json.dumps(dict(mine)))
     while not store.check([f"in_full/{turn}/{other}"]):
         board.check()
@@ -160,7 +161,7 @@ def _short(text: str) -> str:
 
 def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
     """What every rank describes, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
-    store, turn = _store(board), next(_ROUNDS)
+    store, turn = store_of(board), next(ROUNDS)
     store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
     keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
     deadline = time.monotonic() + timeout_s
@@ -178,7 +179,7 @@ def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = f
     return described
 
 
-def _store(board: FailureBoard) -> dist.Store:
+def store_of(board: FailureBoard) -> dist.Store:
     return dist.PrefixStore("agreement", board.store)
 
 
@@ -248,7 +249,7 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Given]) -> Given:
     no failure of a rank: the run can go on where it is caught. All ranks call it, in agreement, and others wait as long as it takes."""
     if board is None:
         return work()
-    store, key = _store(board), f"from_rank_0/{next(_ROUNDS)}"
+    store, key = store_of(board), f"from_rank_0/{next(ROUNDS)}"
     if board.rank == 0:
         try:
             value = work()
@@ -261,7 +262,7 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Given]) -> Given:
     while not store.check([key]):
         board.check()
         board.refuse_gone(0, lambda: store.check([key]))
-        time.sleep(_LONG_POLL_S)
+        time.sleep(LONG_POLL_S)
     found = json.loads(store.get(key))
     if "kind" in found:
         raised: MeshcError = getattr(errors, found["kind"], MeshcError)(found["text"])
@@ -275,7 +276,7 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
     """What each rank gives, in the order of ranks, on rank 0; None on the others, which go on at once. All ranks call it, in agreement."""
     if board is None:
         return [text]
-    store, turn = _store(board), next(_ROUNDS)
+    store, turn = store_of(board), next(ROUNDS)
     keys = [f"to_rank_0/{turn}/{rank}" for rank in range(board.world_size)]
     store.set(keys[board.rank], text)
     if board.rank != 0:
@@ -302,7 +303,7 @@ def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] |
     """Like `to_rank_0` after a failure: what ranks give within so many seconds on rank 0, which waits no longer."""
     if board is None:
         return [text]
-    store = _store(board)
+    store = store_of(board)
     store.set(f"behind/{board.rank}", text)
     if board.rank != 0:
         return None

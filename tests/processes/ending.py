@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import meshc
 from meshc.passes.trace import capture
+from meshc.runtime.agreement import handed
 from meshc.runtime.failure.watch import SILENT_END_S
 from meshc.runtime.run import backwards, session
 from meshc.runtime.state import adoption, state_dicts
@@ -77,13 +78,15 @@ PLACES: Final[dict[str, tuple[Any, str, int]]] = {
     "save": (state_dicts, "_full", 1),
 }
 """Where the deed is done from inside: before the given call of this function."""
+WAITING: Final[dict[str, tuple[Any, str, int]]] = {"compile": (handed, "receive", 2)}
+"""Likewise on another rank than rank 0, which does that work for it."""
 OUTSIDE: Final = ("before", "meet", "between", "exit")
 PHASES: Final = ("before", "meet", "compile", "load", "first call", "step", "backward", "save", "between", "exit")
 DEEDS: Final = ("kill", "raise", "exit", "stop4", "stop")
 
 
 def plant(phase: str, deed: str) -> None:
-    holder, name, turn = PLACES[phase]
+    holder, name, turn = WAITING[phase] if phase in WAITING and dist.get_rank() != 0 else PLACES[phase]
     original: Callable[..., Any] = getattr(holder, name)
     calls = itertools.count(1)
 

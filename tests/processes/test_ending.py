@@ -25,7 +25,10 @@ def ends(run: Run, culprit: int) -> None:
             assert end.seconds < float(said[1]) - run.began + PROMISED_S + BUSY_S, run
 
 
-@pytest.mark.parametrize("phase, culprit", [("before", 0), ("meet", 0), broad("meet", 1), ("compile", 0), ("save", 1)])
+@pytest.mark.parametrize(
+    "phase, culprit",
+    [("before", 0), ("meet", 0), broad("meet", 1), ("compile", 0), broad("compile", 1), ("save", 1)],
+)
 def test_a_rank_is_killed(phase: str, culprit: int) -> None:
     """Before anybody has met it, before the compilation, in its first, at the end of a save."""
     run = launch("tests.processes.ending:run", phase, "kill", str(culprit), ranks=2, timeout_s=90)

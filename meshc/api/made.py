@@ -1,0 +1,106 @@
+"""What one compilation has left on this rank: by its own passes, or as data from rank 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load, save
+
+from meshc.errors import StateError
+from meshc.frontend import output_tree_data
+from meshc.frontend.output_tree import OutputTree
+from meshc.ir.mesh import Mesh
+from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.passes.driver.compile import compile_program
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.request import Request
+from meshc.pipelining.tried import Tried
+from meshc.program.program import PlainProgram
+from meshc.runtime.state.ownership import calls_allowed
+from meshc.text import described, libraries, show
+
+_LENGTH_BYTES: Final = 8
+
+
+@dataclass(frozen=True)
+class Made:
+    """
+    program  the program; with dynamic sizes what serves them all
+    request  what the passes were asked for
+    tree     the structure of the outputs
+    tried    what was searched for a pipeline
+    seconds  by pass; of rank 0's, if the program is rank 0's
+    lowered  what the passes have left; None if they have not run here
+    given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
+    """
+
+    program: PlainProgram
+    request: Request
+    tree: OutputTree
+    tried: tuple[Tried, ...] = ()
+    seconds: Mapping[str, float] | None = None
+    lowered: Lowered | None = None
+    given: bool = False
+
+    @staticmethod
+    def of(program: PlainProgram, lowered: Lowered) -> Made:
+        """By this rank's passes."""
+        return Made(program, lowered.request, lowered.model.output_tree, lowered.tried, dict(lowered.seconds), lowered)
+
+    def updating(self, optimizer: OptimizerSpec | None) -> Made:
+        """The same for what an optimizer has become when it was adopted."""
+        request = replace(self.request, optimizer=optimizer)
+        lowered = None if self.lowered is None else replace(self.lowered, request=request)
+        return replace(self, request=request, lowered=lowered)
+
+    def compiled_here(self) -> Lowered:
+        """What the passes leave of it, for who looks into it on a rank where they have not run: that takes a compilation. Raises
+        StateError if the model has become another."""
+        if self.lowered is not None:
+            return self.lowered
+        with calls_allowed(self.request.module), torch.set_grad_enabled(self.request.grad):
+            program, lowered = compile_program(self.request)
+        if show.hash_program(program) != show.hash_program(self.program):
+            raise StateError(
+                "this rank has its program from rank 0, and compiling it here for a look inside gives another one\n"
+                "  why: the model, or what its forward reads, has changed since\n"
+                "  what to do: look at it on rank 0 (program.lowered, factors, dump), or right after meshc.compile"
+            )
+        return lowered
+
+
+def packed(program: PlainProgram, **more: object) -> bytes:
+    """A program, and what else JSON can hold, as bytes. Raises ArtifactError for a program that has no text."""
+    head = {"program": described.described(program), "texts": described.texts(program), **more}
+    text = json.dumps(head).encode()
+    constants = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in program.constants.items()}
+    return len(text).to_bytes(_LENGTH_BYTES, "big") + text + save(constants)
+
+
+def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
+    """The program and the rest. Raises ArtifactError for an operator that this process does not have."""
+    begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+    head = json.loads(data[_LENGTH_BYTES:begin])
+    with libraries.trusted():
+        program = described.read(
+            head["program"], lambda name: (head["texts"][name], f"rank 0's {name}"), lambda: load(data[begin:]), "rank 0's program"
+        )
+    stages = {name: replace(stage, origin=None) for name, stage in program.stages.items()}  # no stranger's
+    return replace(program, stages=stages, mesh=mesh), head
+
+
+def taken(data: bytes, request: Request) -> Made:
+    """Rank 0's program on another rank. Raises ArtifactError, or NoData, for what this process does not have."""
+    program, head = unpacked(data, request.mesh)
+    tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in head["tried"])
+    return Made(program, request, output_tree_data.read(head["tree"]), tried, head["seconds"], given=True)
+
+
+def given(made: Made) -> bytes:
+    """What `taken` takes. Raises ArtifactError, or NoData, for what is no data."""
+    tried = [asdict(each) for each in made.tried]
+    return packed(made.program, tree=output_tree_data.described(made.tree), tried=tried, seconds=dict(made.seconds or {}))

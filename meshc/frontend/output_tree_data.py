@@ -1,0 +1,100 @@
+"""The structure of a model's output as JSON, for a rank that has traced nothing and takes rank 0's.
+
+    {"hidden": [h, None], "layers": 2}    ["builtins.dict", ["hidden", "layers"], [["builtins.list", null, [0, 0]], 0]]   1: null, 2: 2
+
+Classes go by their names, and are found among those that are trees in this process, or, for named tuples, in its modules: nothing is
+imported, and nothing is executed. What cannot be said so raises NoData.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from meshc.frontend.output_tree import OutputTree
+from meshc.ir import trees
+
+Json: TypeAlias = Any
+
+_PLAIN: Final = (type(None), bool, int, float, str)
+
+
+class NoData(Exception):
+    """What stands in an output that is no data, or a class that this process does not have."""
+
+
+def described(tree: OutputTree) -> Json:
+    """The tree as JSON. Raises NoData for what would not come back as it is."""
+    told = {"spec": _spec(tree.spec), "plain": [[index, _value(leaf)] for index, leaf in tree.plain.items()]}
+    if read(told).spec != tree.spec:
+        raise NoData("the output's structure does not come back as it is")
+    return told
+
+
+def read(told: Mapping[str, Json]) -> OutputTree:
+    """The tree again. Raises NoData for a class that is no tree in this process."""
+    names = Counter(_name(kind) for kind in trees.kinds())
+    known = {_name(kind): kind for kind in trees.kinds() if names[_name(kind)] == 1}
+    return OutputTree(_read_spec(told["spec"], known), {index: _read(leaf) for index, leaf in told["plain"]})
+
+
+def _name(kind: object) -> str:
+    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
+
+
+def _spec(spec: trees.Spec) -> Json:
+    return 0 if spec.is_leaf() else [_name(spec.type), _value(spec.context), [_spec(child) for child in spec.children()]]
+
+
+def _read_spec(told: Json, known: Mapping[str, type]) -> trees.Spec:
+    if told == 0:
+        return trees.structure(None)
+    name, context, children = told
+    if name not in known:
+        raise NoData(f"{name}, of which the output is made, is no tree on this rank")
+    return trees.Spec(known[name], _read(context), [_read_spec(child, known) for child in children])
+
+
+def _value(value: Any) -> Json:
+    """Plain as it is; else the kind, and what it is made of."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (list, tuple, torch.Size):
+        return {kind.__name__: [_value(item) for item in value]}
+    if kind is dict:
+        return {"dict": [[_value(key), _value(item)] for key, item in value.items()]}
+    if kind in (torch.dtype, torch.device):
+        return {kind.__name__: str(value)}
+    if isinstance(value, type) and _found(value.__module__, value.__qualname__) is value:
+        return {"class": [value.__module__, value.__qualname__]}
+    raise NoData(f"the output holds a {_name(kind)}, which is no plain value")
+
+
+def _read(told: Json) -> Any:
+    if not isinstance(told, dict):
+        return told
+    ((kind, given),) = told.items()
+    if kind in ("list", "tuple", "Size"):
+        return {"list": list, "tuple": tuple, "Size": torch.Size}[kind](map(_read, given))
+    if kind == "dict":
+        return {_read(key): _read(item) for key, item in given}
+    if kind == "dtype":
+        return getattr(torch, given.removeprefix("torch."))
+    if kind == "device":
+        return torch.device(given)
+    found = _found(*given)
+    if found is None:
+        raise NoData(f"{'.'.join(given)}, of which the output is made, is no class on this rank")
+    return found
+
+
+def _found(module: str, name: str) -> type | None:
+    value: object = sys.modules.get(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, type) else None

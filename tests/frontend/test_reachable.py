@@ -1,0 +1,170 @@
+"""What of Python a trace can read: what differs between two ranks is named, what a forward cannot show is not there, and what has run is
+looked for."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshc
+from meshc.frontend import reachable_code
+from meshc.frontend.reachable import Reachable, difference, environment, reachable
+from tests.models import llama
+
+SCALE = 0.5
+TABLE = {"shift": 1}
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class Config:
+    def __init__(self) -> None:
+        self.eps = 1e-5
+        self.names = ["a", "b"]
+
+
+class Base(nn.Module):
+    window = 4
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x[: self.window] + TABLE["shift"]
+
+    def save(self) -> None:
+        """Nobody's forward names it."""
+        time.sleep(0)
+
+
+class Model(Base):
+    def __init__(self, width: int = 8, bound: float = 2.0) -> None:
+        super().__init__()
+        self.config = Config()
+        self.up = nn.Linear(8, width)
+        self.norm = nn.LayerNorm(width)
+        self.mask = torch.ones(3)
+        self.act = lambda x: x.clamp(max=bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(getattr(self, "cut")(scaled(self.norm(self.up(x)))))  # noqa: B009  a name in quotes
+
+
+def changed(model: Model, do: Callable[[Model], Any]) -> str:
+    """The first difference to a model to which something was done."""
+    mine = reachable(model, {})
+    assert mine.why == "" and difference(mine.places, reachable(copy.deepcopy(model), {}).places) == ""
+    other = copy.deepcopy(model)
+    do(other)
+    theirs = reachable(other, {})
+    assert theirs.why == ""
+    return difference(theirs.places, mine.places)
+
+
+def registered(model: Model, kind: str) -> None:
+    getattr(model.up, f"register_{kind}")(lambda *given: None)
+
+
+@pytest.mark.parametrize(
+    "do, said",
+    [
+        (lambda m: setattr(m.norm, "eps", 1e-3), "model.norm.eps: this rank has 0.001, rank 0 has 1e-05"),
+        (lambda m: setattr(m.config, "eps", 1e-3), "model.config.eps: this rank has 0.001, rank 0 has 1e-05"),
+        (lambda m: m.config.names.append("c"), "model.config.names: this rank has ['a', 'b', 'c'], rank 0 has ['a', 'b']"),
+        (lambda m: setattr(m, "up", nn.Linear(8, 8, bias=False)), "model.up.bias: this rank has None, rank 0 has the model's up.bias"),
+        (lambda m: setattr(m, "up", nn.Identity()), "model.up: this rank has a torch.nn.modules.linear.Identity"),
+        (lambda m: m.mask.fill_(2), "model.mask: this rank has torch.float32 [3], requires_grad=False, "),
+        (lambda m: m.double(), "model.up.weight: this rank has the model's up.weight, torch.float64"),
+        (lambda m: m.up.weight.requires_grad_(False), "[8, 8], requires_grad=False, rank 0 has the model's up.weight, torch.float32"),
+        (lambda m: m.norm.eval(), "model.norm.training: this rank has False, rank 0 has True"),
+        (lambda m: registered(m, "forward_hook"), "model.up, forward hook 0: this rank has function tests.frontend."),
+        (lambda m: registered(m, "forward_pre_hook"), "model.up, forward pre hook 0: this rank has function"),
+        (lambda m: setattr(m, "act", tripled), "model.act: this rank has function tests.frontend.test_reachable.tripled"),
+        (lambda m: setattr(m, "act", Model(bound=3.0).act), "bound of its closure: this rank has 3.0, rank 0 has 2.0"),
+        (lambda m: setattr(m, "act", functools.partial(torch.clamp, max=1)), "model.act: this rank has a functools.partial"),
+        (lambda m: setattr(m, "forward", tripled), "model.forward: this rank has function tests.frontend.test_reachable.tripled"),
+        (lambda m: setattr(m, "unread", "mine"), "model.unread: this rank has 'mine', rank 0 has nothing there"),
+    ],
+)  # fmt: skip
+def test_what_two_models_differ_in_is_named(do: Callable[[Model], Any], said: str) -> None:
+    found = changed(Model(), do)
+    assert said in found, found
+
+
+@pytest.mark.parametrize(
+    "place, name, value, said",
+    [
+        (Model, "window", 5, "test_reachable.Model.window: this rank has 5, rank 0 has nothing there"),
+        (Base, "cut", lambda self, x: x, "test_reachable.Base.cut: this rank has function"),
+        (__name__, "SCALE", 0.25, "test_reachable.SCALE: this rank has 0.25, rank 0 has 0.5"),
+        (__name__, "TABLE", {"shift": 2}, "test_reachable.TABLE['shift']: this rank has 2, rank 0 has 1"),
+        (__name__, "scaled", tripled, "test_reachable.scaled: this rank has function tests.frontend.test_reachable.tripled"),
+        (nn.Linear, "forward", lambda self, x: x, "torch.nn.modules.linear.Linear.forward: this rank has function"),
+        (torch.nn.functional, "relu", tripled, ""),
+        (Base, "save", lambda self: None, ""),
+    ],
+)  # fmt: skip
+def test_code_and_what_it_names_is_compared(monkeypatch: Any, place: Any, name: str, value: object, said: str) -> None:
+    """A class's own value before that of its base, a method by the name in quotes, globals, what somebody has put into torch's classes; and
+    nothing that no forward of this model names."""
+    before = reachable(Model(), {}).places
+    if isinstance(place, str):
+        monkeypatch.setitem(globals(), name, value)
+    else:
+        monkeypatch.setattr(place, name, value, raising=False)
+    found = difference(reachable(Model(), {}).places, before)
+    assert said in found if said else found == ""
+
+
+def test_code_is_compared_by_what_it_does_not_by_where_it_stands() -> None:
+    one, same, other = (compile(text, "f.py", "exec") for text in ("x = 1 in {1, 2}", "\n\nx = 1 in {1, 2}", "x = 1 in {1, 3}"))
+    assert reachable_code.digest(one) == reachable_code.digest(same) != reachable_code.digest(other)
+
+
+def asks_for_rank(x: Tensor) -> Tensor:
+    return x * dist.get_rank()
+
+
+def asks_the_time(x: Tensor) -> Tensor:
+    return x * time.time()
+
+
+def reads_a_variable(x: Tensor) -> Tensor:
+    return x * float(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def test_what_each_process_answers_for_itself_is_found_in_what_has_run() -> None:
+    found = reachable(nn.Module(), {"a": asks_for_rank, "b": asks_the_time, "c": reads_a_variable, "d": scaled})
+    assert "asks_for_rank (test_reachable.py:" in found.beyond([scaled.__code__, asks_for_rank.__code__])
+    assert "which reads get_rank" in found.beyond([asks_for_rank.__code__]) and "which reads time" in found.beyond([asks_the_time.__code__])
+    assert found.beyond([scaled.__code__, reads_a_variable.__code__, nn.Linear.forward.__code__]) == ""
+    assert [*environment([reads_a_variable.__code__, scaled.__code__])] == ["the environment's OMP_NUM_THREADS"]
+    assert "tripled (test_reachable.py:" in found.beyond([tripled.__code__]) and "not found" in found.beyond([tripled.__code__])
+
+
+def test_what_cannot_be_compared_says_so() -> None:
+    model = Model()
+    model.rows = (row for row in range(3))
+    assert reachable(model, {}).why.startswith("model.rows holds a generator")
+
+
+def test_a_stock_model_is_known_whole() -> None:
+    """All that its trace runs has been come to, and nothing in it is each process's own."""
+    case = llama(layers=1)
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss)
+    found: Reachable = reachable(case.model, {"the loss": case.loss})
+    program = meshc.compile(step, meshc.Mesh("dp=2"), kwargs=case.call_kwargs)
+    code = program.lowered.model.code
+    assert len(code) > 50 and found.why == "" and found.beyond(code) == ""
