@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
+from meshc.plan.entries import AxisEntry, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
 
@@ -87,11 +88,14 @@ class Plan:
         faults = [f"{where}: the mesh has no axis {axis}{suggest(axis, mesh.names)}" for where, axis in uses if axis not in mesh.names]
         for line in lines:
             faults += _clashes_within(line)
-        for pattern in dict.fromkeys(pin.pattern for pin in self.pins):
-            faults += contradictions([pin for pin in self.pins if pin.pattern == pattern])
-        alike = [(pattern, kind) for pattern in dict.fromkeys(one.pattern for one in self.stores) for kind in STORES]
-        for pattern, kind in alike:
-            faults += contradictions([one for one in self.stores if one.pattern == pattern and kind in one.kinds])
+        about: dict[tuple[str, str], list[TensorLine]] = defaultdict(list)
+        for pin in self.pins:
+            about["pin", pin.pattern].append(pin)
+        for one in self.stores:
+            for kind in one.kinds:
+                about[kind, one.pattern].append(one)
+        for alike in about.values():
+            faults += contradictions(alike)
         refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", list(dict.fromkeys(faults)))
 
     def __add__(self, other: Plan) -> Plan:

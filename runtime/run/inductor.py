@@ -6,7 +6,7 @@
     all_reduce_ = all_reduce(relu, ["tp"], "sum")
 
 What is in a region the program says (`meshc/passes/lower/group_regions.py`). What one returns, and which of that has memory of its own,
-follows from who reads it.
+follows from who reads it. Regions of a stage that do the same to tensors of the same form, as those of equal layers do, are compiled once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import Final, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -38,6 +39,9 @@ from meshc.runtime.run import codegen
 
 Given = torch.Tensor | int
 """What a region reads; integers are places in the microbatch."""
+Compiled: TypeAlias = Callable[[list[Given]], list[torch.Tensor]]
+Key = tuple[object, ...]
+"""What a region does, and the form of what it is given."""
 
 
 def compile_regions(
@@ -52,11 +56,12 @@ def compile_regions(
     added = {value for key, value in stage.results().items() if is_added(key)}
     overwrites: list[Node] = []
     own: list[Node] = []
+    known_regions: dict[Key, Compiled] = {}
     outer = Graph()
     env: dict[Node, Node] = {node: outer.placeholder(node.name) for node in placeholders(stage.graph)}
     for compiled, nodes in _pieces(stage, known):
         if compiled:
-            own += _add_region(outer, env, nodes, known, device, added)
+            own += _add_region(outer, env, nodes, known, device, added, known_regions)
             continue
         for node in nodes:
             env[node] = outer.create_node(
@@ -89,7 +94,13 @@ def _maker(node: Node) -> Node:
 
 
 def _add_region(
-    outer: Graph, env: dict[Node, Node], region: list[Node], known: Mapping[Node, int], device: torch.device, added: Collection[Node]
+    outer: Graph,
+    env: dict[Node, Node],
+    region: list[Node],
+    known: Mapping[Node, int],
+    device: torch.device,
+    added: Collection[Node],
+    compiled: dict[Key, Compiled],
 ) -> list[Node]:
     """A call of a compiled region, whose results go to `env`. Returned: those that have memory of their own."""
     members = set(region)
@@ -113,7 +124,7 @@ def _add_region(
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
     own = [index for index, node in enumerate(results) if node in added or any(OVER_OPERAND in sharing_of(user) for user in node.users)]
-    made = _Region(GraphModule(torch.nn.Module(), inner), own)
+    made = _Region(GraphModule(torch.nn.Module(), inner), own, compiled)
     call = outer.create_node("call_function", made, ([env[n] for n in inputs],), name=region[0].name)  # by which a failure is named
     for index, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, index))
@@ -124,18 +135,24 @@ def _is_tuple(node: Node) -> bool:
     return isinstance(node.meta.get("meshc"), tuple)
 
 
+ALIGNED: Final = 64
+"""Bytes, of which Inductor's loads may make use."""
+
+
 class _Region:
     """A region, compiled for the first inputs that it sees. The results numbered in `own` have memory of their own.
 
     module  takes one list
+    known   regions that have been compiled, to which this one is added
     """
 
     boxed = True
 
-    def __init__(self, module: GraphModule, own: Sequence[int]) -> None:
+    def __init__(self, module: GraphModule, own: Sequence[int], known: dict[Key, Compiled]) -> None:
         self.module = module
         self.own = own
-        self.compiled: Callable[[list[Given]], list[torch.Tensor]] | None = None
+        self.known = known
+        self.compiled: Compiled | None = None
         self.copied: list[int] = []
         """Those that Inductor makes in the memory of an input or of another result."""
         self.__name__ = "region"
@@ -145,14 +162,23 @@ class _Region:
         if self.compiled is not None:
             results = self.compiled(inputs)
         else:
-            with _cached():
-                self.compiled = torch._inductor.compile(self.module, [list(inputs)])  # type: ignore[list-item]  # it takes lists too
+            self.compiled = self._found(inputs)
             places = [_place(x) for x in inputs if isinstance(x, torch.Tensor)]
             results = self.compiled(inputs)
             self.copied = [index for index in self.own if _is_shared(index, places, results)]
         if self.copied:
             results = [x.clone() if index in self.copied else x for index, x in enumerate(results)]
         return results
+
+
+    def _found(self, inputs: list[Given]) -> Compiled:
+        """Compiled, or what an equal region has been compiled to. A graph's own names follow from its calls alone."""
+        graph = self.module.graph
+        key = (str(graph), *(node.target for node in graph.nodes), *_forms(inputs))
+        if key not in self.known:
+            with _cached():
+                self.known[key] = torch._inductor.compile(self.module, [list(inputs)])  # type: ignore[list-item]  # it takes lists too
+        return self.known[key]
 
 
 @contextmanager
@@ -170,6 +196,18 @@ def _cached() -> Iterator[None]:
 def _version_of_operators() -> str:
     files = sorted(file for folder in ops.__path__ for file in Path(folder).iterdir() if file.is_file())
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _forms(inputs: Sequence[Given]) -> Iterator[object]:
+    """What a compilation may go by: of a tensor all but its values, and which of them lie in one memory."""
+    first: dict[int, int] = {}
+    for number, x in enumerate(inputs):
+        if not isinstance(x, torch.Tensor):
+            yield x
+            continue
+        shared = first.setdefault(_place(x), number)
+        aligned = x.data_ptr() % ALIGNED == 0
+        yield type(x), x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), x.requires_grad, aligned, shared
 
 
 def _place(x: torch.Tensor) -> int:

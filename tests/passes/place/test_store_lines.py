@@ -18,6 +18,7 @@ from meshc.report.summary import collectives
 from tests import models
 from tests.broad import broad
 from tests.captured import Captured
+from tests.meaning.checks import one_rank
 
 PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text()
 
@@ -155,7 +156,7 @@ store *.ln_?.weight params: hidden!
     [
         ("mlp", "dp=2,tp=2", MLP, adamw, 1),
         ("mlp", "dp=3", "store d*.weight: vocab/dp, _\nstore up.bias state: ffn/dp", momentum, 2),
-        ("llama", "dp=2,tp=2", LLAMA, momentum, 1),
+        broad("llama", "dp=2,tp=2", LLAMA, momentum, 1),
         broad("mlp", "dp=2,tp=2", MLP, momentum, 3),
         broad("mlp", "dp=3", "zero1", momentum, 1),
         broad("llama", "dp=2,tp=2", LLAMA, adamw, 2),
@@ -227,6 +228,17 @@ def test_module_mode_stores_all_kinds_alike() -> None:
     assert {str(port.sharding) for port in program.compiled.outputs if port.key == "gradient:down.weight"} == {
         str(port.sharding) for port in program.compiled.inputs if port.key == "parameter:down.weight"
     } == {"[down.weight.0 10, ffn 8/tp/dp]"}
+
+
+def test_a_line_about_what_another_program_has_laid_is_noted() -> None:
+    line = "store down.weight params: _, ffn/dp"
+    with one_rank() as mesh, torch.no_grad():
+        model, x = Head(), torch.randn(4, 12)
+        meshc.compile(model, mesh, args=(x,))(x)
+        program = meshc.compile(model, mesh, args=(x,), plan=line)
+    assert [note for note in program.compiled.notes if "store" in note] == [
+        f"line 1, `{line}`: down.weight lies as the program of this model that was compiled first has it"
+    ]
 
 
 def test_a_line_that_changes_nothing_is_noted() -> None:

@@ -66,6 +66,32 @@ def test_what_was_compiled_is_found_again() -> None:
     assert found == 2 and not counters["inductor"]["fxgraph_cache_bypass"], counters
 
 
+def chain(layers: int, odd: int = -1) -> Stage:
+    """Layers with a collective in the middle; one may add another number."""
+    graph = Graph()
+    value = graph.placeholder("x")
+    set_record(value, Record((4, 4), torch.float32))
+    for layer in range(layers):
+        value = add(graph, spmd.all_reduce, add(graph, aten.relu.default, value), ["dp"], "sum")
+        value = add(graph, aten.add.Tensor, value, 2.0 if layer == odd else 1.0)
+    graph.output([value])
+    return Stage("main", graph, ("input:x",), ("output:a",))
+
+
+@pytest.mark.parametrize(("layers", "odd", "compiled"), [(7, -1, 3), (7, 3, 4)])
+def test_equal_regions_are_compiled_once(layers: int, odd: int, compiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, those between two layers, the last; each was compiled by itself."""
+    made, compile_one = [], torch._inductor.compile
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, given: (made.append(module), compile_one(module, given))[1])
+    groups, x = Groups({"dp": 1}, 0, 1), torch.randn(4, 4)
+    groups.prepare([("dp",)])
+    run = compile_regions(grouped(chain(layers, odd), groups.sizes), groups, {"dp": 0}, torch.device("cpu"))
+    for _ in range(2):
+        (found,) = run([x])
+        torch.testing.assert_close(found, x.relu() + layers + (odd >= 0))
+    assert len(made) == compiled
+
+
 def test_in_a_region_of_a_text_what_needs_a_guard_runs_after_it_and_the_rest_is_compiled() -> None:
     """Rows that a gradient does not have: what was compiled in this process is trusted, what was read from a text is not."""
     text = """@ranks("dp=1")
