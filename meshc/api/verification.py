@@ -23,6 +23,7 @@ from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import OptimizerSpec
 from meshc.passes.driver.compile import compile_program, trace
+from meshc.passes.phases.choices import Known
 from meshc.passes.phases.factors import Factors
 from meshc.passes.phases.request import Request
 from meshc.program import instance
@@ -193,12 +194,15 @@ def _verify_there(
 
 
 def _chosen(program: Program) -> dict[str, object]:
-    """What the compiler has chosen of a pipeline; it might choose otherwise for float64, and for a CPU."""
-    pipeline = program.general.pipeline
+    """What the compiler has chosen, of axes left open and of a pipeline; it might choose otherwise for float64, and for a CPU."""
+    choices, pipeline = program.lowered.placed.choices, program.general.pipeline
+    found: dict[str, object] = {"plan": program.lowered.request.plan}
+    if choices is not None:
+        found["searched"] = Known.of(choices)
     if pipeline is None:
-        return {}
+        return found
     schedule = program.options.schedule or pipeline.schedule.name
-    return dict(schedule=schedule, microbatches=program.general.microbatches, gather_once=program.lowered.request.gather_once)
+    return dict(**found, schedule=schedule, microbatches=program.general.microbatches, gather_once=program.lowered.request.gather_once)
 
 
 def _computed(factors: Factors) -> set[torch.dtype]:

@@ -59,6 +59,9 @@ def open_axes(plan: Plan) -> tuple[str, ...]:
 def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
     """What is left of the best candidate. Raises PlanError if none keeps the budget, with the least that one holds."""
     axes, budget = open_axes(placed.plan), may_hold(placed.request)
+    known = placed.request.searched
+    if known is not None:
+        return lower(replace(placed, choices=known.at(placed.factors)), hook)
     with part("searching for a plan"):
         search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes)
         candidates = [*_searched(search, placed, lower, budget), *_by_roles(placed, axes, lower)]

@@ -14,6 +14,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
 from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.passes.phases.choices import Known
 from meshc.passes.schedules.kind import Lists
 from meshc.plan.plan import Plan
 
@@ -35,6 +36,7 @@ class Request:
     pp_splits     modules at which the second and further stages of a pipeline begin
     check_indices  labels and indices that their reader has no row for are refused
     backend       what will run the program
+    searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
@@ -67,6 +69,7 @@ class Request:
     gather_once: bool = True
     check_indices: bool = True
     backend: str = "eager"
+    searched: Known | None = None
     depth: str = "auto"
 
     @property

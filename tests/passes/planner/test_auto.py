@@ -91,3 +91,14 @@ def test_found_twice_is_one_text() -> None:
     texts = [captured.program("dp=2,tp=2", OPEN) for _ in range(2)]
     assert texts[0].notes == texts[1].notes
     assert print_program(texts[0]) == print_program(texts[1])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_what_is_verified_is_what_was_found(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in float64 on a CPU, without a budget, would be given other choices: it gets those of the program."""
+    case = models.mlp()
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss)
+    program = meshc.compile(step, meshc.Mesh("tp=2"), kwargs=case.call_kwargs, plan="tp: auto")
+    assert program.lowered.placed.choices is not None
+    monkeypatch.setattr("meshc.passes.driver.choose.Search", None)
+    meshc.verify(program, case.call_kwargs, dtype=dtype)
