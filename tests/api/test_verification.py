@@ -20,6 +20,7 @@ from meshc.program.program import PlainProgram as Compiled
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
 from meshc.runtime.simulator.simulation import simulate
+from tests.broad import broad
 
 BF16 = torch.bfloat16
 
@@ -113,7 +114,7 @@ def test_a_sensitive_model_is_judged_by_what_roundings_do_to_it_on_one_device() 
     assert over and max(over.values()) < 6 * own  # torch's own float32 is as far from float64 as the program is from torch
 
 
-@pytest.mark.parametrize("plant", ["scaled", "not reduced"])
+@pytest.mark.parametrize("plant", ["scaled", broad("not reduced")])
 def test_a_fault_does_not_hide_behind_sensitivity(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, _, _ = sensitive()
 

@@ -51,7 +51,7 @@ def attentions(graph: Graph) -> list[tuple[Any, ...]]:
     [
         broad(llama, True, (), id="llama"),
         broad(gpt2, True, (), id="gpt2"),
-        pytest.param(mistral, True, (4, 0), id="mistral"),
+        broad(mistral, True, (4, 0), id="mistral"),
         broad(bert, False, (), id="bert"),
     ],
 )

@@ -33,6 +33,8 @@ TAGGED = [op for op in pointwise_operators() if op not in SAMPLES]
 PAIRS = 2
 """Two axes are split so many ways, for so many samples of an operator, in each run of the tests; in all ways, for all, by
 `make test-broad`."""
+SAMPLES_A_RUN = 4
+"""Of an operator; further ones are `make test-broad`'s."""
 NO_TENSOR = {"aten.equal.default"}
 """Tagged as pointwise by torch, but its result is one truth: programs hold tensors only, so it never gets as far as a rule."""
 
@@ -42,7 +44,10 @@ def test_every_rule_has_a_sample() -> None:
     assert sorted(str(op) for op in ruled - set(SAMPLES)) == []
 
 
-@pytest.mark.parametrize("number, call", [row[1:] for row in CALLS], ids=[f"{name}-{number}" for name, number, _ in CALLS])
+@pytest.mark.parametrize(
+    "number, call",
+    [(pytest.param if number < SAMPLES_A_RUN else broad)(number, call, id=f"{name}-{number}") for name, number, call in CALLS],
+)
 def test_rule(number: int, call: Sample) -> None:
     """Every letter on two ranks and on three, and a few pairs of letters on six."""
     assert build(call).instance.known, "there is no rule"

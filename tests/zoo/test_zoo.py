@@ -19,7 +19,7 @@ SAMPLE = (
 """One of each way to be unlike a decoder: two caches, channels, levels with skips, torch's own layers, bags, scatters, states."""
 
 
-SLOW = ("t5", "convnext", "unet", "mamba")
+SLOW = ("t5", "convnext", "unet", "transformer", "mamba")
 
 
 @pytest.mark.parametrize(
