@@ -25,8 +25,8 @@ class Options:
     stages_per_rank  how many stages of a pipeline each rank has, of equal predicted time; default: as many as the schedule wants
     microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best that fits.
                    A TrainStep has its own
-    memory_budget  bytes that a rank of a pipeline may hold: what holds more is not chosen, and refused if it is named; default: a GPU's
-                   memory, which bounds only what is left open; on CPU ranks no bound
+    memory_budget  bytes that a rank may hold of a pipeline, or under a plan with an axis left open (`tp: auto`): what holds more is not
+                   chosen, and refused if it is named; default: a GPU's memory, which bounds only what is left open; on CPU ranks no bound
     check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks

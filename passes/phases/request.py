@@ -31,7 +31,7 @@ class Request:
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
     stages_per_rank  of a pipeline; None: as many as the schedule wants
-    memory_budget  bytes that a rank of a pipeline may hold; None: of a GPU its memory, which bounds only what is not named
+    memory_budget  bytes that a rank may hold of a pipeline or a searched plan; None: of a GPU its memory, for what is not named
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
     check_indices  labels and indices that their reader has no row for are refused

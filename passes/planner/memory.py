@@ -14,7 +14,6 @@ program's own walk (`cost/memory.py`) judges in the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -23,17 +22,6 @@ from meshc.ir import records
 from meshc.passes.phases.placed import Placed
 from meshc.passes.planner.model import Floats, Group, Leg, Model
 from meshc.passes.planner.space import Made
-
-
-@dataclass(frozen=True)
-class Span:
-    """Bytes of one group's value in one form, alive from one position to another (both included)."""
-
-    start: int
-    end: int
-    form: int
-    leg: int = -1
-    """Of a form that is wanted, the leg that wants it; -1: the form that is given."""
 
 
 class Memory:

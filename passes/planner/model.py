@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -38,7 +37,7 @@ class Leg:
     forms    of the reader's options: which of the group's wanted forms each wants
     price    seconds from each given form to each wanted form
     gathers  where that makes the value larger, for this phase only
-    alone    of a reader that decides nothing, or is the maker's class itself: forms follow from the maker's option
+    A reader that decides nothing is the maker's class: its forms follow from the maker's option.
     """
 
     reader: int
@@ -178,8 +177,3 @@ def _copies(model: Model, group: Group) -> Floats:
     part = group.held / whole if whole else np.ones(len(group.lies))
     per_form = sum((one.reads + one.makes) * part / device.bytes_per_s + device.launch_s for one in copies.values())
     return np.asarray(per_form)[group.given]
-
-
-def changes(model: Model) -> int:
-    """Pairs of forms that the model has a price for."""
-    return sum(prod(leg.price.shape) for group in model.groups for leg in group.legs)

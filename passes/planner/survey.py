@@ -7,7 +7,7 @@ axis is a search beside the others. Pins hold what they name; storage that anoth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from torch.fx import Node
@@ -16,7 +16,6 @@ from meshc.ir import is_getitem, leaves, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding
-from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.placed import Placed
@@ -297,9 +296,3 @@ def leaves_of(node: Node) -> tuple[object, ...]:
 
 def _bytes(shape: tuple[int, ...], dtype: object) -> int:
     return 0 if dtype is None else prod(shape) * dtype.itemsize  # type: ignore[attr-defined]
-
-
-def held_by_plan(placed: Placed, open_axes: Collection[str]) -> Placed:
-    """The same where the searched axes do nothing, for what the plan says of the others."""
-    sizes = {axis: size for axis, size in placed.sizes.items() if axis not in open_axes and axis != MICROBATCH}
-    return replace(placed, sizes=sizes)
