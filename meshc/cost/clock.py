@@ -56,23 +56,61 @@ def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[No
 
 def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, dict[Node, float]]:
     """The seconds of one run, and when each value is made; of a collective, when it is first waited for."""
-    now = compute = 0.0
+    clock, compute = Clock(arriving), 0.0
     communication: dict[str, float] = {}
-    ready: dict[Node, float] = dict(arriving or {})
-    free = max(ready.values(), default=0.0)
-    made: dict[Node, float] = {}
     for node in graph.nodes:
-        awaited = [operand for operand in node.all_input_nodes if operand in ready]
-        now = max([now, *(ready.pop(operand) for operand in awaited)])
-        made |= dict.fromkeys((*awaited, node), now)
         if node.op == "call_function" and spmd.is_collective(node.target):
             takes = collective_seconds(node, mesh, device)
             axes = ", ".join(node.args[1])
             communication[axes] = communication.get(axes, 0.0) + takes
-            free = ready[node] = max(now, free) + takes
+            clock.exchange(node, takes)
         else:
             takes = seconds(node, device)
             compute += takes
-            now += takes
-            made[node] = now
-    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, max(now, free)), made
+            clock.compute(node, takes)
+    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, clock.end_s), clock.made
+
+
+class Clock:
+    """One rank's, told of each node in turn with what it takes.
+
+    made    when each value is there; of a collective, when it is first waited for
+    waited  seconds that the rank stood still for a collective
+    """
+
+    def __init__(self, arriving: Mapping[Node, float] | None = None) -> None:
+        self.made: dict[Node, float] = {}
+        self.waited: dict[Node, float] = {}
+        self._now = 0.0
+        self._ready: dict[Node, float] = dict(arriving or {})
+        self._free = max(self._ready.values(), default=0.0)
+
+    def compute(self, node: Node, takes: float) -> None:
+        self._read(node)
+        self._now += takes
+        self.made[node] = self._now
+
+    def exchange(self, node: Node, takes: float) -> None:
+        self._read(node)
+        self._free = self._ready[node] = max(self._now, self._free) + takes
+
+    def settle(self) -> None:
+        """Stands still until all is there: a run ends here, and what it gives is read in another."""
+        for node in list(self._ready):
+            self._await(node)
+
+    def _read(self, node: Node) -> None:
+        awaited = [operand for operand in node.all_input_nodes if operand in self._ready]
+        for operand in awaited:
+            self._await(operand)
+        self.made |= dict.fromkeys((*awaited, node), self._now)
+
+    def _await(self, node: Node) -> None:
+        ready = self._ready.pop(node)
+        self.waited[node] = max(ready - self._now, 0.0)
+        self._now = max(self._now, ready)
+
+    @property
+    def end_s(self) -> float:
+        """When everything is done."""
+        return max(self._now, self._free)

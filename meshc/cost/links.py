@@ -106,14 +106,15 @@ def payload(node: Node, sizes: Mapping[str, int]) -> int:
     return ir.local_bytes(found) // max(1, found.shape[dim]) * along  # type: ignore[index]
 
 
-def collective_seconds(node: Node, mesh: Mesh, device: Device) -> float:
-    """Predicted seconds of a collective of a per-rank graph, from its start to its end with nothing else on the link."""
+def collective_seconds(node: Node, mesh: Mesh, device: Device, times: float = 1.0) -> float:
+    """Predicted seconds of a collective of a per-rank graph, from its start to its end with nothing else on the link, if `times` its bytes
+    move."""
     axes = tuple(node.args[1])  # type: ignore[arg-type]
     if axes == (spmd.MICROBATCH,):
         return 0.0
     ranks = math.prod(map(mesh.size, axes))
     if ranks == 1:
         return 0.0
-    size = payload(node, {axis.name: axis.size for axis in mesh.axes})
+    size = times * payload(node, {axis.name: axis.size for axis in mesh.axes})
     link = link_of(mesh, axes, device)
     return device.collective_s + fastest(node.target.__name__, ranks, size, link).seconds(link)  # type: ignore[union-attr]

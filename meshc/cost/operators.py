@@ -10,8 +10,9 @@ are one kernel (`fused.py`): what is between them is not moved, and only the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -34,25 +35,69 @@ MAKE_NOTHING: Final = ("aten.empty.memory_format", "aten.empty_like", "aten.new_
 ATTENTION: Final = ("meshc.attention", "meshc.attention_backward")
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an operator takes, and would take if those of its values that grow had `times` their size.
+
+    work_s   of its multiplications and additions; they grow if any of its values does
+    fixed_s  of moving the values that do not grow;  grown_s  of those that do
+    """
+
+    work_s: float = 0.0
+    fixed_s: float = 0.0
+    grown_s: float = 0.0
+    launch_s: float = 0.0
+    grows: bool = False
+
+    def seconds(self, times: float = 1.0) -> float:
+        return max(self.work_s * (times if self.grows else 1.0), self.fixed_s + self.grown_s * times) + self.launch_s
+
+
+FREE: Final = Price()
+
+Grows: TypeAlias = Callable[[Node, int], bool]
+"""Whether a result of a node grows."""
+
+
 def seconds(node: Node, device: Device) -> float:
     """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, and for collectives (`cost.links`)."""
+    return price(node, device).seconds()
+
+
+def price(node: Node, device: Device, grows: Grows = lambda node, index: False) -> Price:
+    """The same, by what of it grows."""
     if node.op != "call_function" or ir.is_getitem(node) or spmd.is_collective(node.target) or not _runs(node):
-        return 0.0
+        return FREE
     rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
+    fixed, grown = _moved(node, grows)
     launch_s = 0.0 if is_fused(node) else device.launch_s
-    return max(_work(node, device) / rate, moved_bytes(node) / device.bytes_per_s) + launch_s
+    values = (*map(ir.value_of, ir.operands(node)), *((node, index) for index in range(len(ir.records(node)))))
+    work_s, bytes_per_s = _work(node, device) / rate, device.bytes_per_s
+    return Price(work_s, fixed / bytes_per_s, grown / bytes_per_s, launch_s, any(grows(*value) for value in values))
 
 
 def moved_bytes(node: Node) -> float:
     """Bytes that one node's operator reads and writes in memory."""
+    return sum(_moved(node, lambda node, index: False))
+
+
+def _moved(node: Node, grows: Grows) -> tuple[float, float]:
+    """Bytes that are read and written: of values that do not grow, and of those that do."""
     written = _overwritten(node)
     name = ir.op_name(node)
-    made = 0 if written or name in MAKE_NOTHING else sum(map(ir.local_bytes, ir.records(node)))
-    total = 0.0 if is_fused(node) else float(made)
+    made = [] if written or name in MAKE_NOTHING else list(map(ir.local_bytes, ir.records(node)))
+    moved = {False: 0.0, True: 0.0}
+    for index, size in enumerate([] if is_fused(node) else made):
+        moved[grows(node, index)] += size
     picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
     for operand in dict.fromkeys(ir.operands(node)):
-        total += min(made, _read_bytes(operand)) if operand is picked else _read_bytes(operand)
-    return total + sum(_bytes(operand) for operand in written)
+        if operand is picked:  # as many rows as are made
+            moved[grows(node, 0)] += min(sum(made), _read_bytes(operand))
+        else:
+            moved[grows(*ir.value_of(operand))] += _read_bytes(operand)
+    for operand in written:
+        moved[grows(*ir.value_of(operand))] += _bytes(operand)
+    return moved[False], moved[True]
 
 
 def _runs(node: Node) -> bool:

@@ -23,16 +23,14 @@ def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device
     What a half adds to sums over microbatches, or joins, counts with it, for each microbatch the same: the first has nothing to add to.
     """
     device = device or for_mesh(mesh)
-    adding = 1 - 1 / max(pipeline.schedule.microbatches, 1)
     ops = {name: op for op, name in STAGE_NAMES.items()}
     seconds = {}
     for stage in stages.values():
         kind, _, number = stage.name.rpartition("_")
         if kind in ops:
             parts = [(way[0], size) for key, size in output_bytes(stage).items() if (way := whole_of(key)) is not None]
-            added_s = adding * sum(device.launch_s + 3 * size / device.bytes_per_s for op, size in parts if op != "join")
-            joined_s = sum(device.launch_s + 2 * size / device.bytes_per_s for op, size in parts if op == "join")
-            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + added_s + joined_s
+            taken_in_s = sum(into_whole_s(op, size, pipeline.schedule.microbatches, device) for op, size in parts)
+            seconds[ops[kind], int(number)] = stage_seconds(stage.graph, mesh, device).total + taken_in_s
     sizes = flow_bytes(stages)
     wire = link_of(mesh, [pipeline.axis], device)
     sends = {
@@ -40,6 +38,13 @@ def costs_of(pipeline: Pipeline, stages: Mapping[str, Stage], mesh: Mesh, device
         for link, keys in pipeline.messages.items()
     }
     return Costs(seconds, sends)
+
+
+def into_whole_s(op: str, size: float, microbatches: int, device: Device) -> float:
+    """Seconds a microbatch of adding a part of so many bytes to its sum, on average: the first has nothing to add to. Or of joining it."""
+    if op == "join":
+        return device.launch_s + 2 * size / device.bytes_per_s
+    return (1 - 1 / max(microbatches, 1)) * (device.launch_s + 3 * size / device.bytes_per_s)
 
 
 def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:

@@ -10,7 +10,8 @@ class Tried:
     """One candidate: so many microbatches, under this schedule, cut there, with stored parameters gathered once a call or not.
 
     schedule  "" where it was not come to that
-    seconds   of a call's microbatches, as predicted; None: not cut, or it does not fit
+    seconds   of a call's microbatches, as predicted; None: refused, or it does not fit
+    estimated whether these were estimated, by a microbatch of another number of rows or of uncut stages: it was slower already by that
     holds     bytes that the rank that needs most holds; None: nothing is asked of memory, or it was not cut
     dropped   why it is not taken; "" of the one that is
     """
@@ -22,3 +23,4 @@ class Tried:
     seconds: float | None = None
     holds: int | None = None
     dropped: str = ""
+    estimated: bool = False

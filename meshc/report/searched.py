@@ -1,10 +1,11 @@
 """What was tried for the stages of a pipeline: a table of the candidates, the one that is taken first.
 
-    tried for the stages: 3 candidates
+    tried for the stages: 4 candidates
       microbatches  schedule  stages  predicted  a rank holds
       ------------  --------  ------  ---------  ------------  --------------------------------------------
       4             zb_h1     2       1.3 ms     7.9 MB        taken
       8             zb_h1     2       1.4 ms     7.6 MB        slower than what is taken
+      2             zb_h1     2       about 2 ms               slower than what is taken
       4             zb_v      4                  9.1 MB        more than a rank may hold, 8,000,000 bytes
 """
 
@@ -46,7 +47,7 @@ def _row(one: Tried) -> list[str]:
         ("once a call" if one.gather_once else "as they are read") if one.microbatches > 1 else "",
         one.schedule,
         str(len(one.cuts) + 1) if one.cuts else "",
-        "" if one.seconds is None else seconds_text(one.seconds),
+        "" if one.seconds is None else "about " * one.estimated + seconds_text(one.seconds),
         "" if one.holds is None else bytes_text(one.holds),
         one.dropped.partition("\n")[0] or "taken",
     ]

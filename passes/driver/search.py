@@ -7,9 +7,13 @@
 
 A candidate is a number of microbatches, whether stored parameters are gathered once a call, a schedule, and where to cut. Its cost is the
 seconds that a call's microbatches are predicted to take; the budget is what a rank may hold. For each number of microbatches the candidates
-come in the order in which they are expected to be better (schedules over stages of equal time, the one that a chain predicts to be fastest
+come in the order in which they are expected to be better (schedules over stages of equal time, the one that is estimated to be fastest
 first; stages that hold less and take longer; all of that with parameters gathered more often), and the first that fits stands for
 the number. Of these the fastest is taken. A candidate that cannot be, or does not fit, is an entry of the table with the reason.
+
+One number of microbatches is lowered, and the others are priced by it: their microbatches are the same but for their rows. The next to be
+lowered is always the one whose best estimate is least, until all that are left are estimated to be MARGIN slower than what fits. What is
+not lowered, and schedules that are not cut, are entries of the table with their estimates.
 """
 
 from __future__ import annotations
@@ -18,10 +22,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, TypeVar
+from math import inf
+from typing import Final, TypeAlias, TypeVar
 
+from meshc.cost.devices import for_mesh
+from meshc.cost.operators import price
 from meshc.cost.predict import costs_of
 from meshc.frontend.faults import phase as part
+from meshc.ir import calls, records
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.lowered import Lowered
@@ -32,12 +40,18 @@ from meshc.passes.phases.single import Hook
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.cut_stages import Uncut
 from meshc.passes.stages.fit import DoesNotFit, Need, budget_of, least, need_of
-from meshc.passes.stages.shape import Shape
+from meshc.passes.stages.shape import Shape, Shapes
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
 from meshc.pipelining.tried import Tried
 
 Answer = TypeVar("Answer")
+
+SLOWER: Final = "slower than what is taken"
+
+MARGIN: Final = 0.05
+"""How much slower a number of microbatches may be estimated to be than what is known to fit, and be lowered all the same: its
+cuts have not been moved yet."""
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 """Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. More of them
@@ -68,13 +82,13 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
     start = time.process_time()
     request, found = placed.request, Search(placed, budget_of(placed.request))
     with part("searching for the stages"):
-        answers = [found.of_count(count) for count in _counts(placed)]
-    fitting = [answer for answer in answers if isinstance(answer, Fitting)]
+        answers = found.among(_counts(placed))
+    fitting = [answer for answer in answers.values() if isinstance(answer, Fitting)]
     if not fitting:
         found.last.tell(hook)
         if found.needs:
             raise DoesNotFit(least(found.needs), request)
-        raise next(answer.error for answer in answers if isinstance(answer, Refused))
+        raise next(answer.error for _, answer in sorted(answers.items()) if isinstance(answer, Refused))
     taken = min(fitting, key=lambda each: (each.seconds, each.lowered.request.count))
     taken.heard.tell(hook)
     left = replace(taken.lowered, tried=tuple(_dropped(found.tried, taken)))
@@ -94,9 +108,20 @@ def _counts(placed: Placed) -> list[int]:
     return [1, *(n for times in TIMES_RANKS if (n := times * axis.size) > 1 and not any(size % n for size in sizes))]
 
 
+def _likely(placed: Placed, counts: list[int]) -> int:
+    """The number to be lowered first, of several: the one that would be fastest if the model fell into equal stages without messages, each
+    rank did its share of the arithmetic, and operators took their launch however little they did."""
+    axis, device = placed.mesh.pipeline_axis, for_mesh(placed.mesh)
+    assert axis is not None
+    prices = [price(node, device) for node in calls(placed.graph) if records(node)[0].phase != "update"]
+    launched_s = sum(one.launch_s for one in prices)
+    work_s = axis.size * (sum(one.seconds() for one in prices) - launched_s) / len(placed.mesh.ranks)
+    return min((count for count in counts if count > 1), key=lambda count: (count + axis.size - 1) * (work_s / count + launched_s))
+
+
 def _dropped(tried: list[Tried], taken: Fitting) -> Iterator[Tried]:
-    for each in tried:
-        yield replace(each, dropped="slower than what is taken") if not each.dropped and each is not taken.tried else each
+    for each in sorted(tried, key=lambda each: each.microbatches):
+        yield replace(each, dropped=SLOWER) if not each.dropped and each is not taken.tried else each
 
 
 class Heard:
@@ -129,11 +154,42 @@ class Fitting:
     heard: Heard
 
 
+Answered: TypeAlias = Fitting | Refused | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a number of microbatches that has not been lowered would come to. `shapes`: None if nothing is known of it."""
+
+    gathered: bool
+    shapes: Shapes | Refused | None
+
+    @property
+    def least(self) -> float:
+        return self.shapes.can[0][1] if isinstance(self.shapes, Shapes) else 0.0
+
+    def tried(self, count: int) -> Iterator[Tried]:
+        assert isinstance(self.shapes, Shapes)
+        yield from refused(self.shapes, count, self.gathered)
+        for shape, seconds in self.shapes.can:
+            yield estimated(count, self.gathered, shape, seconds)
+
+
+def estimated(count: int, once: bool, shape: Shape, seconds: float) -> Tried:
+    """A candidate that has not been cut."""
+    return Tried(count, once, shape.name, shape.cuts, seconds, None, SLOWER, estimated=True)
+
+
+def refused(shapes: Shapes, count: int, once: bool) -> list[Tried]:
+    return [Tried(count, once, schedule, dropped=str(why)) for schedule, why in shapes.cannot.items()]
+
+
 @dataclass
 class Search:
     """
     budget  bytes that a rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
     tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
+    _lowered  the first number of microbatches that could be, by which the others are estimated
     """
 
     placed: Placed
@@ -141,8 +197,41 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     last: Heard = field(default_factory=Heard)
+    _lowered: Uncut | None = None
 
-    def of_count(self, count: int) -> Fitting | Refused | None:
+    def among(self, counts: list[int]) -> dict[int, Answered]:
+        """What came of the numbers of microbatches that have been lowered."""
+        first = counts[0] if len(counts) == 1 else _likely(self.placed, counts)
+        answers = {first: self.of_count(first)}
+        left, by = set(counts) - {first}, self._lowered
+        estimates = self._estimates(sorted(left))
+        while left and not self._is_one(first):
+            if by is not self._lowered:
+                by, estimates = self._lowered, self._estimates(sorted(left))
+            count = min(left, key=lambda each: (estimates[each].least, each))
+            best = min((answer.seconds for answer in answers.values() if isinstance(answer, Fitting)), default=inf)
+            if estimates[count].least > best * (1 + MARGIN):
+                break
+            left.remove(count)
+            answers[count] = self.of_count(count)
+        for count in sorted(left & estimates.keys()):
+            self.tried += estimates[count].tried(count)
+        return answers
+
+    def _is_one(self, count: int) -> bool:
+        """Whether no rank has rows to take apart, so that any number of microbatches comes to the same program."""
+        return self._lowered is not None and self._lowered.lowered.request.count != count
+
+    def _estimates(self, counts: list[int]) -> dict[int, Estimate]:
+        """By what has been lowered; where nothing has, or it says that a number cannot be, that is for the passes to say."""
+        found = {}
+        for count in counts:
+            request = replace(self.placed.request, microbatches=count)
+            shapes = None if self._lowered is None else attempt(partial(self._lowered.estimated, request))
+            found[count] = Estimate(self._lowered is not None and self._lowered.gathered and count > 1, shapes)
+        return found
+
+    def of_count(self, count: int) -> Answered:
         """The first candidate with so many microbatches that fits; None if none does."""
         request = replace(self.placed.request, microbatches=count)
         for once in dict.fromkeys((request.gather_once, False)):
@@ -150,6 +239,7 @@ class Search:
             uncut = attempt(partial(self._uncut, replace(request, gather_once=once)))
             if isinstance(uncut, Refused):
                 return self._note(Tried(count, once, dropped=str(uncut)), uncut)
+            self._lowered = self._lowered or uncut
             answer = self._of(uncut)
             if answer is not None or not uncut.gathered:
                 return answer
@@ -161,27 +251,38 @@ class Search:
         lowered = run_all((pipeline.GROW, pipeline.MICROBATCH), partitioned, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             uncut = Uncut(lowered)
-            for schedule, refused in uncut.shapes.cannot.items():
-                self.tried.append(Tried(request.count, uncut.gathered, schedule, dropped=str(refused)))
+            self.tried += refused(uncut.shapes, request.count, uncut.gathered)
         return uncut
 
-    def _of(self, uncut: Uncut) -> Fitting | Refused | None:
-        """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less."""
+    def _of(self, uncut: Uncut) -> Answered:
+        """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less. What is estimated to
+        be faster than what fits is cut as well."""
         large: list[tuple[Shape, Need]] = []
+        best: Fitting | None = None
 
-        def candidates() -> Iterator[Shape]:
+        def candidates() -> Iterator[tuple[Shape, float]]:
             yield from uncut.shapes.can
-            if self.budget is not None and not uncut.lowered.request.pp_splits:
-                for shape, need in tuple(large):
-                    yield from uncut.within(shape, need.most.total, self.budget)
+            if best is not None or self.budget is None or uncut.lowered.request.pp_splits:
+                return
+            seen, most = {(shape.name, shape.cuts) for shape, _ in large}, 2 * len(large) + 2
+            for shape, need in large:  # which grows by those that hold more than they were estimated to
+                for within in uncut.within(shape, need.most.total, self.budget) if len(seen) < most else ():
+                    if (within.name, within.cuts) not in seen:
+                        seen.add((within.name, within.cuts))
+                        yield within, within.seconds(uncut.work)
 
-        for shape in candidates():
+        for shape, seconds in candidates():
+            if best is not None and seconds >= best.seconds:
+                self.tried.append(estimated(uncut.lowered.request.count, uncut.gathered, shape, seconds))
+                continue
             answer = self._cut(uncut, shape)
-            if isinstance(answer, Fitting) or (isinstance(answer, Refused) and not large):
+            if isinstance(answer, Refused) and best is None and not large:
                 return answer  # what comes first and cannot be is no matter of memory
             if isinstance(answer, Need):
                 large.append((shape, answer))
-        return None
+            elif isinstance(answer, Fitting):
+                best = answer if best is None or answer.seconds < best.seconds else best
+        return best
 
     def _cut(self, uncut: Uncut, shape: Shape) -> Fitting | Refused | Need:
         """One candidate: cut, predicted, held against the budget."""

@@ -13,19 +13,20 @@ from meshc.program.program import Stage
 class Splitter:
     def __init__(self, graph: Graph, keys: dict[Node, str]) -> None:
         self.graph, self.keys = graph, keys
+        self._turn = {node: turn for turn, node in enumerate(graph.nodes)}
 
     def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
         """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
-        needed = made_of(results.values(), through=lambda node: node not in given)
+        needed = sorted(made_of(results.values(), through=lambda node: node not in given), key=self._turn.__getitem__)
         copy = Graph()
         env: dict[Node, Node] = {}
         inputs: list[str] = []
-        for node in self.graph.nodes:
-            if node in needed and (node.op == "placeholder" or node in given):
+        for node in needed:
+            if node.op == "placeholder" or node in given:
                 env[node] = entering(copy, node)
                 inputs.append(given.get(node) or self.keys[node])
-        for node in self.graph.nodes:
-            if node in needed and node not in env and node.op == "call_function":
-                env[node] = copy.node_copy(node, lambda n: env[n])
+        for node in needed:
+            if node not in env and node.op == "call_function":
+                env[node] = copy.node_copy(node, env.__getitem__)
         copy.output(tuple(env[node] for node in results.values()))
         return Stage(name, copy, tuple(inputs), tuple(results))

@@ -21,6 +21,7 @@ from meshc.cost.predict import costs_of
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.outset import begin
 from meshc.passes.phases.request import Request
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
@@ -28,9 +29,10 @@ from meshc.passes.stages.forwarded import forwarded
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
 from meshc.passes.stages.owners import Owners
-from meshc.passes.stages.places import Work
-from meshc.passes.stages.shape import Shape, Shapes, shapes_of
-from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers
+from meshc.passes.stages.places import Cuttable
+from meshc.passes.stages.prices import Prices
+from meshc.passes.stages.shape import Shape, Shapes, refined, shapes_of
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers, positions
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
 from meshc.passes.stages.within_budget import Held, cuts_within
@@ -49,7 +51,7 @@ def cut_stages(lowered: Lowered) -> Lowered:
     if lowered.mesh.pipeline_axis is None:
         return lowered.noting(*_idle_options(lowered.request))
     uncut = Uncut(lowered)
-    return uncut.cut(uncut.shapes.can[0])
+    return uncut.cut(uncut.shapes.can[0][0])
 
 
 def _idle_options(request: Request) -> list[str]:
@@ -76,18 +78,26 @@ class Uncut:
         halves = weights_apart(whole)
         self.halves = Each.of(halves, lowered)
         self.plain = Each.of(whole, lowered) if halves is not whole else self.halves
-        self.work = Work.of(lowered, self.halves.found, self.halves.numbers)
+        self.prices = Prices(halves, lowered, self.halves.found, self.halves.at)
+        self._cuttable = Cuttable(self.prices, self.halves.found)
+        self.work = self._cuttable.work(lowered.request.count)
 
     @cached_property
     def shapes(self) -> Shapes:
-        return shapes_of(self.lowered, self.halves.found, self.halves.numbers, self.work)
+        request = self.lowered.request
+        found = shapes_of(request, self.halves.found, self.work)
+        return found if request.pp_splits else refined(found, self.work)
+
+    def estimated(self, request: Request) -> Shapes:
+        """Shapes for another number of microbatches, by what has been lowered for this one."""
+        times = self.prices.grown.times(begin(request).sizes)
+        return shapes_of(request, self.halves.found, self._cuttable.work(request.count, times))
 
     def cut(self, shape: Shape) -> Lowered:
         axis = self.lowered.mesh.pipeline_axis
         assert axis is not None
         own = self.halves if shape.halved else self.plain
-        shape = replace(shape, placed=assigned(own.found, shape.cuts, own.numbers))
-        return Cutter(self.lowered, axis.name, own.stage, own.found, shape).run()
+        return Cutter(self.lowered, axis.name, own, shape).run()
 
     def within(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
         """Shapes whose stages may hold no more than the budget, where this one's take `needed`; the faster first."""
@@ -100,27 +110,29 @@ class Uncut:
 
 @dataclass(frozen=True)
 class Each:
-    """The stage `each` of a microbatch, what its values depend on, and the numbers of the global-view values that they are forms of."""
+    """The stage `each` of a microbatch, what its values depend on, and at which position the stage that makes each is told."""
 
     stage: Stage
     found: Kinds
-    numbers: Mapping[Node, int]
+    at: Mapping[Node, int]
 
     @classmethod
     def of(cls, each: Stage, lowered: Lowered) -> Each:
-        return cls(each, kinds(each.graph, each.keys()), numbers(each.graph, lowered.joint.graph))
+        found = kinds(each.graph, each.keys())
+        return cls(each, found, positions(found, numbers(each.graph, lowered.joint.graph)))
 
 
 class Cutter:
     """Cuts the stages `before` and `after`, and `each`, as the shape says; those that it is given stay as they are."""
 
-    def __init__(self, lowered: Lowered, axis: str, each: Stage, found: Kinds, shape: Shape) -> None:
-        self.lowered, self.axis, self.each, self.found, self.shape = lowered, axis, each, found, shape
-        self.ranks, self.placed = shape.ranks, shape.placed
+    def __init__(self, lowered: Lowered, axis: str, each: Each, shape: Shape) -> None:
+        self.lowered, self.axis, self.each, self.found, self.shape = lowered, axis, each.stage, each.found, shape
+        self.ranks = shape.ranks
+        placed = assigned(each.found, shape.cuts, each.at)
+        self.placed = {**placed, **forwarded(each.found, placed, shape.ranks, lowered.mesh)}
 
     def run(self) -> Lowered:
         lowered, shape = self.lowered, self.shape
-        self.placed = {**shape.placed, **forwarded(self.found, shape.placed, self.ranks, lowered.mesh)}
         before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
         parts = parts_of(each, after, self.placed, Half(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)

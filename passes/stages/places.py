@@ -1,119 +1,137 @@
-"""Places: what the operators of a microbatch take, where a cut may stand between them, and what a cut sends."""
+"""Places: where a cut may stand between the operators of a microbatch, what it sends, and what the stages between cuts take."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
+import numpy as np
 from torch.fx import Node
 
-from meshc.cost.devices import Link as Wire
-from meshc.cost.devices import for_mesh
-from meshc.cost.links import collective_seconds, link_of, send_seconds
-from meshc.cost.operators import seconds
+from meshc.cost.links import link_of, send_seconds
 from meshc.ir import is_getitem, local_bytes, records
-from meshc.ir.graph import made_of
-from meshc.ir.spmd import is_collective
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.stages.balance import Place
-from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.stage_assignment import Half, Kinds
+from meshc.passes.stages.balance import Numbers
+from meshc.passes.stages.prices import HALVES, Prices
+from meshc.passes.stages.stage_assignment import Kinds
 from meshc.pipelining.schedule import chain
 from meshc.pipelining.timing import Costs
 
-MOST_PLACES: Final = 256
+MOST_PLACES: Final = 400
 """Cuts are looked for at so many places at most: where least would be sent."""
+
+WHOLE: Final = "B"
+"""A backward in one piece."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the stages between any two positions take in one half.
+
+    before  seconds of the operators before each position
+    twice   of what is made in each stage that reads it, by two neighbouring readers: what a stage that has both takes once
+    """
+
+    before: Numbers
+    twice: tuple[Numbers, Numbers, Numbers]
+
+    def between(self, first: int, last: int) -> float:
+        one, other, seconds = self.twice
+        return float(self.before[last] - self.before[first] - seconds[(one >= first) & (other < last)].sum())
+
+    def table(self, points: Numbers) -> Numbers:
+        """The same for any two of these positions, which ascend."""
+        one, other, seconds = self.twice
+        inside = np.zeros((len(points) + 1, len(points) + 1))
+        # a pair lies in a stage from point i on if i is at most its first reader's place, and up to point j if j is behind its second's
+        np.add.at(inside, (np.searchsorted(points, one, "right") - 1, np.searchsorted(points, other, "right")), seconds)
+        paid = inside[::-1].cumsum(0)[::-1].cumsum(1)[:-1, :-1]
+        at = self.before[points.astype(int)]
+        return at[None, :] - at[:, None] - paid
 
 
 @dataclass(frozen=True)
 class Work:
-    """
-    takes   seconds of each operator of either half, and of those that read inputs alone
-    places  where cuts may stand, in order
-    end     behind the last operator
-    send_s  what a cut at each position sends takes, one way
+    """What stages take with so many microbatches.
+
+    points  positions: the beginning, where cuts may stand, the end
+    halves  F, I and W; B where backward is in one piece
+    send_s  what a cut before each position sends takes, one way
     """
 
-    takes: Mapping[Node, float]
-    places: Sequence[Place]
-    end: Place
+    points: tuple[int, ...]
+    halves: Mapping[str, Spent]
     send_s: Sequence[float]
 
-    @classmethod
-    def of(cls, lowered: Lowered, found: Kinds, numbers: Mapping[Node, int]) -> Work:
-        device = for_mesh(lowered.mesh)
-        axis = lowered.mesh.pipeline_axis
-        assert axis is not None
-        takes = {
-            node: collective_seconds(node, lowered.mesh, device) if is_collective(node.target) else seconds(node, device)
-            for node in (*found.forward, *found.backward, *found.given) if node.op == "call_function"
-        }
-        order = found.forward
-        before = [0.0, *accumulate(_both_halves(found, numbers, takes))]
-        send_s = _sizes_sent(order, link_of(lowered.mesh, [axis.name], device))
-        factor = 2 if found.backward else 1
-        places = [Place(i, before[i], factor * send_s[i]) for i in range(1, len(order)) if not is_getitem(order[i])]
-        if len(places) > MOST_PLACES:
-            least = sorted(places, key=lambda place: (place.send_s, place.position))[:MOST_PLACES]
-            places = sorted(least, key=lambda place: place.position)
-        return cls(takes, places, Place(len(order), before[-1]), send_s)
-
-    def costs(self, placed: Mapping[Node, Half], cuts: Sequence[int], found: Kinds) -> Costs:
+    def costs(self, cuts: Sequence[int]) -> Costs:
         """What each stage's halves take, and what goes from stage to stage, as if stages were a chain."""
-        stages = range(len(cuts) + 1)
-        spent: dict[tuple[str, int], float] = defaultdict(float)
-        halved = split_backward(found, placed, _ends(found), stages)
-        for node, half in halved.items():
-            spent[{WEIGHTS: "W", "B": "I"}.get(half.op, half.op), half.stage] += self.takes[node]
-        table = {(op, stage): spent[op, stage] for op in "FIW" for stage in stages}
-        sends = {link: self.send_s[cuts[min(link.source, link.target)]] for link in chain(len(stages))}
-        return Costs(table, sends)
+        ends = [0, *cuts, self.points[-1]]
+        stages = list(zip(ends, ends[1:], strict=False))
+        table = {(op, stage): half.between(*stages[stage]) for op, half in self.halves.items() for stage in range(len(stages))}
+        return Costs(table, {link: self.send_s[cuts[min(link.source, link.target)]] for link in chain(len(stages))})
+
+    @cached_property
+    def sends(self) -> Numbers:
+        """At each point."""
+        return np.array([0.0, *(self.send_s[point] for point in self.points[1:-1]), 0.0])
+
+    def seconds(self, halved: bool) -> Numbers:
+        """Of stages between any two points, with backward in two or in one."""
+        ops = HALVES if halved else ("F", WHOLE)
+        points = np.array(self.points)
+        return sum((self.halves[op].table(points) for op in ops if op in self.halves), np.zeros((len(points), len(points))))
 
 
-def _ends(found: Kinds) -> list[Node]:
-    """Values of the backward half that nothing in it reads: gradients."""
-    return [node for node in found.backward if not any(user.op != "output" for user in node.users)]
+class Cuttable:
+    """Where cuts may stand in a microbatch, and what comes of it with any number of microbatches."""
+
+    def __init__(self, prices: Prices, found: Kinds) -> None:
+        self.prices, self.order = prices, found.forward
+        self.trains = bool(found.backward)
+        self._crossing = _crossing(self.order)
+        places = [i for i in range(1, len(self.order)) if not is_getitem(self.order[i])]
+        if len(places) > MOST_PLACES:
+            places = sorted(sorted(places, key=lambda i: (*self._crossing[i], i))[:MOST_PLACES])
+        self.points = (0, *places, len(self.order))
+
+    def work(self, microbatches: int, times: float = 1.0) -> Work:
+        """`times`: how many rows a microbatch has for one that it has here."""
+        plain, halved = self.prices.played(times, False), self.prices.played(times, True)
+        into = self.prices.into_wholes(microbatches, times)
+        halves = {op: self._spent((op,), halved, into) for op in HALVES} if self.trains else {}
+        halves["F"] = self._spent(("F",), plain, into)
+        if self.trains:
+            halves[WHOLE] = self._spent(HALVES[1:], plain, into)
+        prices = self.prices
+        wire = link_of(prices.mesh, [prices.axis], prices.device)
+        send_s = [
+            max(0, count - 1) * wire.latency_s + send_seconds(times * size, wire) if count else 0.0 for size, count in self._crossing
+        ]
+        return Work(self.points, halves, send_s)
+
+    def _spent(self, ops: Sequence[str], takes: Mapping[Node, float], into: Sequence[tuple[Node, float]]) -> Spent:
+        prices = self.prices
+        own = np.zeros(len(self.order))
+        pairs: list[tuple[int, int, float]] = []
+        for node, op in prices.half.items():
+            if op in ops:
+                own[prices.at[node]] += takes.get(node, 0.0)
+        for node, seconds in into:
+            if prices.half[node] in ops:
+                own[prices.at[node]] += seconds
+        for shared in prices.shared:
+            readers = sorted({place for op in ops for place in shared.readers.get(op, ())})
+            for place in readers:
+                own[place] += takes[shared.node]
+            pairs += [(a, b, takes[shared.node]) for a, b in zip(readers, readers[1:], strict=False)]
+        columns = np.array(pairs, dtype=float).reshape(-1, 3)
+        return Spent(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
 
 
-def _both_halves(found: Kinds, numbers: Mapping[Node, int], takes: Mapping[Node, float]) -> list[float]:
-    """Seconds at each forward operator, with those of the backward operators that belong to it: by number, or by what they read of it. What
-    is made of inputs alone counts where it is read first."""
-    total = [takes[node] for node in found.forward]
-    position = {node: i for i, node in enumerate(found.forward)}
-    for node, place in _first_read(found, position).items():
-        total[place] += takes[node]
-    last_of = {numbers[node]: i for i, node in enumerate(found.forward) if node in numbers}
-    known = sorted(last_of)
-    number: dict[Node, int] = {}
-    for node in found.backward:
-        read = [position[operand] for operand in node.all_input_nodes if operand in position]
-        if node not in numbers and read:
-            total[max(read)] += takes[node]
-            continue
-        # what has no number of its own and reads nothing of the forward half (a collective) goes with what it reads
-        number[node] = numbers.get(node, max((number[operand] for operand in node.all_input_nodes if operand in number), default=known[-1]))
-        place = bisect_right(known, number[node]) - 1
-        total[last_of[known[max(place, 0)]]] += takes[node]
-    return total
-
-
-def _first_read(found: Kinds, position: Mapping[Node, int]) -> dict[Node, int]:
-    """Of what is made of inputs alone, the position of the first forward operator that needs it, for those that any needs."""
-    first: dict[Node, int] = {}
-    for node in found.forward:
-        read = [operand for operand in node.all_input_nodes if operand in found.given]
-        for operand in made_of(read, through=lambda one: one not in first):
-            if operand.op == "call_function":
-                first.setdefault(operand, position[node])
-    return first
-
-
-def _sizes_sent(order: Sequence[Node], wire: Wire) -> list[float]:
-    """Seconds of what a cut before each position sends forward: values made before it that something behind it reads, a message each."""
+def _crossing(order: Sequence[Node]) -> list[tuple[int, int]]:
+    """What a cut before each position sends forward: bytes and number of the values made before it that something behind it reads."""
     position = {node: i for i, node in enumerate(order)}
     size, count = [0] * (len(order) + 2), [0] * (len(order) + 2)
     for i, node in enumerate(order):
@@ -123,5 +141,4 @@ def _sizes_sent(order: Sequence[Node], wire: Wire) -> list[float]:
             for change, amount in ((size, held), (count, 1)):
                 change[i + 1] += amount
                 change[last + 1] -= amount
-    totals = zip(accumulate(size), accumulate(count), strict=True)
-    return [max(0, number - 1) * wire.latency_s + send_seconds(held, wire) if number else 0.0 for held, number in totals]
+    return list(zip(accumulate(size), accumulate(count), strict=True))

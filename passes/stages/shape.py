@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
-
-from torch.fx import Node
+from functools import cache, cached_property, partial
+from typing import Final
 
 from meshc.errors import CompileError, PlanError
 from meshc.ir import records
 from meshc.passes import schedules
-from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.passes.schedules.kind import Kind, Lists
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.balance import best_cuts
 from meshc.passes.stages.places import Work
-from meshc.passes.stages.stage_assignment import Half, Kinds, assigned
+from meshc.passes.stages.stage_assignment import Kinds
 from meshc.pipelining.cut import STAGE_NAMES
 from meshc.pipelining.schedule import Link, Schedule, chain, connect, parse
 from meshc.pipelining.timing import Costs, simulate
+
+SLACKS: Final = (0.03, 0.01, 0.0)
+"""Stages of equal time are cut with each of these; the schedule is played over all, and the fastest is taken."""
+
+
+NEAR: Final = 0.1
+REFINED: Final = 3
+"""Of a number of microbatches the cuts of so many schedules at most are moved, of those that are not so much slower than the fastest."""
+
+SCANNED: Final = 32
+STEPS: Final = (8, 4, 2, 1)
+"""Points that a cut is tried at, and by how many it is moved then."""
+
+GAIN: Final = 0.001
+"""By how much a move must be played faster: fewer moves, and cuts that stand where least is sent stay there for less."""
+
+UNEVEN: Final = 0.02
+"""By how much the busiest rank may have more to do than before its cuts are moved."""
+
+ACTIONS: Final = 20_000
+"""Are played at most while the cuts of one schedule are moved."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,6 @@ class Shape:
     kind: Kind | str
     microbatches: int
     trains: bool
-    placed: Mapping[Node, Half]
 
     @property
     def name(self) -> str:
@@ -60,29 +81,40 @@ class Shape:
         ranks = max(self.ranks) + 1
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
+    def seconds(self, work: Work) -> float:
+        """What the microbatches are estimated to take."""
+        costs = work.costs(self.cuts)
+        return simulate(self.schedule(chain(len(self.ranks)), costs), costs).makespan_s
+
 
 @dataclass(frozen=True)
 class Shapes:
-    """`can`: there is one at least, the one predicted to be fastest first; `cannot`: schedules, each with the reason."""
+    """
+    can     there is one at least, the one estimated to be fastest first, each with its seconds
+    cannot  schedules, each with the reason
+    """
 
-    can: tuple[Shape, ...]
+    can: tuple[tuple[Shape, float], ...]
     cannot: Mapping[str, Refused] = field(default_factory=dict)
 
 
-def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work: Work) -> Shapes:
-    """What the user asked for; else all schedules, over stages of equal time."""
+def shapes_of(request: Request, found: Kinds, work: Work) -> Shapes:
+    """What the user asked for; else all schedules, over stages of equal time: of the ways to cut these, the one that a schedule plays
+    fastest."""
     trains = bool(found.backward)
-    named = _named_cuts(lowered.request, found) if lowered.request.pp_splits else None
-    stages = _asked_stages(lowered, named)
+    named = _named_cuts(request, found) if request.pp_splits else None
+    stages = _asked_stages(request, named)
+    balanced = cache(partial(_balanced_cuts, work))
 
-    def shaped(kind: Kind | str) -> Shape:
-        ranks = _ranks(lowered, kind, stages)
-        cuts = _balanced_cuts(work, len(ranks)) if named is None else named
-        return Shape(cuts, ranks, kind, lowered.request.count, trains, assigned(found, cuts, numbers))
+    def shaped(kind: Kind | str) -> tuple[Shape, float]:
+        ranks = _ranks(request, kind, stages)
+        ways = balanced(len(ranks), isinstance(kind, Kind) and kind.splits_backward) if named is None else (named,)
+        shapes = [Shape(cuts, ranks, kind, request.count, trains) for cuts in ways]
+        return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1])
 
-    if lowered.request.schedule is not None:
-        return Shapes((shaped(_asked(lowered.request.schedule, trains, stages, lowered)),))
-    can: list[Shape] = []
+    if request.schedule is not None:
+        return Shapes((shaped(_asked(request.schedule, trains, stages, request)),))
+    can: list[tuple[Shape, float]] = []
     cannot: dict[str, Refused] = {}
     for name in schedules.names():
         kind = schedules.get(name)
@@ -94,19 +126,58 @@ def shapes_of(lowered: Lowered, found: Kinds, numbers: Mapping[Node, int], work:
                 can.append(made)
     if not can:
         raise cannot["1f1b" if trains else "inference"].error
-    return Shapes(tuple(sorted(can, key=lambda shape: predicted_s(shape, work, found))), cannot)
+    return Shapes(tuple(sorted(can, key=lambda one: one[1])), cannot)
 
 
-def predicted_s(shape: Shape, work: Work, found: Kinds) -> float:
-    """Seconds that the microbatches take."""
-    costs = work.costs(shape.placed, shape.cuts, found)
-    return simulate(shape.schedule(chain(len(shape.ranks)), costs), costs).makespan_s
+def refined(shapes: Shapes, work: Work) -> Shapes:
+    """With the cuts of the fastest moved as long as that is played faster."""
+    best = shapes.can[0][1]
+    near = [one for one in shapes.can if one[1] <= best * (1 + NEAR)][:REFINED]
+    moved = [_moved(shape, work) for shape, _ in near]
+    return replace(shapes, can=tuple(sorted((*moved, *(one for one in shapes.can if one not in near)), key=lambda one: one[1])))
 
 
-def _ranks(lowered: Lowered, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
+def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
+    """Each cut is tried at points all over the place between its neighbours, and then moved by fewer and fewer points. The lists of the
+    ranks stay as they are until the end, when they are made anew. Ranks keep almost equal work: what runs once a call, and memory, go by
+    it."""
+    first = work.costs(shape.cuts)
+    most = (1 + UNEVEN) * _busiest(shape, first)
+    schedule = shape.schedule(chain(len(shape.ranks)), first)
+    left = ACTIONS // max(1, sum(map(len, schedule.actions)))
+    at = [0, *(bisect_left(work.points, cut) for cut in shape.cuts), len(work.points) - 1]
+    best = simulate(schedule, first).makespan_s
+    inner = range(1, len(at) - 1)
+    scanned = min(SCANNED, left // (2 * max(1, len(inner))))
+    for step, cut in itertools.product((0, *STEPS), inner):
+        low, high = at[cut - 1] + 1, at[cut + 1]
+        places = [at[cut] - step, at[cut] + step] if step else range(low, high, max(1, (high - low) // max(1, scanned)))
+        for place in places:
+            if left > 0 and low <= place < high and place != at[cut]:
+                left -= 1
+                ways = [*at[:cut], place, *at[cut + 1 :]]
+                costs = work.costs([work.points[point] for point in ways[1:-1]])
+                if _busiest(shape, costs) > most:
+                    continue
+                seconds = simulate(schedule, costs).makespan_s
+                if seconds < best * (1 - GAIN):
+                    at, best = ways, seconds
+    other = replace(shape, cuts=tuple(work.points[point] for point in at[1:-1]))
+    return min((shape, shape.seconds(work)), (other, other.seconds(work)), key=lambda one: one[1])
+
+
+def _busiest(shape: Shape, costs: Costs) -> float:
+    """What the rank that computes longest takes for a microbatch."""
+    ops = [op for op in ("F", *(("I", "W") if shape.halved else ("B",))) if (op, 0) in costs.seconds]
+    own: dict[int, float] = defaultdict(float)
+    for stage, rank in enumerate(shape.ranks):
+        own[rank] += sum(costs.seconds[op, stage] for op in ops)
+    return max(own.values())
+
+
+def _ranks(request: Request, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
     """The rank of each stage; `stages`: how many there are, if the user has said."""
-    count = lowered.request.count
-    axis = lowered.mesh.pipeline_axis
+    count, axis = request.count, request.mesh.pipeline_axis
     assert axis is not None
     if isinstance(kind, str):
         written = parse(kind, ())
@@ -125,9 +196,9 @@ def _ranks(lowered: Lowered, kind: Kind | str, stages: int | None) -> tuple[int,
     return tuple(owner[stage] for stage in range(stages))
 
 
-def _asked_stages(lowered: Lowered, named: tuple[int, ...] | None) -> int | None:
+def _asked_stages(request: Request, named: tuple[int, ...] | None) -> int | None:
     """How many stages the user wants: by the modules where they begin, or by their number on a rank; None: the schedule says."""
-    axis, each = lowered.mesh.pipeline_axis, lowered.request.stages_per_rank
+    axis, each = request.mesh.pipeline_axis, request.stages_per_rank
     assert axis is not None
     if named is not None and each is not None and len(named) + 1 != each * axis.size:
         raise PlanError(
@@ -137,10 +208,10 @@ def _asked_stages(lowered: Lowered, named: tuple[int, ...] | None) -> int | None
     return len(named) + 1 if named is not None else None if each is None else each * axis.size
 
 
-def _asked(schedule: str | Lists, trains: bool, stages: int | None, lowered: Lowered) -> Kind | str:
+def _asked(schedule: str | Lists, trains: bool, stages: int | None, request: Request) -> Kind | str:
     """A schedule by name or as a function, or the text that the user wrote."""
     if not isinstance(schedule, str):
-        axis = lowered.mesh.pipeline_axis
+        axis = request.mesh.pipeline_axis
         assert axis is not None
         each = None if stages is None or stages % axis.size else stages // axis.size
         return schedules.of_function(schedule, stages_per_rank=each if stages else 1, trains=trains)
@@ -173,11 +244,15 @@ def _inside(module: str, name: str) -> bool:
     return module == name or module.startswith(name + ".") or fnmatchcase(module, name)
 
 
-def _balanced_cuts(work: Work, stages: int) -> tuple[int, ...]:
-    best = best_cuts(work.places, work.end, stages)
-    if best is None:
+def _balanced_cuts(work: Work, stages: int, halved: bool) -> tuple[tuple[int, ...], ...]:
+    """Ways to cut into stages of equal time, those that send less first."""
+    table = work.seconds(halved)
+    waiting = table + 2 * (work.sends[:, None] + work.sends[None, :])  # few microbatches wait for messages as ranks for operators
+    found = [best_cuts(waiting, work.sends, stages), *(best_cuts(table, work.sends, stages, slack=slack) for slack in SLACKS)]
+    ways = [tuple(work.points[point] for point in best[0]) for best in found if best is not None]
+    if not ways:
         raise CompileError(
-            f"the model has {len(work.places)} places to cut it, which is too few for {stages} stages\n"
+            f"the model has {len(work.points) - 2} places to cut it, which is too few for {stages} stages\n"
             "  what to do: fewer ranks on the pipeline axis, or a schedule with fewer stages a rank"
         )
-    return tuple(best[0])
+    return tuple(dict.fromkeys(ways))

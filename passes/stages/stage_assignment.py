@@ -81,35 +81,41 @@ def _integer(node: Node) -> bool:
     return node.op == "call_function" and not is_getitem(node) and records(node)[0].dtype is None and len(records(node)) == 1
 
 
-def assigned(found: Kinds, cuts: Sequence[int], numbers: Mapping[Node, int]) -> dict[Node, Half]:
-    """The half of each node that has one.
+def positions(found: Kinds, numbers: Mapping[Node, int]) -> dict[Node, int]:
+    """For each node that has a half, a position in `found.forward`: it is made by the stage in which that lies, wherever the cuts are.
 
-    cuts     positions in `found.forward` at which stages 1, 2, ... begin
     numbers  `seq_nr` of a node's global-view value, where it has one
     """
-    placed: dict[Node, Half] = {}
+    known: dict[Node, int] = {}
     by_number: dict[int, int] = {}
     for position, node in enumerate(found.forward):
-        stage = bisect_right(cuts, position)
-        if is_getitem(node) and node.args[0] in placed:
-            stage = placed[node.args[0]].stage  # type: ignore[index]
-        placed[node] = Half(stage, FORWARD)
+        known[node] = known.get(node.args[0], position) if is_getitem(node) else position  # type: ignore[arg-type]
         if node in numbers:
-            by_number[numbers[node]] = stage  # the last of its operators: what backward begins with
+            by_number[numbers[node]] = known[node]  # the last of its operators: what backward begins with
     order = sorted(by_number)
-    last = len(cuts)
+    last = max(len(found.forward) - 1, 0)
+    late = set(found.backward)
     for node in found.backward:
-        read = [placed[operand] for operand in operands(node) if operand in placed]
-        above = min((half.stage for half in read if half.op == BACKWARD), default=last)
-        below = max((half.stage for half in read if half.op == FORWARD), default=above)
+        read = [operand for operand in operands(node) if operand in known]
+        above = min((known[operand] for operand in read if operand in late), default=last)
+        below = max((known[operand] for operand in read if operand not in late), default=above)
         wanted = below
         if node in numbers:
             place = bisect_right(order, numbers[node]) - 1
             wanted = by_number[order[place]] if place >= 0 else 0
-        if is_getitem(node):
-            wanted = above
-        placed[node] = Half(min(wanted, above), BACKWARD)
-    return placed
+        known[node] = above if is_getitem(node) else min(wanted, above)
+    return known
+
+
+def assigned(found: Kinds, cuts: Sequence[int], at: Mapping[Node, int]) -> dict[Node, Half]:
+    """The half of each node that has one.
+
+    cuts  positions in `found.forward` at which stages 1, 2, ... begin
+    at    position of each node
+    """
+    halves = {op: [Half(stage, op) for stage in range(len(cuts) + 1)] for op in (FORWARD, BACKWARD)}
+    order = {FORWARD: found.forward, BACKWARD: found.backward}
+    return {node: halves[op][bisect_right(cuts, at[node])] for op, nodes in order.items() for node in nodes}
 
 
 def numbers(graph: Graph, whole: Graph) -> dict[Node, int]:

@@ -45,11 +45,16 @@ def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Half], end: Half) 
 
 def _terms(node: Node, placed: Mapping[Node, Half]) -> list[Node]:
     """A partial sum as what different stages add to it: gradients of a tied parameter travel once, not with every microbatch."""
-    if node.target is not aten.add.Tensor or node.kwargs or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
-        return [node]
-    if not all(isinstance(operand, Node) and record(operand).shape == record(node).shape for operand in node.args):
+    if not adds_alike(node) or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
         return [node]
     return [term for operand in node.args for term in _terms(operand, placed)]  # type: ignore[arg-type]
+
+
+def adds_alike(node: Node) -> bool:
+    """Whether a node adds up tensors of its own shape."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    return all(isinstance(operand, Node) and record(operand).shape == record(node).shape for operand in node.args)
 
 
 def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:

@@ -8,18 +8,19 @@ waiting. The estimate is set right by what the memory walk says of the cuts of e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+import numpy as np
 from torch.fx import Node
 
 from meshc.cost import memory
 from meshc.ir import is_tensor, local_bytes, record, records
 from meshc.ir.keys import is_a
 from meshc.passes.phases.lowered import Lowered
-from meshc.passes.stages.balance import Place, best_cuts, least_cuts
+from meshc.passes.stages.balance import Numbers, best_cuts, least_cuts
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.shape import Shape
 from meshc.passes.stages.stage_assignment import Kinds
@@ -72,6 +73,11 @@ class Held:
         """What the stage between two positions holds, with so many microbatches waiting."""
         return self.kept[last] - self.kept[first] + waiting * (self.saved[last] - self.saved[first])
 
+    def table(self, points: Sequence[int], waiting: float) -> Numbers:
+        """The same for any two of these positions."""
+        before = np.array([self.kept[point] + waiting * self.saved[point] for point in points])
+        return before[None, :] - before[:, None]
+
 
 def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
     """Cuts that may hold no more than the budget, the faster first. `needed`: what a rank holds under the shape's own."""
@@ -79,15 +85,12 @@ def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -
     lists = shape.schedule(()).actions
     waiting = [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]
     share = [shape.ranks.count(rank) for rank in shape.ranks]
-    ends = [0, *shape.cuts, work.end.position]
+    ends = [0, *shape.cuts, work.points[-1]]
     own = [has.bytes(ends[k], ends[k + 1], waiting[k]) for k in stages]
     estimate = max(sum(own[k] for k in stages if shape.ranks[k] == rank) for rank in shape.ranks)
-
-    def size(stage: int, first: Place, last: Place) -> float:
-        return share[stage] * has.bytes(first.position, last.position, waiting[stage])
-
     limit = MARGIN * budget * estimate / max(needed, 1)
-    fast = best_cuts(work.places, work.end, len(stages), lambda stage, first, last: size(stage, first, last) <= limit)
-    small = least_cuts(work.places, work.end, len(stages), size)
-    found = [tuple(cuts) for cuts, _ in filter(None, (fast, small))]
+    sizes = [share[k] * has.table(work.points, waiting[k]) for k in stages]
+    fast = best_cuts(work.seconds(bool(shape.halved)), work.sends, len(stages), [size <= limit for size in sizes])
+    small = least_cuts(len(stages), sizes)
+    found = [tuple(work.points[point] for point in points) for points, _ in filter(None, (fast, small))]
     return [cuts for cuts in dict.fromkeys(found) if cuts != shape.cuts]

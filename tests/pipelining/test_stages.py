@@ -7,6 +7,7 @@ import random
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from meshc.cost.devices import device
 from meshc.cost.predict import costs_of
 from meshc.ir import spmd
 from meshc.passes.stages import fit
-from meshc.passes.stages.balance import SLACK, Place, best_cuts, least_cuts, stage_seconds
+from meshc.passes.stages.balance import SLACK, Numbers, best_cuts, least_cuts
 from meshc.pipelining.schedule import Link
 from meshc.pipelining.timing import simulate
 from meshc.program.program import PlainProgram
@@ -70,7 +71,7 @@ def compiled(**options: object) -> PlainProgram:
 
 
 def test_a_tied_weight_travels_once_a_call() -> None:
-    program, inputs = step(schedule="1f1b", count=4)
+    program, inputs = step(schedule="1f1b", count=4, pp_splits=["layers.2"])
     pipeline = program.compiled.pipeline
     assert pipeline is not None
     assert [(move.key, move.source, move.target) for move in pipeline.shared] == [("parameter:table.weight", 0, 1)]
@@ -137,21 +138,29 @@ def test_microbatches_are_chosen_by_predicted_time_and_memory() -> None:
     assert free.microbatches == min(times, key=lambda count: (times[count], count))
 
 
+def table(takes: list[float]) -> Numbers:
+    """Seconds between any two points of a sequence."""
+    before = np.array([0.0, *itertools.accumulate(takes)])
+    return before[None, :] - before[:, None]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_cuts_are_within_five_percent_of_the_best(seed: int) -> None:
     chance = random.Random(seed)
     takes = [chance.uniform(0.5, 3) for _ in range(chance.randint(4, 16))]
-    points = [Place(0, 0.0)]
-    for index, seconds in enumerate(takes, 1):
-        points.append(Place(index, points[-1].seconds + seconds, chance.uniform(0, 0.3) if index < len(takes) else 0.0))
+    sends = np.array([0.0, *(chance.uniform(0, 0.3) for _ in takes[1:]), 0.0])
     stages = chance.randint(2, min(4, len(takes)))
+    seconds = table(takes)
     best = min(
-        max(stage_seconds(points[a], points[b]) for a, b in itertools.pairwise((0, *inner, len(takes))))
+        max(seconds[a, b] for a, b in itertools.pairwise((0, *inner, len(takes))))
         for inner in itertools.combinations(range(1, len(takes)), stages - 1)
     )
-    found = best_cuts(points[1:-1], points[-1], stages)
+    found = best_cuts(seconds, sends, stages)
     assert found is not None
     assert best <= found[1] <= best * (1 + SLACK) < best * 1.05
+    exact = best_cuts(seconds, sends, stages, slack=0.0)
+    assert exact is not None and exact[1] == best
+    assert sends[found[0]].sum() <= sends[exact[0]].sum()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -159,25 +168,20 @@ def test_cuts_under_a_bound_are_the_best_of_those_that_keep_it(seed: int) -> Non
     """Stages further back hold more microbatches less, as under 1F1B."""
     chance = random.Random(seed)
     count, stages = chance.randint(4, 12), chance.randint(2, 4)
-    points = [Place(0, 0.0)]
-    for index in range(1, count + 1):
-        points.append(Place(index, points[-1].seconds + chance.uniform(0.5, 3)))
-    holds = [chance.uniform(0, 3) for _ in range(count)]
-
-    def size(stage: int, first: Place, last: Place) -> float:
-        return (stages - stage) * sum(holds[first.position : last.position])
-
+    seconds = table([chance.uniform(0.5, 3) for _ in range(count)])
+    holds = table([chance.uniform(0, 3) for _ in range(count)])
+    sizes, free = [(stages - stage) * holds for stage in range(stages)], np.zeros(count + 1)
     ways = [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
-    largest = {way: max(size(k, points[a], points[b]) for k, (a, b) in enumerate(itertools.pairwise(way))) for way in ways}
-    slowest = {way: max(stage_seconds(points[a], points[b]) for a, b in itertools.pairwise(way)) for way in ways}
-    small = least_cuts(points[1:-1], points[-1], stages, size)
+    largest = {way: max(sizes[k][a, b] for k, (a, b) in enumerate(itertools.pairwise(way))) for way in ways}
+    slowest = {way: max(seconds[a, b] for a, b in itertools.pairwise(way)) for way in ways}
+    small = least_cuts(stages, sizes)
     assert small is not None and small[1] == pytest.approx(min(largest.values())) == pytest.approx(largest[(0, *small[0], count)])
     bound = chance.uniform(1.0, 1.6) * small[1] + 1e-9
-    found = best_cuts(points[1:-1], points[-1], stages, lambda stage, first, last: size(stage, first, last) <= bound)
+    found = best_cuts(seconds, free, stages, [size <= bound for size in sizes])
     best = min(slowest[way] for way in ways if largest[way] <= bound)
     assert found is not None and largest[(0, *found[0], count)] <= bound
     assert best <= found[1] <= best * (1 + SLACK)
-    assert best_cuts(points[1:-1], points[-1], stages, lambda stage, first, last: size(stage, first, last) < 0.99 * small[1]) is None
+    assert best_cuts(seconds, free, stages, [size < 0.99 * small[1] for size in sizes]) is None
 
 
 def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
@@ -230,18 +234,17 @@ def gathers(program: PlainProgram) -> set[str]:
     }
 
 
-def test_what_does_not_fit_is_not_chosen() -> None:
-    """With 4 microbatches the fastest schedule holds 7,296 bytes, of all numbers of microbatches the fastest is one, which takes 8,704.
-
-    Words and labels are there twice: as they come, and as `check_index` gives them on.
-    """
-    for options, holds in (({"count": 4}, 7_296), ({"count": None}, 8_704)):
-        free, (program, inputs) = compiled(**options), step(**options, memory_budget=7_000)
-        tight = program.compiled
-        assert free.pipeline is not None and tight.pipeline is not None
-        assert memory.worst(free).total == holds and memory.worst(tight).total <= 7_000
-        assert (free.microbatches, free.pipeline.schedule) != (tight.microbatches, tight.pipeline.schedule)
-        assert meshc.verify(program, inputs, dtype=torch.float64).ok
+@pytest.mark.parametrize("count", [4, None])
+def test_what_does_not_fit_is_not_chosen(count: int | None) -> None:
+    """With a byte less than what the fastest holds, another schedule or number of microbatches is taken, which holds less."""
+    free = compiled(count=count)
+    budget = memory.worst(free).total - 1
+    program, inputs = step(count=count, memory_budget=budget)
+    tight = program.compiled
+    assert free.pipeline is not None and tight.pipeline is not None
+    assert memory.worst(tight).total <= budget
+    assert (free.microbatches, free.pipeline.schedule) != (tight.microbatches, tight.pipeline.schedule)
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     [
         ({"schedule": "gpipe"}, "gpipe with microbatches=2 holds 7,516 on rank 1"),
         ({}, "zb_v with microbatches=2 holds 5,516 on rank 0"),  # the least of all schedules
-        broad({"count": None}, "zb_v with microbatches=4 holds 4,956 on rank 0"),
+        broad({"count": None}, "1f1b with microbatches=4 holds 4,800 on rank "),
         ({"count": None, "schedule": "gpipe"}, "gpipe with microbatches=4 holds 6,972 on rank 1"),
     ],
 )
@@ -303,13 +306,13 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
     tight = program(int(0.95 * needed))
     assert first(tight) == {"table", "cheap"} and memory.worst(tight.compiled).total <= 0.95 * needed
     assert meshc.verify(tight, inputs, dtype=torch.float64).ok
-    assert first(program(int(0.85 * needed))) == {"table"}
+    assert first(program(int(0.83 * needed))) == {"table"}
 
 
 def test_a_gpus_memory_counts_where_the_schedule_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is kept from trying what he names himself."""
     monkeypatch.setattr(fit, "for_mesh", lambda mesh: replace(device("h100"), memory_bytes=4_000))
-    with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but \w+ with microbatches=2 holds 6,"):
+    with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but \w+ with microbatches=2 holds 5,"):
         compiled(device="cuda")
     with pytest.raises(meshc.PlanError, match=r"4,000 bytes \(the device's memory\), but gpipe with microbatches=4 holds 6,"):
         compiled(device="cuda", schedule="gpipe", count=None)

@@ -1,0 +1,224 @@
+"""Prices: what the operators of a microbatch take, as the clock plays them, by the position that their stage is told by.
+
+    operator        half   position     counts
+    mm(x, w)        F      12           once, with the stage that has position 12
+    all_reduce(y)   F      13           what the rank stands still for it, with the whole microbatch on one clock
+    sum of a part   W      12           adding it to the sum over microbatches
+    gather(w)       F, B   12, 40       in each stage that reads it and in each half: what is made of parameters or inputs alone
+
+The graph is that of one number of microbatches. Of another number it differs in the rows of a microbatch: what has them grows with them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from torch.fx import Node
+
+from meshc.cost.clock import Clock
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import collective_seconds, link_of, send_seconds
+from meshc.cost.operators import Price, price
+from meshc.cost.predict import into_whole_s
+from meshc.ir import is_getitem, is_tensor, local_bytes, record, records, value_of
+from meshc.ir.graph import made_of
+from meshc.ir.sharding import Part, local_size
+from meshc.ir.spmd import MICROBATCH, is_collective
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.stages.flows import worth_keeping
+from meshc.passes.stages.halves import WEIGHTS, split_backward
+from meshc.passes.stages.stage_assignment import FORWARD, Kinds, assigned
+from meshc.passes.stages.tied import adds_alike
+from meshc.program.accumulate import whole_of
+from meshc.program.program import Stage
+
+INPUTS: Final = "I"
+"""The half of a backward that others wait for."""
+
+HALVES: Final = (FORWARD, INPUTS, WEIGHTS)
+ORDER: Final = {op: turn for turn, op in enumerate(HALVES)}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What is made wherever it is read: the positions of its readers, by half, each list ascending."""
+
+    node: Node
+    readers: Mapping[str, tuple[int, ...]]
+
+
+class Prices:
+    """
+    at       the position of each node that has a half
+    half     F, I or W, of the same nodes
+    parts    what is taken into sums over microbatches, with the instruction that does it
+    shared   nodes that have no half, but take something
+    """
+
+    def __init__(self, each: Stage, lowered: Lowered, found: Kinds, at: Mapping[Node, int]) -> None:
+        self.each, self.found, self.at, self.mesh = each, found, at, lowered.mesh
+        self.device: Device = for_mesh(lowered.mesh)
+        self.grown = Grown(each, lowered.sizes)
+        ends = [node for node in found.backward if not any(user.op != "output" for user in node.users)]
+        split = split_backward(found, assigned(found, (), at), ends, (0,))
+        self.half = {node: half.op if half.op in (FORWARD, WEIGHTS) else INPUTS for node, half in split.items()}
+        self._nodes = [node for node in each.graph.nodes if node.op == "call_function"]
+        self._prices: dict[Node, Price] = {
+            node: price(node, self.device, self.grown.has) for node in self._nodes if not is_collective(node.target)
+        }
+        self._apart: set[Node] = set()
+        self.parts = [
+            (way[0], term)
+            for key, node in each.results().items() if node in at and (way := whole_of(key)) is not None
+            for term in self._terms(node)
+        ]  # fmt: skip
+
+    def _terms(self, node: Node) -> Iterator[Node]:
+        """What is added up of a part: where several stages may make its terms, each of these."""
+        if adds_alike(node) and len({self.at[operand] for operand in node.all_input_nodes if operand in self.at}) > 1:
+            self._apart.add(node)
+            for operand in node.all_input_nodes:
+                yield from self._terms(operand)
+        else:
+            yield node
+
+    @cached_property
+    def shared(self) -> tuple[Shared, ...]:
+        readers: dict[Node, dict[str, set[int]]] = {}
+        loose = self.found.learned | self.found.given
+        for node in reversed(self._nodes):
+            if node not in loose:
+                continue
+            mine: dict[str, set[int]] = defaultdict(set)
+            for user in node.users:
+                if user in self.at:
+                    mine[self.half[user]].add(self.at[user])
+                else:
+                    for op, places in readers.get(user, {}).items():
+                        mine[op] |= places
+            if node in self.found.given and mine and self._is_kept(node, mine):
+                mine = {min(mine, key=ORDER.__getitem__): {min(min(places) for places in mine.values())}}
+            readers[node] = mine
+        takes = self.alone(1.0)
+        return tuple(
+            Shared(node, {op: tuple(sorted(places)) for op, places in mine.items()})
+            for node, mine in readers.items() if takes[node] and mine
+        )
+
+    def _is_kept(self, node: Node, readers: Mapping[str, set[int]]) -> bool:
+        """Whether what is made of inputs is made once: it is worth its memory, or a message is cheaper than making it again."""
+        if worth_keeping(node):
+            return True
+        if not is_tensor(node) or len({place for places in readers.values() for place in places}) < 2:
+            return False
+        wire = link_of(self.mesh, [self.axis], self.device)
+        sent_s = 2 * self.device.collective_s + send_seconds(local_bytes(record(node)), wire)
+        behind = made_of([node], through=lambda one: one in self.found.given)
+        return sum(self._once[one] for one in behind if one in self._once) > sent_s
+
+    @cached_property
+    def _once(self) -> dict[Node, float]:
+        return self.alone(1.0)
+
+    @property
+    def axis(self) -> str:
+        axis = self.mesh.pipeline_axis
+        assert axis is not None
+        return axis.name
+
+    def alone(self, times: float) -> dict[Node, float]:
+        """Seconds of each call with nothing else on the link, with `times` the rows."""
+        return {
+            node: self._prices[node].seconds(times) if node in self._prices
+            else collective_seconds(node, self.mesh, self.device, times if self.grown.moves(node) else 1.0)
+            for node in self._nodes
+        }  # fmt: skip
+
+    def played(self, times: float, halved: bool) -> dict[Node, float]:
+        """The same of operators; of collectives what the rank waits for them, with backward in one piece or in two. An addition over
+        stages is left to what its terms take to be added up."""
+        takes = self.alone(times) | dict.fromkeys(self._apart, 0.0)
+        exchanges = [node for node in self._nodes if is_collective(node.target) and takes[node]]
+        if exchanges:
+            clock = Clock()
+            turns = {node: self._turn(node) if halved else min(self._turn(node), 1) for node in self._nodes}
+            before = 0
+            for node in sorted(self._nodes, key=turns.__getitem__):
+                if turns[node] > before:
+                    clock.settle()
+                    before = turns[node]
+                if is_collective(node.target):
+                    clock.exchange(node, takes[node])
+                else:
+                    clock.compute(node, takes[node])
+            clock.settle()
+            takes |= {node: clock.waited.get(node, 0.0) for node in exchanges}
+        return takes
+
+    def _turn(self, node: Node) -> int:
+        """The half that a node runs in, as a number; of what any may make, the first."""
+        if node in self.half:
+            return ORDER[self.half[node]]
+        return self._first_turns.get(node, 0)
+
+    @cached_property
+    def _first_turns(self) -> dict[Node, int]:
+        found: dict[Node, int] = {}
+        for node in reversed(self._nodes):
+            if node not in self.half:
+                found[node] = min((ORDER[self.half[user]] if user in self.half else found.get(user, 0) for user in node.users), default=0)
+        return found
+
+    def into_wholes(self, microbatches: int, times: float) -> list[tuple[Node, float]]:
+        """Seconds of adding each part to its sum, with the node that makes it."""
+        found = []
+        for way, term in self.parts:
+            if term in self.at:
+                size = local_bytes(record(term)) * (times if self.grown.has(*value_of(term)) else 1.0)
+                found.append((term, into_whole_s(way, size, microbatches, self.device)))
+        return found
+
+
+class Grown:
+    """Which values have the rows of a microbatch."""
+
+    def __init__(self, each: Stage, sizes: Mapping[str, int]) -> None:
+        self._has: dict[Node, list[bool]] = {}
+        self._parts: dict[Part, int] = defaultdict(int)
+        self._sizes = sizes
+        for node in each.graph.nodes:
+            if node.op in ("placeholder", "call_function") and not is_getitem(node):
+                self._has[node] = [self._grows(node, index) for index in range(len(records(node)))]
+
+    def has(self, node: Node, index: int) -> bool:
+        found = self._has.get(node)
+        return found is not None and index < len(found) and found[index]
+
+    def moves(self, node: Node) -> bool:
+        """Whether what a collective moves grows."""
+        return self.has(*value_of(node.args[0]))  # type: ignore[arg-type]
+
+    def times(self, sizes: Mapping[str, int]) -> float:
+        """How many rows a microbatch has under these sizes of the axes, for one that it has here; padding included."""
+        if not self._parts:
+            return 1.0
+        most = max(self._parts, key=lambda part: self._parts[part])
+        return local_size(most, {MICROBATCH: 1, **sizes}) / local_size(most, self._sizes)
+
+    def _grows(self, node: Node, index: int) -> bool:
+        found = records(node)[index]
+        if found.dtype is None:
+            return False
+        sharding = found.sharding
+        if sharding is None and len(records(node)) > 1:
+            sharding = next((records(user)[0].sharding for user in node.users if is_getitem(user) and user.args[1] == index), None)
+        if sharding is None:
+            return any(self.has(*value_of(operand)) for operand in node.all_input_nodes)
+        split = [part for _, _, part in sharding.parts() if MICROBATCH in part.axes]
+        for part in split:
+            self._parts[part] += 1
+        return bool(split)
