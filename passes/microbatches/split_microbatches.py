@@ -47,7 +47,8 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     """Where each microbatch is a step of its own: the buffers that it writes."""
     own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
     own += [node for node, key in keys.items() if key in written]
-    varies = read_by(own, through=lambda node: node not in sums).difference(sums)
+    among = set(sums)
+    varies = read_by(own, through=lambda node: node not in among).difference(sums)
     done = read_by(sums)
     _refuse_mixing(graph, varies, done, sums)
     learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
@@ -55,7 +56,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
     split = Splitter(graph, keys)
     late = {key: node for key, node in results.items() if key not in written}
-    wanted_late = [n for n in (*late.values(), *[x for d in done if d not in sums for x in d.all_input_nodes]) if isinstance(n, Node)]
+    wanted_late = [n for n in (*late.values(), *[x for d in done if d not in among for x in d.all_input_nodes]) if isinstance(n, Node)]
     _refuse_wanted_whole(wanted_late, varies.difference(sums, rows.values()))
     integers = {n for n in early if is_integer(n)}
     later = {*varies, *done, *learned, output_of(graph)}

@@ -68,12 +68,12 @@ def _with_mask(graph: Graph, node: Node, given: Sequence[Argument], mask: Sequen
 
 def split_backward(found: Kinds, placed: Mapping[Node, Half], parts: Collection[Node], stages: Collection[int]) -> dict[Node, Half]:
     """Homes with the operators of the backward of `stages` in two halves. `parts` are the gradients, microbatch by microbatch."""
-    made = dict(placed)
+    made, among = dict(placed), frozenset(parts)
     weight: dict[Node, Node | None] = {}  # the one gradient that comes of a value; none if it is more than that
     for node in reversed(found.backward):
         half = placed[node]
         own = [user for user in node.users if user in weight and placed[user] == half]
-        gradients = {weight[user] for user in own} | ({node} if node in parts else set())
+        gradients = {weight[user] for user in own} | ({node} if node in among else set())
         if None not in gradients and node.users and all(map(is_getitem, node.users)):
             gradients = {node}  # those of one layer's weight and bias count as one
         alone = len(gradients) == 1 and not any(user in placed and placed[user] != half for user in node.users)
