@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Final, TypeAlias, TypeVar
 
 from meshc.cost.devices import for_mesh
@@ -30,6 +30,7 @@ from meshc.cost.operators import price
 from meshc.cost.predict import costs_of
 from meshc.frontend.faults import phase as part
 from meshc.ir import calls, records
+from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.lowered import Lowered
@@ -104,8 +105,12 @@ def _counts(placed: Placed) -> list[int]:
     assert axis is not None
     if request.microbatches is not None:
         return [request.microbatches]
-    sizes = {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
+    sizes = _batches(placed)
     return [1, *(n for times in TIMES_RANKS if (n := times * axis.size) > 1 and not any(size % n for size in sizes))]
+
+
+def _batches(placed: Placed) -> set[int]:
+    return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
 
 
 def _likely(placed: Placed, counts: list[int]) -> int:
@@ -116,7 +121,9 @@ def _likely(placed: Placed, counts: list[int]) -> int:
     prices = [price(node, device) for node in calls(placed.graph) if records(node)[0].phase != "update"]
     launched_s = sum(one.launch_s for one in prices)
     work_s = axis.size * (sum(one.seconds() for one in prices) - launched_s) / len(placed.mesh.ranks)
-    return min((count for count in counts if count > 1), key=lambda count: (count + axis.size - 1) * (work_s / count + launched_s))
+    split = prod(one.size for one in placed.mesh.axes if role(one.name) in DATA_ROLES)
+    rows = max(1, min(_batches(placed), default=1) // split)  # of a rank: with more microbatches the rest of each is padding
+    return min((n for n in counts if n > 1), key=lambda n: (n + axis.size - 1) * (work_s / min(n, rows) + launched_s))
 
 
 def _dropped(tried: list[Tried], taken: Fitting) -> Iterator[Tried]:
@@ -213,7 +220,7 @@ class Search:
             if estimates[count].least > best * (1 + MARGIN):
                 break
             left.remove(count)
-            answers[count] = self.of_count(count)
+            answers[count] = self.of_count(count, best)
         for count in sorted(left & estimates.keys()):
             self.tried += estimates[count].tried(count)
         return answers
@@ -231,8 +238,8 @@ class Search:
             found[count] = Estimate(self._lowered is not None and self._lowered.gathered and count > 1, shapes)
         return found
 
-    def of_count(self, count: int) -> Answered:
-        """The first candidate with so many microbatches that fits; None if none does."""
+    def of_count(self, count: int, bound: float = inf) -> Answered:
+        """The best candidate with so many microbatches that fits; None if none does that is faster than `bound`."""
         request = replace(self.placed.request, microbatches=count)
         for once in dict.fromkeys((request.gather_once, False)):
             self.last = Heard()
@@ -240,9 +247,9 @@ class Search:
             if isinstance(uncut, Refused):
                 return self._note(Tried(count, once, dropped=str(uncut)), uncut)
             self._lowered = self._lowered or uncut
-            answer = self._of(uncut)
-            if answer is not None or not uncut.gathered:
-                return answer
+            answer = self._of(uncut, bound)
+            if answer is not None or not uncut.gathered or uncut.shapes.can[0][1] >= bound:
+                return answer  # gathered more often they take longer
         return None
 
     def _uncut(self, request: Request) -> Uncut:
@@ -254,7 +261,7 @@ class Search:
             self.tried += refused(uncut.shapes, request.count, uncut.gathered)
         return uncut
 
-    def _of(self, uncut: Uncut) -> Answered:
+    def _of(self, uncut: Uncut, bound: float) -> Answered:
         """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less. What is estimated to
         be faster than what fits is cut as well."""
         large: list[tuple[Shape, Need]] = []
@@ -272,7 +279,7 @@ class Search:
                         yield within, within.seconds(uncut.work)
 
         for shape, seconds in candidates():
-            if best is not None and seconds >= best.seconds:
+            if seconds >= (bound if best is None else best.seconds):
                 self.tried.append(estimated(uncut.lowered.request.count, uncut.gathered, shape, seconds))
                 continue
             answer = self._cut(uncut, shape)
