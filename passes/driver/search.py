@@ -176,7 +176,10 @@ class Estimate:
         return self.shapes.can[0][1] if isinstance(self.shapes, Shapes) else 0.0
 
     def tried(self, count: int) -> Iterator[Tried]:
-        assert isinstance(self.shapes, Shapes)
+        if isinstance(self.shapes, Refused):
+            yield Tried(count, self.gathered, dropped=str(self.shapes))
+            return
+        assert self.shapes is not None
         yield from refused(self.shapes, count, self.gathered)
         for shape, seconds in self.shapes.can:
             yield estimated(count, self.gathered, shape, seconds)
@@ -196,7 +199,7 @@ class Search:
     """
     budget  bytes that a rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
     tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
-    _lowered  the first number of microbatches that could be, by which the others are estimated
+    _lowered  the first number of microbatches that could be, by which the others are estimated;  _asked  that number
     """
 
     placed: Placed
@@ -205,6 +208,7 @@ class Search:
     needs: list[Need] = field(default_factory=list)
     last: Heard = field(default_factory=Heard)
     _lowered: Uncut | None = None
+    _asked: int = 0
 
     def among(self, counts: list[int]) -> dict[int, Answered]:
         """What came of the numbers of microbatches that have been lowered."""
@@ -212,7 +216,7 @@ class Search:
         answers = {first: self.of_count(first)}
         left, by = set(counts) - {first}, self._lowered
         estimates = self._estimates(sorted(left))
-        while left and not self._is_one(first):
+        while left and not self._is_one():
             if by is not self._lowered:
                 by, estimates = self._lowered, self._estimates(sorted(left))
             count = min(left, key=lambda each: (estimates[each].least, each))
@@ -225,16 +229,17 @@ class Search:
             self.tried += estimates[count].tried(count)
         return answers
 
-    def _is_one(self, count: int) -> bool:
+    def _is_one(self) -> bool:
         """Whether no rank has rows to take apart, so that any number of microbatches comes to the same program."""
-        return self._lowered is not None and self._lowered.lowered.request.count != count
+        return self._lowered is not None and self._lowered.lowered.request.count != self._asked
 
     def _estimates(self, counts: list[int]) -> dict[int, Estimate]:
-        """By what has been lowered; where nothing has, or it says that a number cannot be, that is for the passes to say."""
+        """By what has been lowered; where nothing has, or it says that a number cannot be, that is for the passes to say. So it is where
+        only one microbatch has: it does not say whether the batch may be taken apart."""
         found = {}
         for count in counts:
             request = replace(self.placed.request, microbatches=count)
-            shapes = None if self._lowered is None else attempt(partial(self._lowered.estimated, request))
+            shapes = None if self._lowered is None or self._asked == 1 else attempt(partial(self._lowered.estimated, request))
             found[count] = Estimate(self._lowered is not None and self._lowered.gathered and count > 1, shapes)
         return found
 
@@ -246,7 +251,8 @@ class Search:
             uncut = attempt(partial(self._uncut, replace(request, gather_once=once)))
             if isinstance(uncut, Refused):
                 return self._note(Tried(count, once, dropped=str(uncut)), uncut)
-            self._lowered = self._lowered or uncut
+            if self._lowered is None:
+                self._lowered, self._asked = uncut, count
             answer = self._of(uncut, bound)
             if answer is not None or not uncut.gathered or uncut.shapes.can[0][1] >= bound:
                 return answer  # gathered more often they take longer

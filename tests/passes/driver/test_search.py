@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import meshc
 from meshc.passes.phases.outset import Outset
@@ -79,3 +80,14 @@ def test_hooks_hear_of_the_passes_of_the_candidate_that_is_taken_and_of_no_other
     assert names.count("partition") == 1 and names.index("partition") < names.index("stages") < names.index("cut")
     assert f"{program.general.microbatches} microbatches" in (folder / "00_plan.txt").read_text() or program.general.microbatches == 1
     assert isinstance(program.lowered, Outset) and "search" in program.lowered.seconds
+
+
+def test_a_model_that_only_the_whole_batch_can_run_has_one_microbatch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.cross_entropy)
+    inputs = {"args": (torch.randn(8, 4),), "kwargs": {"target": torch.randint(3, (8,))}}
+    tried = meshc.compile(step, meshc.Mesh("pp=2"), **inputs).lowered.tried  # type: ignore[arg-type]
+    assert taken(tried).microbatches == 1
+    assert {each.microbatches for each in tried} == {1, 2, 4, 8}
+    assert all("whole batch" in each.dropped for each in tried if each.microbatches > 1)
