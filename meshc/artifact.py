@@ -204,10 +204,6 @@ def _is_text(name: str) -> bool:
     return name == PROGRAM or (name.startswith("stages/") and name.endswith(".py"))
 
 
-def _text(file: Path) -> str:
-    return bounds.read_text(file)
-
-
 def _json(file: Path) -> dict[str, bounds.Json]:
     found = bounds.parse_json(bounds.read_text(file), str(file))
     if not isinstance(found, dict):

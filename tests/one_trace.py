@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from meshc.frontend.capture import WIDER
+from meshc.frontend.double import WIDER
 from meshc.ir import trees
 from meshc.passes.driver import compile
 from meshc.passes.phases.outset import Outset

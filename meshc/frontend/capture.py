@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
+from meshc.frontend.double import wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
@@ -49,8 +50,6 @@ from meshc.private import (
 
 ROOT = "module."
 SEED_STEP = "meshc_seed_step"
-WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-"""What a copy in double precision has for each dtype; others stay as they are."""
 
 
 class Root(nn.Module):
@@ -152,7 +151,7 @@ def fake_tensors(
                     else:
                         with mode or contextlib.nullcontext():
                             device = "meta" if mode is None else "cpu"
-                            fake = torch.empty(tuple(value.shape), dtype=_wide(value.dtype, double), device=device)
+                            fake = torch.empty(tuple(value.shape), dtype=wide(value.dtype, double), device=device)
                             if isinstance(value, nn.Parameter):
                                 fake = nn.Parameter(fake, requires_grad=grad and value.requires_grad)
                         fakes[id(value)] = fake
@@ -175,7 +174,7 @@ def _stand_in(
         return leaf
     shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
     with mode:
-        made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=_wide(leaf.dtype, double), device="cpu")
+        made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=wide(leaf.dtype, double), device="cpu")
     for dim in opened.get(name, {}):
         torch._dynamo.maybe_mark_dynamic(made, dim)
     return made.requires_grad_(grad and leaf.requires_grad)
@@ -235,7 +234,7 @@ def torch_graph(
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)
     if double:
-        _widen(graph)
+        widen(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
     traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
     return _opened(traced, opened) if opened else traced
@@ -329,26 +328,6 @@ def _own_outputs(module: torch.fx.GraphModule) -> None:
 def _storage(node: torch.fx.Node) -> int | None:
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _wide(dtype: torch.dtype, double: bool) -> torch.dtype:
-    return WIDER.get(dtype, dtype) if double else dtype
-
-
-def _widen(module: torch.fx.GraphModule) -> None:
-    """Casts to float32 inside the model become casts to float64, complex64 likewise: what `verify(dtype=torch.float64)` compares is so
-    throughout."""
-
-    def wide(argument: object) -> Any:
-        return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
-
-    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
-        for node in body.graph.nodes:
-            node.args = torch.fx.node.map_aggregate(node.args, wide)
-            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wide)
-            if node.op == "call_method":
-                node.target = {"float": "double", "cfloat": "cdouble"}.get(node.target, node.target)
-        body.recompile()
 
 
 @contextlib.contextmanager

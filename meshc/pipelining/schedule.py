@@ -198,37 +198,6 @@ def _posts(channels: Mapping[tuple[int, int], list[tuple[Message, int]]]) -> Map
     return defaultdict(list, {place: [message for *_, message in sorted(posts)] for place, posts in found.items()})
 
 
-# Forward only.
-
-
-def forward_lists(owners: Sequence[int], microbatches: int, links: Collection[Link] | None = None) -> list[list[Action]]:
-    """Each rank's forwards: whenever it is free it runs what is ready, and of that the latest stage, as if all stages took equally long.
-
-    owners  the rank of each stage
-    links   of the stages; a plain chain if not given
-    """
-    sources: dict[int, list[int]] = defaultdict(list)
-    for link in chain(len(owners)) if links is None else links:
-        if link.op == "F":
-            sources[link.target].append(link.source)
-    lists: list[list[Action]] = [[] for _ in range(max(owners, default=-1) + 1)]
-    done = [0] * len(owners)
-    while sum(done) < len(owners) * microbatches:
-        seen = list(done)
-        for rank, items in enumerate(lists):
-            ready = [
-                stage
-                for stage, owner in enumerate(owners)
-                if owner == rank and seen[stage] < min([microbatches, *(seen[source] for source in sources[stage])])
-            ]
-            if ready:
-                items.append(Action("F", ready[-1], seen[ready[-1]]))
-                done[ready[-1]] += 1
-        if done == seen:
-            raise ScheduleError(f"the stages wait for each other: {', '.join(map(str, sorted(links or ())))} go round in a circle")
-    return lists
-
-
 # Reading.
 
 _RANK: Final = re.compile(r"\s*(\d{1,9})\s*:", re.ASCII)

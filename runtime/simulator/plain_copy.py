@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshc.errors import StateError
-from meshc.frontend.capture import WIDER
+from meshc.frontend.double import WIDER
 from meshc.ir import trees
 
 Tree = TypeVar("Tree")

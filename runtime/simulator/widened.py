@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from meshc.frontend.capture import WIDER
+from meshc.frontend.double import WIDER
 from meshc.ir import has_record, records, set_record
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.nodes import KEY

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
-from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, forward_lists, parse
+from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, parse
 
 TWO_RANKS = """\
 0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1 RECV:B1.0>0 B0.0 B0.1
@@ -126,11 +126,6 @@ def test_nothing_is_sent_between_stages_of_a_rank_and_skips_are_sent_where_they_
     )
 
 
-def test_forward_only_runs_the_latest_stage_that_is_ready() -> None:
-    assert [" ".join(map(str, items)) for items in forward_lists([0, 1, 1, 0], 3)] == [
-        "F0.0 F0.1 F0.2 F3.0 F3.1 F3.2",
-        "F1.0 F2.0 F1.1 F2.1 F1.2 F2.2",
-    ]
-    assert str(connect(forward_lists([0, 1], 2), chain(2))) == "0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1\n1: RECV:F0.0>1 RECV:F0.1>1 F1.0 F1.1"
-    with pytest.raises(ScheduleError, match="the stages wait for each other: F0>1, F1>0 go round in a circle"):
-        forward_lists([0, 1], 1, {Link("F", 0, 1), Link("F", 1, 0)})
+def test_forwards_alone_are_connected() -> None:
+    schedule = connect(actions("F0.0 F0.1\nF1.0 F1.1"), chain(2))
+    assert str(schedule) == "0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1\n1: RECV:F0.0>1 RECV:F0.1>1 F1.0 F1.1"

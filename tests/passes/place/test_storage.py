@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from math import prod
 
 import pytest
-import torch
 
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
@@ -15,9 +13,8 @@ from meshc.passes.place.storage import stored_split
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report.summary import collectives
-from tests import models
 from tests.broad import broad
-from tests.captured import Captured
+from tests.passes.place.trained import adamw, captured, momentum
 
 ALL = "; store params, grads, state"
 
@@ -75,24 +72,6 @@ def test_where_the_axes_go(text: str, plan: str, mesh: str, expected: list[str])
 
 
 # ------------------------------------------------------------------------------------------------------- two axes in one collective
-
-
-@cache
-def captured(kind: str) -> Captured:
-    made = {
-        "mlp": lambda: models.mlp(batch=6, width=21),
-        "llama": lambda: models.llama(batch=4, seq=8, layers=1),
-        "gpt2": lambda: models.gpt2(batch=4, seq=8, layers=1),
-    }
-    return Captured(made[kind](), train=True, double=True)
-
-
-def adamw(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)  # type: ignore[arg-type]
-
-
-def momentum(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ from torch import nn
 import meshc
 from meshc.program.program import PlainProgram
 from meshc.report.summary import collectives
-from tests import models
 from tests.broad import broad
-from tests.captured import Captured
 from tests.meaning.checks import one_rank
+from tests.passes.place.trained import adamw, captured, momentum
 
 PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text()
 
@@ -107,24 +105,6 @@ def test_axes_over_which_a_gradient_is_pending_are_one_reduce_scatter() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- a step means the same
-
-
-@cache
-def captured(kind: str) -> Captured:
-    made = {
-        "mlp": lambda: models.mlp(batch=6, width=21),
-        "llama": lambda: models.llama(batch=4, seq=8, layers=1),
-        "gpt2": lambda: models.gpt2(batch=4, seq=8, layers=1),
-    }
-    return Captured(made[kind](), train=True, double=True)
-
-
-def adamw(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)  # type: ignore[arg-type]
-
-
-def momentum(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
 MLP = """

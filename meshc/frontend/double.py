@@ -1,0 +1,31 @@
+"""A traced model in double precision, which `verify(dtype=torch.float64)` compares."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+"""What a copy in double precision has for each dtype; others stay as they are."""
+
+
+def wide(dtype: torch.dtype, double: bool) -> torch.dtype:
+    """What stands for a dtype; itself, unless it is a copy in double precision."""
+    return WIDER.get(dtype, dtype) if double else dtype
+
+
+def widen(module: torch.fx.GraphModule) -> None:
+    """Casts to float32 inside the model become casts to float64, complex64 likewise: what `verify(dtype=torch.float64)` compares is so
+    throughout."""
+
+    def wider(argument: object) -> Any:
+        return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+
+    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
+        for node in body.graph.nodes:
+            node.args = torch.fx.node.map_aggregate(node.args, wider)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wider)
+            if node.op == "call_method":
+                node.target = {"float": "double", "cfloat": "cdouble"}.get(node.target, node.target)
+        body.recompile()
