@@ -93,7 +93,7 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
     step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss, microbatches=int(count or 1))
     options = meshc.Options(schedule=schedule) if count else meshc.Options()
     backend = "inductor" if contender.compiled else "eager"
-    program = meshc.compile(step, mesh, plan="auto" if count else plan, backend=backend, options=options)
+    program = meshc.compile(step, mesh, plan=None if count else plan, backend=backend, options=options)
     return Built(lambda batch: program(**batch), program=program)
 
 

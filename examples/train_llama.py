@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over the whole mesh")
     parser.add_argument("--seq", type=int, default=128, help="tokens a sequence")
-    parser.add_argument("--plan", default="auto", help="a recipe or plan; by default what the axes' names stand for")
+    parser.add_argument("--plan", help="a recipe or plan, or auto for a search; by default what the axes' names stand for")
     options = parser.parse_args()
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -21,6 +21,7 @@ from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
+from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
@@ -59,7 +60,7 @@ class Captured:
             self.traced = compile.trace(self.request)
         self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
 
-    def program(self, mesh: str, plan: str = "auto", **changes: Any) -> PlainProgram:
+    def program(self, mesh: str, plan: str | Plan | None = None, **changes: Any) -> PlainProgram:
         """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""
         own = self.traced.beside(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
         own = replace(own, seconds={})

@@ -26,7 +26,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def compiled(plan: str = "auto") -> meshc.Program:
+def compiled(plan: str | None = None) -> meshc.Program:
     case = mlp()
     step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss)
     return meshc.compile(step, meshc.Mesh("dp=2,tp=2"), kwargs=case.call_kwargs, plan=plan)

@@ -29,7 +29,7 @@ def compile(
     *,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    plan: PlanLike = "auto",
+    plan: PlanLike = None,
     inputs: str = "global",
     outputs: str = "plain",
     backend: str = "eager",
@@ -40,7 +40,8 @@ def compile(
 
     mesh      a torch.distributed.DeviceMesh with axis names, or a `meshc.Mesh("dp=2,tp=4")`, which needs no process group
     args, kwargs  example inputs, as in torch.export; meta tensors will do. A module with trainable parameters needs them
-    plan      "auto" (each axis's role), a recipe ("fsdp+megatron_sp"), or lines of the plan grammar (docs/plans.md)
+    plan      None: what each axis's name stands for, and a search for an axis whose name stands for nothing. A recipe ("fsdp+megatron_sp"),
+              or lines of the plan grammar (docs/plans.md). "auto": what all axes do is searched for (docs/planner.md)
     inputs    "global": the same whole tensors on every rank. "local": each rank's part of the batch
     outputs   "plain": whole tensors come back. "dtensor": they stay as they lie
     backend   "eager", or "inductor" for compiled regions between collectives

@@ -6,7 +6,7 @@
         tp: heads, ffn, vocab > seq > features@products
 
 A recipe is data: an entry for each role that it fits. ``resolve`` gives every axis of the mesh exactly one entry, from the user's plan,
-the recipes that the user named, or the axis's role, in this order.
+the recipes that the user named, or the axis's role, in this order; what none of them says is left to the search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import ROLES, Axis, Mesh, role
-from meshc.plan.entries import AxisEntry
+from meshc.plan.entries import AUTO, AxisEntry
 from meshc.plan.faults import refuse_faults
 from meshc.plan.plan import Plan
 from meshc.plan.reader import is_by_hand
@@ -82,12 +82,14 @@ _NOT_YET: Final[Mapping[str, str]] = {
 def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     """The plan with exactly one entry for each axis of the mesh, in mesh order, and the user's pins.
 
-    ``plan`` is ``"auto"`` or None (the roles' recipes), recipe names joined by ``+``, or a plan by hand: a Plan, or what ``Plan`` reads;
-    text is a plan by hand if it has a colon or a line break, or begins as such a line does. Axes that it leaves out get their role's
-    recipe. A resolved plan resolves to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
+    ``plan`` is None (the roles' recipes), recipe names joined by ``+``, ``"auto"`` (every axis but pp is searched), or a plan by hand: a
+    Plan, or what ``Plan`` reads; text is a plan by hand if it has a colon or a line break, or begins as such a line does. Axes that it
+    leaves out get their role's recipe, and are searched if they have no role; an axis of one rank has nothing to search. A resolved
+    plan resolves to itself. Raises PlanError, which lists every axis, recipe and pin at fault.
     """
     recipes: list[Recipe] = []
-    if plan is None or (isinstance(plan, str) and plan.strip() in ("auto", "")):
+    everything = isinstance(plan, str) and plan.strip() == AUTO
+    if plan is None or everything or (isinstance(plan, str) and not plan.strip()):
         hand = Plan()
     elif isinstance(plan, str) and not is_by_hand(plan):
         hand, recipes = Plan(), _recipes(plan, mesh)
@@ -100,7 +102,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
         try:
             _refuse_not_yet(axis)
             _refuse_search(hand.entry(axis.name))
-            entries.append(hand.entry(axis.name) or _by_recipe(axis, recipes) or _by_role(axis))
+            entries.append(_given(hand, axis) or _by_recipe(axis, recipes) or _by_role(axis, everything))
         except PlanError as error:
             faults.append(str(error))
     used = {entry.source for entry in entries}
@@ -130,7 +132,7 @@ def _recipes(text: str, mesh: Mesh) -> list[Recipe]:
     faults = [f"there is no recipe {name!r}" for name in names if name not in RECIPES]
     faults += [f"recipe {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1 and name in RECIPES]
     if faults:
-        known = f"recipes are {', '.join(RECIPES)}, joined by +, or auto"
+        known = f"recipes are {', '.join(RECIPES)}, joined by +; auto searches every axis"
         raise PlanError(
             f"the plan {text!r}: {'; '.join(faults)}; {known}; a plan by hand has colons, as in 'tp: heads'; Plan.load reads a file"
         )
@@ -174,15 +176,19 @@ def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
     return _entry(axis, chosen[0], _source(chosen[0])) if chosen else None
 
 
-def _by_role(axis: Axis) -> AxisEntry:
+def _given(hand: Plan, axis: Axis) -> AxisEntry | None:
+    """What the plan by hand says of an axis; one of a single rank is not searched."""
+    entry = hand.entry(axis.name)
+    return replace(entry, auto=False) if entry is not None and entry.auto and axis.size == 1 else entry
+
+
+def _by_role(axis: Axis, everything: bool) -> AxisEntry:
+    """What an axis does that nothing was said of: what its role says; where that is nothing, or if everything is, it is searched."""
     found = role(axis.name)
-    if found is None:
-        raise PlanError(
-            f"axis {axis.name} has neither a role nor a plan entry; names with a role are {', '.join(ROLES)}; "
-            f"or add a line such as `{axis.name}: batch`, or `{axis.name}: -` to use it for nothing"
-        )
     if found in _NOT_YET or found == "pp":
         return AxisEntry(axis.name, source=f"role {found}")
+    if found is None or everything:
+        return AxisEntry(axis.name, auto=axis.size > 1, source="plan auto" if everything else "no role")
     recipe = RECIPES[ROLE_RECIPES[found]]
     return _entry(axis, recipe, f"role {found}, {_source(recipe)}")
 

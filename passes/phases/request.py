@@ -47,7 +47,7 @@ class Request:
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     mesh: Mesh
-    plan: str | Plan | Mapping[str, object] | Iterable[str] | None = "auto"
+    plan: str | Plan | Mapping[str, object] | Iterable[str] | None = None
     grad: bool = False
     train: bool = False
     optimizer: OptimizerSpec | None = None

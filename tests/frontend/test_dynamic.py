@@ -108,11 +108,11 @@ def test_a_batch_that_two_axes_split_is_uneven_at_each() -> None:
     "build, mesh, plan, microbatches, sizes",
     [
         (llama, "dp=2,tp=2", "fsdp+megatron_sp", 2, SIZES),
-        broad(llama, "cp=3", "auto", None, (EVEN, *SIZES)),
-        broad(gpt2, "tp=2", "auto", None, (EVEN, *SIZES)),
+        broad(llama, "cp=3", None, None, (EVEN, *SIZES)),
+        broad(gpt2, "tp=2", None, None, (EVEN, *SIZES)),
     ],
 )
-def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str, microbatches: int | None, sizes: Any) -> None:
+def test_a_step_serves_all_sizes(build: Any, mesh: str, plan: str | None, microbatches: int | None, sizes: Any) -> None:
     case = build(layers=1)
     program = meshc.compile(
         step(case.model, clip_grad_norm=1.0, microbatches=microbatches), meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan,
@@ -136,8 +136,8 @@ def test_a_modules_outputs_and_gradients_serve_all_sizes(mesh: str) -> None:
         assert meshc.verify(program, {"input_ids": tokens(65, batch, seq)["input_ids"]}, dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("mesh, plan", [broad("dp=3", "auto"), ("dp=2,cp=2", "dp: batch\ncp: length")])
-def test_windows_and_means_of_open_dims(mesh: str, plan: str) -> None:
+@pytest.mark.parametrize("mesh, plan", [broad("dp=3", None), ("dp=2,cp=2", "dp: batch\ncp: length")])
+def test_windows_and_means_of_open_dims(mesh: str, plan: str | None) -> None:
     def inputs(batch: int, seq: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(batch)
         return {"x": torch.randn(batch, 3, seq, generator=generator), "target": torch.randint(5, (batch,), generator=generator)}

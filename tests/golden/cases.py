@@ -15,7 +15,7 @@ from tests import models
 from tests.models import Case
 
 
-def train(case: Case, mesh: str, plan: str = "auto", *, clip: float | None = None, sgd: bool = False, **ask: Any) -> meshc.Program:
+def train(case: Case, mesh: str, plan: str | None = None, *, clip: float | None = None, sgd: bool = False, **ask: Any) -> meshc.Program:
     """A training step; `ask` has fields of the TrainStep (microbatches, batch_mix) and arguments of compile (inputs, options)."""
     parameters = case.model.parameters()
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if sgd else torch.optim.AdamW(parameters, lr=1e-3)
@@ -24,12 +24,12 @@ def train(case: Case, mesh: str, plan: str = "auto", *, clip: float | None = Non
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, plan=plan, **ask)
 
 
-def infer(case: Case, mesh: str, plan: str = "auto", **ask: Any) -> meshc.Program:
+def infer(case: Case, mesh: str, plan: str | None = None, **ask: Any) -> meshc.Program:
     with torch.no_grad():
         return meshc.compile(case.model.eval(), meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan, **ask)
 
 
-def module(case: Case, mesh: str, plan: str = "auto", **ask: Any) -> meshc.Program:
+def module(case: Case, mesh: str, plan: str | None = None, **ask: Any) -> meshc.Program:
     """A module that takes part in autograd: a forward and a backward stage."""
     return meshc.compile(case.model, meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan, **ask)
 

@@ -23,7 +23,7 @@ MESHES = ("dp=4", "dp=2,tp=3")
 Inputs = Mapping[str, Any]
 
 
-def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str = "auto", grad: bool = True) -> meshc.Program:
+def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str | None = None, grad: bool = True) -> meshc.Program:
     """Outputs, buffers and, with `grad`, gradients of the module mode, in float64, as what is compiled is too: both are of one trace."""
     model, inputs = _widened(model, inputs)
     with torch.set_grad_enabled(grad):
@@ -34,7 +34,7 @@ def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str =
     return program
 
 
-def step_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str = "auto", **how: Any) -> meshc.Program:
+def step_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str | None = None, **how: Any) -> meshc.Program:
     """Loss, gradients, and parameters after each of three steps, in float64. The loss is the mean square of the output's tensors."""
     model, inputs = _widened(model, inputs)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -27,7 +27,7 @@ class Penalised(nn.Module):
         return F.mse_loss(self.down(F.relu(self.up(x))), target) + penalty
 
 
-def trained(mesh: str, plan: str, rows: int, microbatches: int | None) -> meshc.Program:
+def trained(mesh: str, plan: str | None, rows: int, microbatches: int | None) -> meshc.Program:
     torch.manual_seed(0)
     model = Penalised()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=microbatches, clip_grad_norm=1.0)
@@ -45,16 +45,16 @@ def trained(mesh: str, plan: str, rows: int, microbatches: int | None) -> meshc.
         broad("dp_replicate=2,dp_shard=2", "dp_replicate: batch\ndp_shard: batch; store params, grads, state", 1, 1),
         broad("dp=4", "dp: batch", 3, 2),
         ("dp=8", "zero2", 3, 3),
-        ("pp=2", "auto", 1, 2),
+        ("pp=2", None, 1, 2),
         broad("pp=2,dp=2", "dp: batch", 1, None),
-        ("pp=2,dp=2", "auto", 2, 2),
-        broad("pp=2,dp=2", "auto", 2, None),
-        ("pp=2,dp=4", "auto", 3, 3),
-        broad("pp=2,dp=2", "auto", 4, 2),
+        ("pp=2,dp=2", None, 2, 2),
+        broad("pp=2,dp=2", None, 2, None),
+        ("pp=2,dp=4", None, 3, 3),
+        broad("pp=2,dp=2", None, 4, 2),
     ],
 )
 @pytest.mark.filterwarnings("ignore:axis dp")
-def test_a_step_over_fewer_rows_than_ranks(mesh: str, plan: str, rows: int, microbatches: int | None) -> None:
+def test_a_step_over_fewer_rows_than_ranks(mesh: str, plan: str | None, rows: int, microbatches: int | None) -> None:
     trained(mesh, plan, rows, microbatches)
 
 
@@ -106,7 +106,7 @@ def test_one_row_in_autograd_and_in_evaluation() -> None:
 
 @pytest.mark.filterwarnings("ignore:axis dp")
 def test_a_rank_with_one_row_takes_one_microbatch() -> None:
-    program = trained("pp=2,dp=2", "auto", 2, 2)
+    program = trained("pp=2,dp=2", None, 2, 2)
     assert program.compiled.microbatches == 1
     assert "microbatches=2: no rank has a second row of the batch to take apart" in "\n".join(program.compiled.notes)
 

@@ -22,7 +22,7 @@ import meshc
 def steps(
     what: nn.Module | meshc.TrainStep,
     mesh: str,
-    plan: Any = "auto",
+    plan: Any = None,
     options: meshc.Options | None = None,
     backend: str = "eager",
     **inputs: Tensor,
@@ -35,7 +35,7 @@ def steps(
         return {file.stem.split("_", 1)[1]: plain(file.read_text()) for file in files}
 
 
-def around(name: str, what: nn.Module | meshc.TrainStep, mesh: str, plan: Any = "auto", **ask: Any) -> tuple[str, str]:
+def around(name: str, what: nn.Module | meshc.TrainStep, mesh: str, plan: Any = None, **ask: Any) -> tuple[str, str]:
     """The text before and after the pass `name`."""
     texts = steps(what, mesh, plan, **ask)
     before = list(texts)[list(texts).index(name) - 1]

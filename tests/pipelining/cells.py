@@ -29,7 +29,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-6)
 
 
-def verify(family: str, schedule: str, mesh: str, microbatches: int = MICROBATCHES, plan: str = "auto", **changes: Any) -> Report:
+def verify(family: str, schedule: str, mesh: str, microbatches: int = MICROBATCHES, plan: str | None = None, **changes: Any) -> Report:
     """Loss and every gradient, then losses and updated parameters of three steps with clipping, in float64."""
     return captured(family).verify_training(
         mesh, plan, adamw, clip=1.0, microbatches=microbatches, steps=STEPS, schedule=schedule, **changes

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import meshc
 from meshc import artifact, environment
-from meshc.__main__ import main, same_program
+from meshc.__main__ import main
+from meshc.commands.verify import same_program
 from meshc.errors import ArtifactError, PlanError, ScheduleError
 from meshc.pipelining.cut import Move
 from meshc.pipelining.schedule import parse

@@ -369,10 +369,15 @@ def test_pins_that_agree() -> None:
 @pytest.mark.parametrize(
     ("mesh", "plan", "expected"),
     [
-        ("dp=2,tp=2", "auto", "dp: batch\ntp: heads, ffn, vocab > features@products"),
+        ("dp=2,tp=2", None, "dp: batch\ntp: heads, ffn, vocab > features@products"),
+        ("dp=2,tp=2,pp=2", "auto", "dp: auto\ntp: auto\npp: -"),
+        ("dp=2,tp=1", " auto ", "dp: auto\ntp: -"),
+        ("dp=2,tp=1", "tp: auto", "dp: batch\ntp: -"),
+        ("dp=2,x=2", None, "dp: batch\nx: auto"),
+        ("dp=2,x=2", "fsdp", "dp: batch; store params, grads, state\nx: auto"),
         ("batch=2,sp=2", None, "batch: batch\nsp: heads, ffn, vocab > seq > features@products"),
-        ("fsdp=2,cp=2", "auto", "fsdp: batch; store params, grads, state\ncp: heads@attention > seq"),
-        ("dp_replicate=2,dp_shard=2", "auto", "dp_replicate: batch\ndp_shard: batch; store params, grads, state"),
+        ("fsdp=2,cp=2", None, "fsdp: batch; store params, grads, state\ncp: heads@attention > seq"),
+        ("dp_replicate=2,dp_shard=2", None, "dp_replicate: batch\ndp_shard: batch; store params, grads, state"),
         ("dp_replicate=2,dp_shard=2", "hsdp", "dp_replicate: batch\ndp_shard: batch; store params, grads, state"),
         ("dp=2", "ddp", "dp: batch"),
         ("dp=2", "zero1", "dp: batch; store state"),
@@ -383,7 +388,7 @@ def test_pins_that_agree() -> None:
         ("dp=2,tp=2,cp=2", "ulysses+megatron+ddp", "dp: batch\ntp: heads, ffn, vocab > features@products\ncp: heads@attention > seq"),
         ("dp=2,tp=2", "tp: ffn", "dp: batch\ntp: ffn"),
         ("dp=2,x=2", {"x": "-"}, "dp: batch\nx: -"),
-        ("dp=2,ep=1,pp=1", "auto", "dp: batch\nep: -\npp: -"),
+        ("dp=2,ep=1,pp=1", None, "dp: batch\nep: -\npp: -"),
     ],
 )
 def test_every_axis_gets_an_entry(mesh: str, plan: str | dict[str, str] | None, expected: str) -> None:
@@ -401,16 +406,11 @@ def test_every_axis_gets_an_entry(mesh: str, plan: str | dict[str, str] | None, 
         ("dp=2", "ddp+ddp", "recipe ddp is there twice"),
         ("dp=2", "zero1+fsdp", "axis dp would take each of the recipes zero1, fsdp: keep one"),
         ("dp=2", "ddp+fsdp", "recipe fsdp has no axis left: another recipe of ddp+fsdp has taken dp/batch or dp_shard/fsdp"),
-        (
-            "dp=2,x=2",
-            "auto",
-            "axis x has neither a role nor a plan entry; names with a role are dp, batch, dp_replicate, dp_shard, fsdp, tp",
-        ),
-        ("pp=2,ep=4", "auto", "axis ep=4: not yet: experts are not split over ranks"),
+        ("pp=2,ep=4", None, "axis ep=4: not yet: experts are not split over ranks"),
         ("dp=2", "tp: heads", "line 1, `tp: heads`: the mesh has no axis tp"),
     ],
 )
-def test_refused(mesh: str, plan: str, message: str) -> None:
+def test_refused(mesh: str, plan: str | None, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve(plan, Mesh(mesh))
     assert message in str(caught.value)

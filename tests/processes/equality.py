@@ -18,7 +18,7 @@ from tests.processes.session import device_mesh
 class Sample:
     kind: str
     mesh: str
-    plan: str = "auto"
+    plan: str | None = None
     optimizer: str = "adamw"
     microbatches: int | None = None
     backend: str = "eager"

@@ -52,7 +52,7 @@ def _alone(model: nn.Module, steps: int) -> tuple[list[float], nn.Module, list[t
     return losses, twin, both.ones
 
 
-def _train(mesh: Any, given: Any, model: nn.Module, plan: str = "auto") -> meshc.Program:
+def _train(mesh: Any, given: Any, model: nn.Module, plan: str | None = None) -> meshc.Program:
     step = meshc.TrainStep(model, optimizer=given, loss=F.cross_entropy)
     return meshc.compile(step, mesh, kwargs=mlp(torch.float64).call_kwargs, plan=plan)
 
@@ -68,7 +68,7 @@ def trained(mesh: Any) -> None:
         model = copy.deepcopy(case.model)
         wanted, twin, theirs = _alone(model, STEPS)
         given = build(model)
-        program = _train(mesh, given, model, "fsdp" if name == "chained" else "auto")
+        program = _train(mesh, given, model, "fsdp" if name == "chained" else None)
         mine = _optimizers(given)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

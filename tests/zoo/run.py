@@ -39,14 +39,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def inference(name: str, mesh: str) -> Captured:
     """Every output, in evaluation mode."""
     found = captured(name, False)
-    found.verify_inference(mesh, "auto")
+    found.verify_inference(mesh, None)
     return found
 
 
 def training(name: str, mesh: str) -> Captured:
     """Loss and every gradient, then losses and updated parameters of two steps of AdamW."""
     found = captured(name, True)
-    found.verify_training(mesh, "auto", adamw)
+    found.verify_training(mesh, None, adamw)
     return found
 
 

@@ -21,7 +21,7 @@ from meshc.passes.phases.request import Request
 from tests.passes.depth.stacks import Layer, Stack, cross_entropy
 
 
-def request(model: nn.Module, plan: Any = "auto", optimizer: torch.optim.Optimizer | None = None) -> Request:
+def request(model: nn.Module, plan: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Request:
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     traced = traced_step(meshc.TrainStep(model, optimizer=optimizer, loss=cross_entropy))
     ids = torch.zeros(4, 3, dtype=torch.int64)

@@ -31,7 +31,7 @@ class Chain(nn.Module):
         return x
 
 
-def scheduled(model: nn.Module, mesh: str, plan: str = "auto") -> tuple[str, str]:
+def scheduled(model: nn.Module, mesh: str, plan: str | None = None) -> tuple[str, str]:
     with torch.no_grad():
         return around("collectives", model, mesh, plan, x=torch.zeros(4, 4))
 
@@ -217,8 +217,8 @@ def gpt(batch: int) -> models.Case:
     broad("dp_shard=2", "fsdp", "inductor", 2, 8),
     broad("dp=3", "zero2", "eager", 1, 28),
     broad("dp_replicate=2,dp_shard=2", "hsdp", "eager", 1, 4),
-    ("pp=2,dp_shard=2", "auto", "eager", 2, 8),
-    broad("dp_shard=2,tp=2", "auto", "eager", 1, 4),
+    ("pp=2,dp_shard=2", None, "eager", 2, 8),
+    broad("dp_shard=2,tp=2", None, "eager", 1, 4),
 ])  # fmt: skip
 def test_windows_mean_what_single_gathers_meant(mesh: str, plan: str, backend: str, microbatches: int, gathers: int) -> None:
     """Uneven tiles, microbatches, reductions over two axes after each other, stages that gather before their first microbatch."""

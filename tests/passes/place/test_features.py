@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.leave(self.depth(F.relu(self.enter(images)))).mean((2, 3)) + torch.tanh(self.project(extra))
 
 
-def compiled(plan: str = "auto") -> meshc.Program:
+def compiled(plan: str | None = None) -> meshc.Program:
     with torch.no_grad():
         return meshc.compile(Net(), meshc.Mesh("tp=2"), args=(torch.randn(4, 3, 9, 9), torch.randn(4, 5)), plan=plan)
 

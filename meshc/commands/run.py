@@ -1,0 +1,27 @@
+"""`meshc run`: a saved program at work, without its model; under torchrun one process a rank."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshc.passes import rules
+from meshc.program.program import BACKENDS
+from meshc.runtime.saved.launched import Run, run_saved
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", metavar="PATH", help="the folder of a saved program")
+    told = "safetensors: each input, the whole batch, under its path; of several files each is a call (a training step)"
+    command.add_argument("--inputs", metavar="FILE", nargs="+", default=[], help=told)
+    command.add_argument("--outputs", metavar="DIR", required=True, help="where rank 0 writes outputs.safetensors and metrics.json")
+    told = "begin with the parameters and optimizer state that --save-state wrote here, instead of the program's weights"
+    command.add_argument("--state", metavar="DIR", help=told)
+    told = "write parameters, optimizer state, seed and step to this folder at the end, each rank its own part"
+    command.add_argument("--save-state", metavar="DIR", help=told)
+    command.add_argument("--backend", choices=BACKENDS, help="refused unless the program was compiled for it")
+    command.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
+
+
+def run(options: argparse.Namespace) -> None:
+    asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "allow_edited")}
+    run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))

@@ -1,0 +1,58 @@
+"""`meshc show`: a saved program as text, tables, figures or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from meshc import artifact
+from meshc.commands.target import harmless
+from meshc.cost import call, devices
+from meshc.errors import PlanError
+from meshc.ir import bounds
+from meshc.passes import rules
+from meshc.pipelining import draw, trace
+from meshc.report import summary
+from meshc.report.figures import figures
+from meshc.text import show
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", metavar="PATH", help="the folder of a saved program")
+    command.add_argument("--stage", help="only this stage")
+    command.add_argument("--summary", action="store_true", help="tables instead of text")
+    command.add_argument("--json", action="store_true", help="the summary's figures as JSON")
+    known = ", ".join(devices.names())
+    command.add_argument("--device", metavar="NAME", help=f"whose times the summary predicts ({known}); default: the mesh's")
+    told = "write what a call is predicted to look like: .svg, .json (a trace), or a folder for both; PATH may be a trace to draw"
+    command.add_argument("--timeline", metavar="FILE", help=told)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.path.endswith(".json") and Path(options.path).is_file():
+        return _show_trace(options)
+    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    if options.stage is not None and options.stage not in program.stages:
+        raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")
+    if options.timeline is not None:
+        line = call.predicted(program)
+        draw.write(line, options.timeline)
+        print(harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+    elif options.json:
+        print(json.dumps(figures(program, options.device), indent=1))
+    elif options.summary:
+        print(harmless(summary.summary(program, options.device)))
+    elif options.stage is not None:
+        print(harmless(show.print_stage(program.stages[options.stage], program)), end="")
+    else:
+        print(harmless(show.print_program(program)), end="")
+
+
+def _show_trace(options: argparse.Namespace) -> None:
+    """A trace that a run has written, as a picture."""
+    line = trace.read(bounds.read_text(options.path), options.path)
+    if options.timeline is None:
+        raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
+    draw.write(line, options.timeline)
+    print(harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")

@@ -1,0 +1,78 @@
+"""What commands are given, and what they print: a model in a file of the user's, a plan, text for a terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshc.errors import CompileError, MeshcError, PlanError
+from meshc.frontend.train_step import TrainStep
+from meshc.plan.plan import Plan
+
+Target = tuple[Any, tuple[object, ...], dict[str, object]]
+
+
+def load_target(target: str) -> Target:
+    """What `FILE.py:FUNCTION` returns, as (what to compile, args, kwargs). Runs the file."""
+    name, colon, function = target.rpartition(":")
+    file = Path(name)
+    if not colon or not function.isidentifier() or file.suffix != ".py":
+        raise PlanError(f"{target!r} is no FILE.py:FUNCTION, as in model.py:build")
+    if not file.is_file():
+        raise PlanError(f"there is no file {file}")
+    build = getattr(_imported(file), function, None)
+    if not callable(build):
+        raise PlanError(f"{file} has no function {function!r}")
+    return _as_target(_call_user(build, target), target)
+
+
+def _imported(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    _call_user(lambda: spec.loader.exec_module(module), str(file))  # type: ignore[union-attr]
+    return module
+
+
+def _call_user(function: Callable[[], Any], what: str) -> Any:
+    try:
+        return function()
+    except MeshcError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise CompileError(f"{what} raised {type(error).__name__}: {error}\n  at {frame.filename}:{frame.lineno}") from error
+
+
+def _as_target(found: object, target: str) -> Target:
+    if isinstance(found, tuple) and found and (isinstance(found[0], nn.Module | TrainStep) or callable(found[0])):
+        what, *rest = found
+        if len(rest) == 1 and isinstance(rest[0], Mapping):
+            return what, (), dict(rest[0])
+        if len(rest) == 2 and isinstance(rest[0], tuple | list) and isinstance(rest[1], Mapping):
+            return what, tuple(rest[0]), dict(rest[1])
+    raise PlanError(
+        f'{target} must return (model, {{"name": input, ...}}) or (model, args, kwargs), with a module, TrainStep or function as model; '
+        f"it returned {type(found).__name__}"
+    )
+
+
+def read_plan(words: str | None) -> Any:
+    """A recipe or lines of a plan as they are; a path to a file is read. None: no plan."""
+    if words is None:
+        return None
+    suffix = Path(words).suffix
+    return Plan.load(words) if suffix in (".plan", ".yaml", ".yml", ".toml") else words.replace("\\n", "\n")
+
+
+def harmless(text: str) -> str:
+    """What a file that anybody may have written holds, as a terminal may be given it: control characters as escapes."""
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)

@@ -1,0 +1,116 @@
+"""`meshc verify`: a saved program against its model, all ranks simulated in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshc import artifact
+from meshc.api import compile, verification
+from meshc.api.options import Options
+from meshc.commands.target import load_target
+from meshc.errors import PlanError, VerifyError
+from meshc.frontend.train_step import TrainStep
+from meshc.ir.mesh import Mesh
+from meshc.passes import rules
+from meshc.plan.plan import Plan
+from meshc.program import instance
+from meshc.program.program import PlainProgram
+from meshc.runtime.simulator import verify as comparison
+from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
+from meshc.runtime.simulator.widened import widened
+from meshc.text import show
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", metavar="PATH", help="the folder of a saved program")
+    command.add_argument("--model", required=True, metavar="FILE.py:FUNCTION", help="returns the model and example inputs")
+    command.add_argument("--dtype", choices=("float32", "float64"), help="float64 compares in that precision, after each of three steps")
+
+
+def run(options: argparse.Namespace) -> None:
+    saved = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    what, args, kwargs = load_target(options.model)
+    if (saved.mode == "step") != isinstance(what, TrainStep):
+        kinds = ("a training step", "a module or function")
+        said, given = kinds if saved.mode == "step" else kinds[::-1]
+        raise PlanError(f"{options.path} is {said}, but {options.model} returns {given}")
+    mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
+    with torch.no_grad() if saved.mode == "forward" else nullcontext():
+        splits, each = saved.info.get("pp_splits") or None, saved.info.get("stages_per_rank")
+        asked = Options(schedule=saved.info.get("schedule"), pp_splits=splits, stages_per_rank=each)
+        program = compile.compile(
+            what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),
+            backend=saved.backend, options=asked,
+        )  # fmt: skip
+        if same_program(saved, program.general):
+            report = verification.verify(program, dtype=torch.float64 if options.dtype == "float64" else None)
+            print("the saved program is what the model compiles to now")
+        else:
+            report = verify_as_it_stands(saved, program, args, kwargs, options.dtype == "float64")
+            print("the saved program is not what the model compiles to now (edited, or model or version differ): compared as it stands")
+    print(report)
+
+
+def _as_saved(plan: Plan) -> Plan:
+    """The plan, whose words a recipe may have written: factors that the model does not have are then no mistake of the user's."""
+    return Plan.of((replace(entry, source="the saved plan") for entry in plan.axes), plan.pins, plan.stores)
+
+
+def same_program(one: PlainProgram, other: PlainProgram) -> bool:
+    """Whether two programs do the same, whatever their sources, notes and devices."""
+
+    def hashes(program: PlainProgram) -> Any:
+        stages = {name: show.hash_stage(stage) for name, stage in program.stages.items()}
+        return stages, program.schedule, program.pipeline, program.constants.keys()
+
+    return hashes(one) == hashes(other) and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
+
+
+def verify_as_it_stands(
+    saved: PlainProgram, program: compile.Program, args: tuple[object, ...], kwargs: dict[str, object], double: bool
+) -> comparison.Report:
+    """The saved program itself, in double precision if that is asked for, against the model on one device. Raises VerifyError."""
+    ask = program.lowered.request
+    mine, known = ({(p.kind, p.name, p.shape, p.dtype) for p in one.inputs} for one in (saved, program.general))
+    if mine != known:
+        different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
+        raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
+    fitting = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
+    wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
+    twin = plain_copy(ask.module, None, double)
+    args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)
+    reference = comparison.Reference(twin, ask.function, args, kwargs, double=double, parts=program.lowered.parts)
+    low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
+    report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])
+    compared = widened(fitting) if double else fitting
+    if program.step is None:
+        comparison.compare_module(compared, reference, report)
+    else:
+        verification.verify_update(program, lambda spec: compared, {}, twin, reference, report, double)
+    if not report.ok:
+        raise VerifyError(f"the program does not mean what the model means:\n{report}\n{_edited(saved, program.general)}")
+    return report
+
+
+def _edited(saved: PlainProgram, compiled: PlainProgram) -> str:
+    """Where a saved program is not what its model compiles to now: the first such line, by its number, and how many there are."""
+    found = []
+    for name, stage in saved.stages.items():
+        other = compiled.stages.get(name)
+        known = set() if other is None else set(show.print_stage(other, compiled, comments=False).splitlines())
+        for line in show.print_stage(stage, saved, comments=False).splitlines():
+            if line not in known:
+                value = line.strip().partition(":")[0]
+                found.append((stage, f"return {json.loads(value)}" if line.lstrip().startswith('"') else value))
+    if not found:
+        return "  every line is one that the model compiles to now: lines are missing, or stand in another order"
+    stage, value = found[0]
+    lines = f"the first of {len(found)} lines" if len(found) > 1 else "the one line"
+    told = f"{lines} that the model does not compile to now"
+    return f"  {stage.origin.fault(value, told) if stage.origin is not None else value}"
