@@ -19,6 +19,7 @@ from meshc.passes.driver.compile import compile_program
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.pipelining.tried import Tried
+from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
 from meshc.runtime.state.ownership import calls_allowed
 from meshc.text import described, libraries, show
@@ -33,6 +34,7 @@ class Made:
     request  what the passes were asked for
     tree     the structure of the outputs
     tried    what was searched for a pipeline
+    weighed  plans that were compared for axes that were left open
     seconds  by pass; of rank 0's, if the program is rank 0's
     lowered  what the passes have left; None if they have not run here
     given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
@@ -42,6 +44,7 @@ class Made:
     request: Request
     tree: OutputTree
     tried: tuple[Tried, ...] = ()
+    weighed: tuple[Weighed, ...] = ()
     seconds: Mapping[str, float] | None = None
     lowered: Lowered | None = None
     given: bool = False
@@ -49,7 +52,7 @@ class Made:
     @staticmethod
     def of(program: PlainProgram, lowered: Lowered) -> Made:
         """By this rank's passes."""
-        return Made(program, lowered.request, lowered.model.output_tree, lowered.tried, dict(lowered.seconds), lowered)
+        return Made(program, lowered.request, lowered.model.output_tree, lowered.tried, lowered.weighed, dict(lowered.seconds), lowered)
 
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
         """The same for what an optimizer has become when it was adopted."""
@@ -97,10 +100,12 @@ def taken(data: bytes, request: Request) -> Made:
     """Rank 0's program on another rank. Raises ArtifactError, or NoData, for what this process does not have."""
     program, head = unpacked(data, request.mesh)
     tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in head["tried"])
-    return Made(program, request, output_tree_data.read(head["tree"]), tried, head["seconds"], given=True)
+    weighed = tuple(Weighed(**row) for row in head["weighed"])
+    return Made(program, request, output_tree_data.read(head["tree"]), tried, weighed, head["seconds"], given=True)
 
 
 def given(made: Made) -> bytes:
     """What `taken` takes. Raises ArtifactError, or NoData, for what is no data."""
     tried = [asdict(each) for each in made.tried]
-    return packed(made.program, tree=output_tree_data.described(made.tree), tried=tried, seconds=dict(made.seconds or {}))
+    weighed = [asdict(each) for each in made.weighed]
+    return packed(made.program, tree=output_tree_data.described(made.tree), tried=tried, weighed=weighed, seconds=dict(made.seconds or {}))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshc.errors import PlanError
 from meshc.frontend import dynamic
 from meshc.ir.functions import Function
+from meshc.ir.quantities import read_bytes
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Options:
     stages_per_rank  how many stages of a pipeline each rank has, of equal predicted time; default: as many as the schedule wants
     microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best that fits.
                    A TrainStep has its own
-    memory_budget  bytes that a rank may hold of a pipeline, or under a plan with an axis left open (`tp: auto`): what holds more is not
+    memory_budget  bytes that a rank may hold, or text such as "80GB", of a pipeline or a plan that is searched for: what holds more is not
                    chosen, and refused if it is named; default: a GPU's memory, which bounds only what is left open; on CPU ranks no bound
     check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
@@ -42,13 +43,15 @@ class Options:
     schedule: str | Function | None = None
     stages_per_rank: int | None = None
     microbatches: int | None = None
-    memory_budget: int | None = None
+    memory_budget: int | str | None = None
     check_inputs: int | None = None
     local_loss: str | None = None
     check_indices: bool = True
     depth: str = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.memory_budget, str):
+            object.__setattr__(self, "memory_budget", read_bytes(self.memory_budget, "Options(memory_budget=...)"))
         for name in ("microbatches", "memory_budget", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:

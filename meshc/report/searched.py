@@ -1,4 +1,4 @@
-"""What was tried for the stages of a pipeline: a table of the candidates, the one that is taken first.
+"""What searches have tried: a table of the candidates, the one that is taken first. For the stages of a pipeline, and for a plan.
 
     tried for the stages: 4 candidates
       microbatches  schedule  stages  predicted  a rank holds
@@ -7,6 +7,13 @@
       8             zb_h1     2       1.4 ms     7.6 MB        slower than what is taken
       2             zb_h1     2       about 2 ms               slower than what is taken
       4             zb_v      4                  9.1 MB        more than a rank may hold, 8,000,000 bytes
+
+    weighed for the plan: 3 candidates
+      candidate         by the model  by the clock  a rank holds
+      ----------------  ------------  ------------  ------------  ----------------------
+      found             144.9 ms      136.6 ms      21.1 GB       taken
+      ddp over dp, tp   153.1 ms      141.4 ms      27.4 GB       slower than what is taken
+      fsdp+megatron     236.1 ms                    about 18 GB   slower than what is taken
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from typing import Final
 from tabulate import tabulate
 
 from meshc.pipelining.tried import Tried
+from meshc.plan.weighed import Weighed
 from meshc.report.summary import bytes_text, seconds_text
 
 SHOWN: Final = 20
@@ -51,3 +59,26 @@ def _row(one: Tried) -> list[str]:
         "" if one.holds is None else bytes_text(one.holds),
         one.dropped.partition("\n")[0] or "taken",
     ]
+
+
+def weighed(candidates: Sequence[Weighed]) -> str:
+    """The table of plans that were compared; nothing, if none were."""
+    if not candidates:
+        return ""
+    headers = ["candidate", "by the model", "by the clock", "a rank holds", ""]
+    rows = [
+        [
+            one.name,
+            "" if one.modelled is None else seconds_text(one.modelled),
+            "" if one.seconds is None else seconds_text(one.seconds),
+            "" if one.holds is None else "about " * (one.seconds is None) + bytes_text(one.holds),
+            one.dropped.partition("\n")[0] or "taken",
+        ]
+        for one in candidates[:SHOWN]
+    ]  # fmt: skip
+    text = tabulate(rows, headers=headers, disable_numparse=True)
+    lines = [f"weighed for the plan: {len(candidates)} candidate{'s' * (len(candidates) > 1)}"]
+    lines += [f"  {line}".rstrip() for line in text.splitlines()]
+    if len(candidates) > SHOWN:
+        lines.append(f"  and {len(candidates) - SHOWN} more, in program.lowered.weighed")
+    return "\n".join(lines) + "\n"

@@ -1,54 +1,74 @@
 """Choose: what the axes do that a plan leaves open (`tp: auto`), found by the planner and judged by what judges every program.
 
-    candidate                    by the model        by the clock      a rank holds
-    found, budget 40.0 GB        170.1 ms            158.2 ms          41.2 GB         more than the budget
-    found, budget 38.8 GB        171.0 ms            158.9 ms          39.7 GB         taken
-    the axes' own recipes                            190.8 ms          38.1 GB         slower
+    candidate            by the model   by the clock   a rank holds
+    found                170.1 ms       158.2 ms       41.2 GB         more than a rank may hold
+    found                171.0 ms       158.9 ms       39.7 GB         taken
+    ddp over dp, tp      172.4 ms       159.3 ms       39.1 GB         slower than what is taken
+    ddp+megatron         236.0 ms                      38.1 GB         slower than what is taken
 
 The planner's model leaves out what later passes do; so the cheapest few of its choices go through all passes, and of those whose program
 keeps the budget by its own walk the one that the clock likes best is taken. Where programs hold more than the model thought, the search is
-asked again for as much less. What the axes do by their roles is a candidate too, where they have some: what is found is never worse.
+asked again for as much less. The recipes that an expert would try are candidates too: the model prices them all, and those that may be the
+best by it go through all passes as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from typing import Final
 
-from meshc.cost import memory
 from meshc.cost.devices import for_mesh
-from meshc.cost.program import program_seconds
-from meshc.errors import PlanError
+from meshc.cost.memory import RankBytes
+from meshc.cost.weigh import weigh
+from meshc.errors import MeshcError
 from meshc.frontend.faults import phase as part
 from meshc.passes.driver import pipeline
-from meshc.passes.driver.run import run
-from meshc.passes.driver.search import Heard
+from meshc.passes.driver.nothing_fits import nothing_fits
+from meshc.passes.driver.run import run, run_all
+from meshc.passes.driver.search import SLOWER, Heard
+from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.search import Search
+from meshc.passes.planner.survey import searched_axes
 from meshc.passes.stages.attempt import Refused, attempt
-from meshc.passes.stages.fit import may_hold
+from meshc.passes.stages.fit import DoesNotFit, may_hold
+from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import by_role
+from meshc.plan.weighed import Weighed
 
 BEST: Final = 3
 """Choices of one search that go through all passes."""
 ROUNDS: Final = 3
 """Searches, each for a smaller budget, until a program keeps it."""
+RECIPES: Final = 2
+"""Recipes that go through all passes,"""
+MARGIN: Final = 0.15
+"""if they may be so much slower by the model than what is found, as the clock has that."""
+FOUND: Final = "found"
+TOO_LARGE: Final = "more than a rank may hold"
 
 Lower = Callable[[Placed, "Hook | None"], Lowered]
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """A plan whose program is there."""
+
+    weighed: Weighed
     lowered: Lowered
-    seconds: float
-    holds: int
     heard: Heard
-    certificate: Certificate | None
+
+    @property
+    def seconds(self) -> float:
+        return self.weighed.seconds or 0.0
 
 
 def open_axes(plan: Plan) -> tuple[str, ...]:
@@ -57,64 +77,166 @@ def open_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
-    """What is left of the best candidate. Raises PlanError if none keeps the budget, with the least that one holds."""
-    axes, budget = open_axes(placed.plan), may_hold(placed.request)
+    """What is left of the best candidate. Raises NothingFits if none keeps the budget, with the least that one holds."""
     known = placed.request.searched
     if known is not None:
         return lower(replace(placed, choices=known.at(placed.factors)), hook)
+    start = time.process_time()
     with part("searching for a plan"):
-        search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes)
-        candidates = [*_searched(search, placed, lower, budget), *_by_roles(placed, axes, lower)]
-    fitting = [one for one in candidates if budget is None or one.holds <= budget]
-    if not fitting:
-        raise _nothing_fits(placed, axes, budget or 0, search.least, candidates)
-    taken = min(fitting, key=lambda one: one.seconds)
+        choosing = _Choosing(placed, lower, open_axes(placed.plan), may_hold(placed.request))
+        choosing.find()
+        choosing.try_recipes()
+    taken = choosing.best
+    if taken is None:
+        raise choosing.refusal()
     taken.heard.tell(hook)
-    return taken.lowered
+    left = replace(taken.lowered.noting(choosing.note(taken)), weighed=tuple(choosing.table(taken)))
+    spent = sum(left.seconds.values()) - sum(placed.seconds.values())
+    return replace(left, seconds={**left.seconds, "choose": max(0.0, time.process_time() - start - spent)})
 
 
-def _searched(search: Search, placed: Placed, lower: Lower, budget: int | None) -> Iterator[Candidate]:
-    """The best of what is found within the budget; where their programs hold more, of what is found within less."""
-    within = None if budget is None else float(budget)
-    for _ in range(ROUNDS):
-        held: list[float] = []
-        for found in search.found(within)[:BEST]:
-            candidate = _candidate(replace(placed, choices=found.choices), lower, found.certificate)
-            held.append(candidate.holds - found.certificate.held)
-            yield candidate
-            if budget is not None and candidate.holds <= budget:
+@dataclass(frozen=True)
+class _Recipe:
+    """Recipes for the open axes, `own` of their roles. `modelled` and `holds`: seconds and bytes by the model, where it prices them."""
+
+    name: str
+    plan: Plan
+    own: bool
+    modelled: float | None = None
+    holds: float | None = None
+
+    @property
+    def weighed(self) -> Weighed:
+        return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds)
+
+
+@dataclass
+class _Choosing:
+    """
+    best      of those that keep the budget the fastest by the clock; of the others no program is kept
+    lowered   what has been through all passes, with what its rank holds;  dropped  what has not
+    refused   what stood in the way of candidates that could not be
+    certificate  of the last choice that was found
+    apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
+    """
+
+    placed: Placed
+    lower: Lower
+    axes: tuple[str, ...]
+    budget: int | None
+    best: Candidate | None = None
+    lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
+    dropped: list[Weighed] = field(default_factory=list)
+    refused: list[MeshcError] = field(default_factory=list)
+    certificate: Certificate | None = None
+
+    def __post_init__(self) -> None:
+        request = self.placed.request
+        self.apart = request.mesh.pipeline_axis is not None or request.count > 1
+        recipes = list(self._recipes())
+        priced = self._assigned(recipes) if set(self.axes) == set(searched_axes(self.placed)) else {}
+        self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(priced.values()))
+        for at, recipe in enumerate(recipes):
+            if recipe.name in priced:
+                pick = self.search.pick_of(priced[recipe.name])
+                recipes[at] = replace(recipe, modelled=float(self.search.model.seconds(pick)), holds=self.search.held(pick))
+        self.recipes = sorted(recipes, key=lambda one: (one.modelled is None, one.modelled or 0.0, not one.own))
+
+    def _recipes(self) -> Iterator[_Recipe]:
+        given = {entry.axis: entry for entry in self.placed.plan.axes}
+        found = combinations(self.axes, step=bool(self.placed.joint.updates), local=self.placed.request.inputs == "local")
+        for name, entries in found:
+            said = {**given, **{entry.axis: entry for entry in entries}}
+            plan = Plan.of(said.values(), self.placed.plan.pins, self.placed.plan.stores)
+            yield _Recipe(name, plan, all(entry == by_role(entry.axis) for entry in entries))
+
+    def _under(self, plan: Plan) -> Placed:
+        return self.placed.asked(replace(self.placed.request, plan=plan))
+
+    def _assigned(self, recipes: Iterable[_Recipe]) -> dict[str, Assignment]:
+        """What each decides, of those that can be. Only where nothing is given: else what is given would do otherwise beside each."""
+        found = {one.name: attempt(partial(run_all, pipeline.PLACE[:2], self._under(one.plan))) for one in recipes}
+        return {name: placed.decided() for name, placed in found.items() if not isinstance(placed, Refused)}
+
+    # -------------------------------------------------------------------------------------------------------------------- candidates
+
+    def find(self) -> None:
+        """The best of what is found within the budget; where their programs hold more, of what is found within less."""
+        within = None if self.budget is None or self.apart else float(self.budget)
+        for _ in range(ROUNDS + self.apart):
+            tried: list[tuple[float, float]] = []
+            for found in self.search.found(within)[:BEST]:
+                self.certificate = found.certificate
+                placed = replace(self.placed, choices=found.choices)
+                holds = self._try(Weighed(FOUND, str(placed.plan), found.certificate.seconds), placed)
+                if holds is None or self.budget is None or holds <= self.budget:
+                    return
+                tried.append((float(holds), found.certificate.held))
+            if self.budget is None or not tried:
                 return
-        if budget is None or not held:
-            return
-        within = budget - max(min(held), 0.0)
+            least, modelled = min(tried, key=lambda one: one[0] - one[1])
+            within = self.budget * modelled / least if least < modelled else self.budget - (least - modelled)
 
+    def try_recipes(self) -> None:
+        """Those that may be faster than what was found; where nothing fits, the one that holds least."""
+        ratio = 1.0 if self.best is None else self.best.seconds / (self.best.weighed.modelled or self.best.seconds)
+        tried: list[_Recipe] = []
+        for recipe in self.recipes:
+            slow = recipe.modelled is not None and self.best is not None and recipe.modelled * ratio > self.best.seconds * (1 + MARGIN)
+            large = self.budget is not None and not self.apart and recipe.holds is not None and recipe.holds > self.budget
+            if len(tried) < RECIPES and not slow and not large:
+                tried.append(recipe)
+                self._try(recipe.weighed, self._under(recipe.plan))
+            else:
+                self.dropped.append(replace(recipe.weighed, dropped=f"{TOO_LARGE}, by the model" if large else SLOWER))
+        if self.best is None:
+            self._try_smallest(tried)
 
-def _by_roles(placed: Placed, axes: tuple[str, ...], lower: Lower) -> Iterator[Candidate]:
-    """What the axes would do without a plan, if each has a role that says it."""
-    entries = [by_role(entry.axis) if entry.axis in axes else entry for entry in placed.plan.axes]
-    if any(entry is None for entry in entries):
-        return
-    plan = Plan.of([entry for entry in entries if entry is not None], placed.plan.pins, placed.plan.stores)
-    found = attempt(lambda: _candidate(placed.asked(replace(placed.request, plan=plan)), lower, None))
-    if not isinstance(found, Refused):
-        yield found
+    def _try_smallest(self, tried: Sequence[_Recipe]) -> None:
+        """The recipe that holds least by the model; if that is too large as well, choices, so that it is known what they would take."""
+        least = min(self.recipes, key=lambda one: inf if one.holds is None else one.holds, default=None)
+        if least is not None and least not in tried:
+            self.dropped = [one for one in self.dropped if one.name != least.name]
+            self._try(least.weighed, self._under(least.plan))
+        for within in (self.search.least, None) if self.best is None else ():
+            for found in self.search.found(within)[:1]:
+                self._try(Weighed(FOUND, str(self.placed.plan), found.certificate.seconds), replace(self.placed, choices=found.choices))
 
+    def _try(self, weighed: Weighed, placed: Placed) -> int | None:
+        """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason."""
+        found = attempt(partial(self._candidate, weighed, placed))
+        if isinstance(found, Refused):
+            self.refused.append(found.error)
+            self.dropped.append(replace(weighed, dropped=str(found)))
+            return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
+        candidate, most = found
+        self.lowered.append((candidate.weighed, most))
+        if (self.budget is None or most.total <= self.budget) and (self.best is None or candidate.seconds < self.best.seconds):
+            self.best = candidate
+        return most.total
 
-def _candidate(placed: Placed, lower: Lower, certificate: Certificate | None) -> Candidate:
-    heard = Heard()
-    if certificate is not None:
-        placed = placed.noting(f"{', '.join(open_axes(placed.plan))}: searched; {certificate}")
-    lowered = lower(placed, heard.hook)
-    program = lowered.as_program()
-    seconds = program_seconds(program, for_mesh(placed.mesh)).total
-    return Candidate(lowered, seconds, memory.worst(program).total, heard, certificate)
+    def _candidate(self, weighed: Weighed, placed: Placed) -> tuple[Candidate, RankBytes]:
+        heard = Heard()
+        lowered = self.lower(placed, heard.hook)
+        weighed, most = weigh(weighed, lowered.as_program(), for_mesh(placed.mesh))
+        return Candidate(weighed, lowered, heard), most
 
+    # ------------------------------------------------------------------------------------------------------------------------ answers
 
-def _nothing_fits(placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, candidates: list[Candidate]) -> PlanError:
-    said = "the device's memory" if placed.request.memory_budget is None else f"Options(memory_budget={placed.request.memory_budget})"
-    known = [*(one.holds for one in candidates), *([int(least)] if least is not None else [])]
-    found = f"; the least that one was found to need is {min(known):,}" if known else ""
-    return PlanError(
-        f"no plan for {', '.join(axes)} keeps a rank within {budget:,} bytes ({said}){found}\n"
-        f"  what to do: a larger memory_budget, more ranks, smaller inputs, or more microbatches"
-    )
+    def refusal(self) -> MeshcError:
+        """Why there is none."""
+        needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
+        if self.refused and not needs:
+            return self.refused[0]
+        return nothing_fits(self.placed, self.axes, self.budget or 0, self.search.least, needs)
+
+    def table(self, taken: Candidate) -> Iterator[Weighed]:
+        yield taken.weighed
+        for one, most in sorted(self.lowered, key=lambda one: one[0].seconds or 0.0):
+            if one is not taken.weighed:
+                yield replace(one, dropped=TOO_LARGE if self.budget is not None and most.total > self.budget else SLOWER)
+        yield from sorted(self.dropped, key=lambda one: one.modelled or inf)
+
+    def note(self, taken: Candidate) -> str:
+        said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found'}"
+        return said if taken.weighed.name == FOUND else f"{said}; {taken.weighed.name} is faster by the clock, and taken"

@@ -11,6 +11,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.traced import Joint
 from meshc.pipelining.cut import Pipeline
 from meshc.pipelining.tried import Tried
+from meshc.plan.weighed import Weighed
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 
 
@@ -21,6 +22,7 @@ class Lowered(Outset):
     model     torch's graph of the model; from `grow` on its output is the whole model's, and so are its random calls
     inputs, outputs  the program's; a microbatch's rows may enter and leave otherwise than `placed` has it
     tried     what was searched for the stages of a pipeline, and why the others were dropped; nothing, if there was no choice
+    weighed   plans that a search has compared for the axes that were left open; nothing, if none were
     backward  as `cut` left it, for `specialise`; None where no output could do without its gradient
     """
 
@@ -33,6 +35,7 @@ class Lowered(Outset):
     backward: Stage | None = None
     pipeline: Pipeline | None = None
     tried: tuple[Tried, ...] = ()
+    weighed: tuple[Weighed, ...] = ()
 
     @property
     def joint(self) -> Joint:

@@ -17,6 +17,7 @@ from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.assign import assign
 from meshc.passes.planner import fold, model
+from meshc.passes.planner.beside import option_of, widened
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.chosen import choices
 from meshc.passes.planner.memory import Memory
@@ -47,11 +48,12 @@ class Found:
 
 @dataclass
 class Search:
-    """One model, asked for several budgets. `placed` has been annotated."""
+    """One model, asked for several budgets. `placed` has been annotated. `beside`: plans that have a price by it too."""
 
     placed: Placed
     device: Device
     open_axes: Collection[str] | None = None
+    beside: Sequence[Assignment] = ()
     moments: list[int] = field(default_factory=list)
     least: float | None = None
     """The fewest bytes that any choice holds by the model, of those that were found."""
@@ -59,7 +61,7 @@ class Search:
     def __post_init__(self) -> None:
         placed = self.placed
         open_axes = searched_axes(placed) if self.open_axes is None else tuple(self.open_axes)
-        self.space = survey(placed, open_axes, _baseline(placed, open_axes))
+        self.space = widened(survey(placed, open_axes, _baseline(placed, open_axes)), self.beside)
         self.folded = fold.fold(self.space)
         self.model = model.build(self.space, self.folded, placed.factors, placed.mesh, self.device)
         self.memory = Memory(self.model, placed)
@@ -74,6 +76,11 @@ class Search:
         picks, bound = self._within(budget, pick, bound)
         fitting = [one for one in dict.fromkeys(picks) if self.held(one) <= budget]
         return [self._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (self.model.seconds(one), one))]
+
+    def pick_of(self, plan: Assignment) -> Pick:
+        """The options that a plan takes, one of those `beside`: of a class what its first member does."""
+        first = (self.space.decisions[members[0]] for members in self.folded.members)
+        return tuple(one.options.index(option_of(self.space, one, plan)) for one in first)
 
     def held(self, pick: Pick) -> float:
         """Bytes that a rank holds at the fullest moment of a choice."""

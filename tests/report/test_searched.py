@@ -1,11 +1,12 @@
-"""What was tried for the stages of a pipeline, as a table."""
+"""What searches have tried, as tables."""
 
 from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
 from meshc.pipelining.tried import Tried
-from meshc.report.searched import SHOWN, searched
+from meshc.plan.weighed import Weighed
+from meshc.report.searched import SHOWN, searched, weighed
 
 
 def test_what_is_taken_comes_first_and_what_does_not_fit_last() -> None:
@@ -31,3 +32,22 @@ def test_no_choice_is_no_table_and_a_long_one_ends() -> None:
     lines = searched([Tried(1, True, "1f1b", (1,), 1.0)] * (SHOWN + 5)).splitlines()
     assert lines[-1] == "  and 5 more, in program.lowered.tried" and len(lines) == 3 + SHOWN + 1
     assert "gathered" not in lines[1] and "holds" not in lines[1]
+
+
+def test_plans_that_were_weighed() -> None:
+    candidates = (
+        Weighed("found", "dp: auto\ntp: auto", 144.9e-3, 136.6e-3, holds=21_100_000_000),
+        Weighed("ddp over dp, tp", "dp: batch\ntp: batch", 153.1e-3, 141.4e-3, holds=27_400_000_000, dropped="slower than what is taken"),
+        Weighed("fsdp+megatron", "", 236.1e-3, holds=18e9, dropped="slower than what is taken"),
+        Weighed("ulysses", "", dropped="ulysses needs more\n  what to do: less"),
+    )
+    assert_expected_inline(weighed(candidates), """\
+weighed for the plan: 4 candidates
+  candidate        by the model    by the clock    a rank holds
+  ---------------  --------------  --------------  --------------  -------------------------
+  found            144.9 ms        136.6 ms        21.1 GB         taken
+  ddp over dp, tp  153.1 ms        141.4 ms        27.4 GB         slower than what is taken
+  fsdp+megatron    236.1 ms                        about 18.0 GB   slower than what is taken
+  ulysses                                                          ulysses needs more
+""")
+    assert weighed(()) == ""

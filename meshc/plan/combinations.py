@@ -1,0 +1,76 @@
+"""Combinations: what an expert would have the open axes of a mesh do, by recipes.
+
+    combinations(["dp", "tp"])
+
+        ddp+megatron      dp: batch                                   tp: heads, ffn, vocab > features@products
+        ...
+        fsdp+megatron_sp  dp: batch; store params, grads, state       tp: heads, ffn, vocab > seq > features@products
+        ...
+        fsdp over dp, tp  dp: batch; store params, grads, state       tp: batch; store params, grads, state
+
+An axis takes a recipe of its role, or the batch like the axes of data, all of which do alike; or, of several, the last stores and the
+others repeat (HSDP). An axis whose name has no role may take any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Final
+
+from meshc.ir.mesh import DATA_ROLES, role
+from meshc.plan.entries import AxisEntry
+from meshc.plan.plan import Plan
+from meshc.plan.recipes import RECIPES
+
+DATA: Final = "data"
+OF_ROLE: Final[Mapping[str | None, tuple[str, ...]]] = {
+    **dict.fromkeys(DATA_ROLES, (DATA,)),
+    "tp": ("megatron", "megatron_sp", DATA),
+    "sp": ("megatron_sp", DATA),
+    "cp": ("ulysses", DATA),
+    None: (DATA, "megatron", "megatron_sp", "ulysses"),
+}
+"""What axes of a role may do: a recipe, or with the axes of data."""
+
+
+def combinations(axes: Sequence[str], *, step: bool = True, local: bool = False) -> Iterator[tuple[str, tuple[AxisEntry, ...]]]:
+    """(name, an entry for each of the axes).
+
+    step   whether it is a training step, whose state may lie otherwise than its parameters
+    local  whether each rank has a part of the batch: then no other axes than those of data take it
+    """
+    each = [[one for one in OF_ROLE[role(axis)] if one != DATA or not local or role(axis) in DATA_ROLES] for axis in axes]
+    for picked in product(*each):
+        data = [axis for axis, one in zip(axes, picked, strict=True) if one == DATA]
+        for recipes in _of_data(data, step):
+            taken = [recipes.get(axis, one) for axis, one in zip(axes, picked, strict=True)]
+            yield _name(axes, taken), tuple(_entry(axis, one) for axis, one in zip(axes, taken, strict=True))
+
+
+def _of_data(axes: Sequence[str], step: bool) -> Iterator[dict[str, str]]:
+    """The recipe of each axis of data."""
+    if not axes:
+        yield {}
+        return
+    for one in ("ddp", "zero1", "fsdp") if step else ("ddp", "fsdp"):
+        yield dict.fromkeys(axes, one)
+    if len(axes) > 1:
+        yield {**dict.fromkeys(axes[:-1], "ddp"), axes[-1]: "fsdp"}
+
+
+def _name(axes: Sequence[str], taken: Sequence[str]) -> str:
+    parts = []
+    for one in dict.fromkeys(taken):
+        mine = [axis for axis, recipe in zip(axes, taken, strict=True) if recipe == one]
+        fits = all(RECIPES[one].entry(axis) is not None for axis in mine)
+        alone = set(mine) == {axis for axis in axes if RECIPES[one].entry(axis) is not None}
+        parts.append(one if fits and alone else f"{one} over {', '.join(mine)}")
+    return "+".join(parts) if not any(" " in part for part in parts) else "; ".join(parts)
+
+
+def _entry(axis: str, recipe: str) -> AxisEntry:
+    """As if the axis had a role that the recipe fits."""
+    text = RECIPES[recipe].entries[0][1]
+    written = Plan(f"{axis}: {text}").axes[0]
+    return AxisEntry(axis, written.ranks, written.store, source=f"recipe {recipe}")

@@ -1,0 +1,67 @@
+"""Nothing fits: what to say where no candidate keeps a rank within its budget, with the cheapest change first.
+
+    no plan for dp, tp keeps a rank within 8.0 GB (Options(memory_budget=8000000000)); the least that one was found to need is 9.6 GB:
+      2.1 GB for the whole call, 0.9 GB of gradients, 6.6 GB that a step makes and reads again
+      what to do: TrainStep(microbatches=2), which makes 3.3 GB of these 6.6 at a time; or Options(memory_budget="9.7GB"), where a rank has
+      that; or 2 times the ranks; or smaller inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from meshc.cost.memory import RankBytes
+from meshc.errors import PlanError
+from meshc.passes.phases.placed import Placed
+
+
+class NothingFits(PlanError):
+    """`least`: the fewest bytes that any candidate was found to hold; None: none was made."""
+
+    def __init__(self, text: str, least: float | None) -> None:
+        super().__init__(text)
+        self.least = least
+
+
+def nothing_fits(placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes]) -> NothingFits:
+    """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made."""
+    said = "the device's memory" if placed.request.memory_budget is None else f"Options(memory_budget={placed.request.memory_budget})"
+    start = f"no plan for {', '.join(axes)} keeps a rank within {budget:,} bytes ({said})"
+    closest = min(holds, key=lambda one: one.total, default=None)
+    if closest is None:
+        found = "" if least is None else f"; the least that one was found to need is {int(least):,}, by the planner's model"
+        advice = [*([_budget(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
+        return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least)
+    kept, grown = sum(closest.kept.values()), closest.peak.gradients
+    made = closest.peak.total - grown
+    parts = f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
+    return NothingFits(
+        f"{start}; the least that one was found to need is {closest.total:,}:\n  {parts}\n"
+        f"  what to do: {'; or '.join(_advice(placed, budget, kept + grown, made))}",
+        closest.total,
+    )
+
+
+def _advice(placed: Placed, budget: int, stays: int, made: int) -> Iterator[str]:
+    """The cheapest change first. `stays`: bytes that more microbatches do not change; `made`: those that they do."""
+    request = placed.request
+    if request.train:
+        left = budget - stays
+        count = _divisor(placed, ceil(request.count * made / left)) if left > 0 else None
+        if count is not None:
+            yield f"TrainStep(microbatches={count}), which makes {made * request.count // count:,} of these {made:,} at a time"
+    yield _budget(stays + made)
+    yield f"about {max(2, ceil((stays + made) / budget))} times the ranks, if they split what is held"
+    yield "smaller inputs"
+
+
+def _divisor(placed: Placed, least: int) -> int | None:
+    """The first number of microbatches from `least` on that divides the batch."""
+    rows = {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
+    return next((n for n in range(max(2, least), min(rows, default=0) + 1) if not any(size % n for size in rows)), None)
+
+
+def _budget(size: float) -> str:
+    said = f'"{ceil(size / 1e8) / 10:g}GB"' if size >= 1e8 else str(ceil(size))
+    return f"Options(memory_budget={said}), where a rank has that"

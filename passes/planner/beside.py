@@ -1,0 +1,42 @@
+"""Beside what the search makes up: what plans that `propagate` has been through decide, as options, so that they have a price by the model.
+
+    ddp+megatron    mm of up_proj    dp: m0, tp: n          among its options already
+                    its gradient     dp: k, tp: n           likewise
+
+A plan is one option of each decision. What it does that the search would not have thought of becomes an option more, for everyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.planner.space import Decision, Key, Option, Space
+
+
+def widened(space: Space, plans: Sequence[Assignment]) -> Space:
+    """With the options that the plans take."""
+    decisions = {
+        key: replace(one, options=tuple(dict.fromkeys((*one.options, *(option_of(space, one, plan) for plan in plans)))))
+        for key, one in space.decisions.items()
+    }
+    return replace(space, decisions=decisions) if plans else space
+
+
+def option_of(space: Space, decision: Decision, plan: Assignment) -> Option:
+    """What a plan decides of it."""
+    key: Key = decision.key
+
+    def searched(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in space.axes)
+
+    if isinstance(key, tuple):
+        kind, name = key
+        return Option(tuple(searched(part.axes) for _, _, part in plan.storage[name, kind].parts()))
+    if key.op != "call_function":
+        return decision.options[0]
+    chosen = plan.chosen[key]
+    pending = {axis for want in plan.wanted[key] for axis, _ in want.pending}
+    axes = tuple(searched(chosen.get(label, ())) for label in decision.labels)  # type: ignore[arg-type]
+    return Option(axes, tuple(axis for axis in space.axes if axis in pending))

@@ -1,0 +1,111 @@
+"""What is chosen where a plan leaves axes open: found by the planner, or a recipe, whichever the clock likes best within the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshc.cost import memory
+from meshc.cost.devices import device, for_mesh
+from meshc.cost.program import program_seconds
+from meshc.errors import PlanError
+from meshc.optimizer.optimizer import describe
+from meshc.passes.driver import choose, pipeline
+from meshc.passes.driver.run import run
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.planner.search import Search
+from meshc.plan.combinations import combinations
+from meshc.plan.plan import Plan
+from tests import models
+from tests.captured import Captured
+from tests.passes.planner.known import two
+
+
+def adam(captured: Captured) -> dict[str, Any]:
+    return dict(optimizer=describe(torch.optim.AdamW(captured.reference.module.parameters(), lr=1e-2)))
+
+
+def left(captured: Captured, mesh: str, **ask: Any) -> Lowered:
+    """What the passes leave of a searched plan."""
+    found: list[Lowered] = []
+    real = choose.choose
+
+    def kept(*given: object) -> Lowered:
+        found.append(real(*given))  # type: ignore[arg-type]
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshc.passes.driver.compile.choose", kept)
+        captured.program(mesh, "auto", **ask)
+    return found[-1]
+
+
+def test_what_is_taken_is_no_slower_than_any_recipe_by_the_clock() -> None:
+    captured = Captured(models.mlp(batch=8, width=64), train=True, double=False)
+    ask = adam(captured)
+    table = left(captured, "dp=2,tp=2", **ask).weighed
+    assert table[0].dropped == "" and all(one.dropped for one in table[1:])
+    assert {name for name, _ in combinations(["dp", "tp"])} <= {one.name for one in table}
+    assert table[0].seconds is not None
+    for name, entries in combinations(["dp", "tp"]):
+        program = captured.program("dp=2,tp=2", Plan.of(entries), **ask)
+        assert program_seconds(program, for_mesh(program.mesh)).total >= table[0].seconds, name
+
+
+def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
+    captured = Captured(models.mlp(), train=True, double=False)
+    table = left(captured, "dp=2,tp=2", **adam(captured)).weighed
+    recipes = [one for one in table if one.name != choose.FOUND]
+    assert len(recipes) == 10 and all(one.modelled is not None and one.holds for one in recipes)
+    assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
+
+
+def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all that the planner finds held too much."""
+    captured = Captured(models.mlp(width=400), train=True, double=False)
+    ask = adam(captured)
+    budget = memory.worst(captured.program("dp=4", "fsdp", **ask)).total
+    monkeypatch.setattr("meshc.passes.planner.search.Search.found", lambda *_: [])
+    taken = left(captured, "dp=4", **ask, memory_budget=budget)
+    assert taken.weighed[0].name == "fsdp" and memory.worst(taken.as_program()).total <= budget
+    assert str(taken.plan) == "dp: batch; store params, grads, state"
+    assert any("dp: searched; nothing was found; fsdp is faster by the clock, and taken" in note for note in taken.notes)
+
+
+def test_nothing_fits_and_what_would() -> None:
+    captured = Captured(models.mlp(width=400, batch=8), train=True, double=False)
+    ask = adam(captured)
+    least = min(memory.worst(captured.program("dp=4", plan, **ask)).total for plan in ("ddp", "fsdp", "dp: auto"))
+    with pytest.raises(PlanError) as caught:
+        captured.program("dp=4", "auto", **ask, memory_budget=1000)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("no plan for dp keeps a rank within 1,000 bytes (Options(memory_budget=1000)); the least that one was found")
+    assert int(lines[0].rpartition(" ")[2].rstrip(":").replace(",", "")) <= least
+    assert lines[1].endswith("that a call makes and reads again")
+    assert lines[2].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[2]
+
+
+def test_more_microbatches_are_advised_where_they_would_do() -> None:
+    captured = Captured(models.mlp(batch=64), train=True, double=False)
+    ask = adam(captured)
+    found = memory.worst(captured.program("dp=2", "fsdp", **ask))
+    stays = sum(found.kept.values()) + found.peak.gradients
+    with pytest.raises(PlanError) as caught:
+        captured.program("dp=2", "auto", **ask, memory_budget=stays + (found.total - stays) // 3)
+    assert "what to do: TrainStep(microbatches=" in str(caught.value)
+
+
+def test_a_price_by_the_model_is_that_of_what_propagate_decides() -> None:
+    """Beside the options that the search makes up: the same price as where there are no others."""
+    placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: auto\ntp: auto")
+    given = run(pipeline.PLACE[0], placed.asked(replace(placed.request, plan="dp: batch; store state\ntp: ffn")))
+    search = Search(placed, device("h100"), ["dp", "tp"], (assigned := run(pipeline.PLACE[1], given).decided(),))
+    (alone,) = Search(given, device("h100"), ()).found()
+    (found,) = search.found()
+    pick = search.pick_of(assigned)
+    assert search.model.seconds(pick) == pytest.approx(alone.certificate.seconds)
+    assert search.held(pick) == pytest.approx(alone.certificate.held)
+    assert found.certificate.seconds <= search.model.seconds(pick)
