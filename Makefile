@@ -16,7 +16,7 @@ SEED ?= 0
 # How long `make attack` goes on.
 SECONDS ?= 3600
 
-.PHONY: venv demo test test-broad test-gpu lint bench golden golden-accept matrix zoo fuzz attack conformance placements pipelines clean
+.PHONY: venv demo test test-broad test-gpu lint bench golden golden-accept plan-tables matrix zoo fuzz attack conformance placements pipelines clean
 
 venv: $(STAMP)
 
@@ -59,6 +59,9 @@ golden: $(STAMP)
 
 golden-accept: $(STAMP)
 	$(RUN) -m tests.golden --accept
+
+plan-tables: $(STAMP)
+	$(RUN) bench/plan_tables.py --write
 
 matrix: $(STAMP)
 	$(RUN) -m tests.matrix

@@ -1,6 +1,7 @@
 """The command line: `meshc`, or `python -m meshc`.
 
     meshc compile model.py:build --mesh dp=2,tp=2 --out llama.meshc      no process group, no GPU needed
+    meshc plan model.py:build --devices 512 --device h100 --node 8       which mesh and which plan, without any device
     meshc show llama.meshc --summary
     meshc diff ddp fsdp --model model.py:build --mesh dp=4               what two plans, or two saved programs, differ in
     meshc verify llama.meshc --model model.py:build
@@ -9,7 +10,7 @@
     meshc calibrate                                                      measure this machine; under torchrun its links too
 
 `model.py:build` is a function without arguments that returns what to compile and its example inputs: `(model, {"input_ids": ids})`, or
-`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile`, `diff` and `verify` run that file; nothing in
+`(model, args, kwargs)`; a `meshc.TrainStep` may stand for the model. Only `compile`, `plan`, `diff` and `verify` run that file; nothing in
 a saved program is executed or unpickled.
 """
 
@@ -24,13 +25,14 @@ from types import ModuleType
 from typing import Final
 
 from meshc import environment
-from meshc.commands import calibrate, compile, diff, run, show, verify
+from meshc.commands import calibrate, compile, diff, plan, run, show, verify
 from meshc.commands.target import harmless
 from meshc.errors import MeshcError
 
 COMMANDS: Final[dict[str, tuple[ModuleType, str]]] = {
     "compile": (compile, "compile a model for a mesh and save the program"),
     "show": (show, "print a saved program"),
+    "plan": (plan, "how a model is best run on so many devices, without them: which mesh, which plan, what it takes"),
     "diff": (diff, "what two plans for a model, or two saved programs, differ in"),
     "verify": (verify, "compare a saved program with its model, all ranks simulated in this process"),
     "run": (run, "run a saved program; under torchrun, one process a rank"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc.api import saving
+from meshc.api import explaining, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -20,6 +20,7 @@ from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
+from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.compile import compile_program
 from meshc.passes.driver.dump import dumper
 from meshc.passes.phases.lowered import Lowered
@@ -160,9 +161,10 @@ class Program:
 
     def summary(self, device: str | None = None) -> str:
         """Tables: parameters with placements and bytes per rank; stages; collectives; memory; time, on `device` ("h100") or the mesh's;
-        what was tried where a pipeline left a choice."""
-        tried = searched.searched(self.compilations.last.made.tried)
-        return summary.summary(self.compiled, device) + (f"\n{tried}" if tried else "")
+        what was weighed for axes that the plan left open, and tried where a pipeline left a choice."""
+        made = self.compilations.last.made
+        tables = (summary.summary(self.compiled, device), searched.weighed(made.weighed), searched.searched(made.tried))
+        return "\n".join(table for table in tables if table)
 
     def timeline(self, path: str | Path | None = None) -> Timeline:
         """What a call is predicted to look like: when each rank of the pipeline runs which stage on which microbatch, and what it sends.
@@ -176,6 +178,12 @@ class Program:
         if path is not None:
             draw.write(line, path)
         return line
+
+    def explain(self, name: str) -> str:
+        """What was chosen for a parameter ("layers.3.mlp.up_proj.weight"), for the operators of a module, or for a line of the printed
+        program: how it lies, what it splits, which collectives that causes and what they take. Of a plan that was searched for also the two
+        best alternatives, with what each costs more and where that falls. Raises PlanError for a name that nothing has."""
+        return explaining.explain(self.lowered, self.general, open_axes(self.asked.plan), name)
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -119,11 +121,13 @@ def named(name: str) -> Device:
 
 
 def for_mesh(mesh: Mesh) -> Device:
-    """The device that a rank of the mesh has, as far as it is known here.
+    """The device that a rank of the mesh has, as far as it is known here; what is `assumed`, if something is.
 
     cpu: what `meshc calibrate` measured, or the table's `cpu`. cuda: this machine's GPU, measured or else from the table; a machine without
     one (programs are compiled ahead of time) takes `h100`.
     """
+    if (given := _ASSUMED.get()) is not None:
+        return given
     known = {**_table(), **calibrated()}
     if mesh.device_type != "cuda":
         return known["cpu"]
@@ -132,6 +136,19 @@ def for_mesh(mesh: Mesh) -> Device:
     hardware = torch.cuda.get_device_name()
     name = name_of(hardware)
     return known[name] if name in known else replace(known["h100"], source=f"nothing is known of {hardware}: {known['h100'].source}")
+
+
+_ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed(device: Device) -> Iterator[None]:
+    """Within it ranks of every mesh have this device: plans are made for machines that are elsewhere."""
+    token = _ASSUMED.set(device)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
 
 
 def name_of(hardware: str) -> str:

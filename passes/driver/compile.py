@@ -67,6 +67,14 @@ def trace(request: Request) -> Traced:
         return at_depth(_traced, request, None)
 
 
+def compile_beside(traced: Traced, request: Request) -> tuple[PlainProgram, Lowered]:
+    """What was traced for another mesh and plan under this request: tracing knows nothing of either."""
+    with given_up(), fewer_collections():
+        with contextlib.suppress(Unequal):
+            return _compiled(traced.beside(request), None)
+        return compile_program(replace(request, depth="whole"))
+
+
 def whole_view(request: Request) -> Joint:
     """The global view of a model with its update, all of its layers captured."""
     return run(pipeline.UPDATE, trace(replace(request, depth="whole"))).operators()

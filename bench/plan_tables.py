@@ -1,0 +1,244 @@
+"""What the search finds for large models on many devices, beside the best recipe: the table of docs/planner.md. No device is needed.
+
+    python bench/plan_tables.py                                       # all rows, those that are in bench/results/plan-tables.json left out
+    python bench/plan_tables.py --models llama-8b gpt2-xl --meshes 8 64
+    python bench/plan_tables.py --anew --models llama-8b              # measured again
+    python bench/plan_tables.py --write                               # and docs/planner.md carries what is there
+
+A row is a model, a mesh and a number of tokens: 64 x 8192 a step (4096 ranks: 512 x 8192), or the shorter sequences that the model takes,
+and a smaller step that fits without recomputation. Every recipe and combination of recipes goes through all passes under the same memory;
+the best of them by the clock stands beside what the search finds. Each row is a process of its own; weights are on the meta device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of idle threads are no one's
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+
+import meshc  # noqa: E402
+from meshc.api.planning import Planned, Planner  # noqa: E402
+from meshc.cost.devices import Device, Link, device  # noqa: E402
+from meshc.ir.mesh import Mesh  # noqa: E402
+from meshc.plan.combinations import combinations  # noqa: E402
+from meshc.plan.plan import Plan  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "bench" / "results" / "plan-tables.json"
+PAGE = ROOT / "docs" / "planner.md"
+BEGIN, END = "<!-- written by bench/plan_tables.py -->", "<!-- to here -->"
+
+Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
+
+
+def _causal(config: Any, batch: int, tokens: int) -> Built:
+    ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), {"input_ids": ids, "labels": ids}
+
+
+def _llama(layers: int, hidden: int, ffn: int, heads: int) -> Callable[[int, int], Built]:
+    def build(batch: int, tokens: int) -> Built:
+        sizes = dict(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads)
+        return _causal(
+            transformers.LlamaConfig(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=tokens, **sizes), batch, tokens
+        )  # fmt: skip
+
+    return build
+
+
+def _gpt2(batch: int, tokens: int) -> Built:
+    return _causal(transformers.GPT2Config(n_layer=48, n_head=25, n_embd=1600, n_positions=tokens), batch, tokens)
+
+
+def _mixtral(batch: int, tokens: int) -> Built:
+    return _causal(transformers.MixtralConfig(max_position_embeddings=tokens), batch, tokens)
+
+
+def _gemma2(batch: int, tokens: int) -> Built:
+    sizes: dict[str, Any] = dict(
+        hidden_size=4608, intermediate_size=36864, num_hidden_layers=46, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
+    )  # fmt: skip
+    return _causal(transformers.Gemma2Config(max_position_embeddings=tokens, query_pre_attn_scalar=144, **sizes), batch, tokens)
+
+
+def _t5(batch: int, tokens: int) -> Built:
+    sizes = dict(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_decoder_layers=24, num_heads=128)
+    ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).to(torch.bfloat16)
+    return model, {"input_ids": ids, "labels": ids[:, : tokens // 4]}
+
+
+def _vit(batch: int, tokens: int) -> Built:
+    """Tokens are patches: an image has 256 and the class token."""
+    sizes = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=40, num_attention_heads=16, image_size=224, patch_size=14)
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000, **sizes)).to(torch.bfloat16)
+    images = batch * tokens // 256
+    return model, {"pixel_values": torch.zeros(images, 3, 224, 224, dtype=torch.bfloat16), "labels": torch.zeros(images, dtype=torch.int64)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """small: (sequences, tokens) of the step that fits without recomputation, for each 64 ranks; tokens: of a sequence of the large one."""
+
+    build: Callable[[int, int], Built]
+    tokens: int
+    small: tuple[int, int]
+
+
+MODELS = {
+    "gpt2-xl": Model(_gpt2, 1024, (64, 1024)),
+    "llama-8b": Model(_llama(32, 4096, 14336, 32), 8192, (64, 2048)),
+    "llama-70b": Model(_llama(80, 8192, 28672, 64), 8192, (16, 2048)),
+    "mixtral-8x7b": Model(_mixtral, 8192, (16, 2048)),
+    "t5-11b": Model(_t5, 2048, (64, 512)),
+    "vit-g": Model(_vit, 256, (256, 256)),
+    "gemma2-27b": Model(_gemma2, 8192, (32, 2048)),
+}
+MESHES = {"8": "tp=8", "64": "dp=8,tp=8", "512": "dp=64,tp=8", "4096": "dp=512,tp=8", "2x8-a100": "dp=2,tp=8"}
+"""Ranks of one node are the last axis; each is searched, whatever it is called."""
+SLOW = Link(latency_s=30e-6, bandwidth_Bps=1.25e9)
+"""Between two boxes without a fabric: 10 Gbit/s Ethernet for each GPU."""
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    mesh: str
+    step: str
+    recipe: str
+    recipe_ms: float | None
+    found_ms: float | None
+    taken: str
+    gap: float | None
+    holds_gb: float | None
+    search_s: float
+    all_s: float
+    said: str = ""
+
+
+def device_of(mesh: str) -> Device:
+    return replace(device("a100"), between_nodes=SLOW) if mesh.endswith("a100") else device("h100")
+
+
+def measure(name: str, size: str, small: bool) -> Row:
+    start = time.process_time()
+    model, ranks = MODELS[name], Mesh(MESHES[size]).world_size
+    if small:
+        sequences, tokens = max(ranks, model.small[0] * ranks // 64), model.small[1]
+    else:
+        tokens = model.tokens
+        sequences = (512 if ranks == 4096 else 64) * 8192 // tokens
+    with torch.device("meta"):
+        module, inputs = model.build(sequences, tokens)
+    module.train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
+    step = meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0)
+    on, mesh = device_of(size), Mesh(MESHES[size], device="cuda")
+    planner = Planner(step, (), inputs, on, meshc.Options(memory_budget=int(on.memory_bytes)))
+    found = planner.on(mesh)
+    recipe, recipe_s = best_recipe(planner, mesh, found, int(on.memory_bytes))
+    note = next((note for note in (found.program.notes if found.program else ()) if "searched;" in note), "")
+    gap = float(note.partition("a gap of ")[2].partition("%")[0]) if "a gap of " in note else None
+    taken = found.weighed[0] if found.weighed else None
+    return Row(
+        name, size, f"{sequences} x {tokens}", recipe, None if recipe_s is None else 1e3 * recipe_s,
+        None if taken is None or taken.seconds is None else 1e3 * taken.seconds, "" if taken is None else taken.name, gap,
+        None if taken is None or taken.holds is None else taken.holds / 1e9, found.seconds, time.process_time() - start,
+        "" if found.refused is None else _least(str(found.refused)),
+    )  # fmt: skip
+
+
+def best_recipe(planner: Planner, mesh: Mesh, found: Planned, budget: int) -> tuple[str, float | None]:
+    """Of all that fit, by the clock: those that the search has lowered already are not lowered again."""
+    known = {one.name: one for one in found.weighed if one.seconds is not None}
+    best: tuple[str, float | None] = "none fits", None
+    for name, entries in combinations([axis.name for axis in mesh.axes if axis.size > 1]):
+        one = known[name] if name in known else next(iter(planner.on(mesh, Plan.of(entries)).weighed), None)
+        if one is not None and one.seconds is not None and (one.holds or 0) <= budget and (best[1] is None or one.seconds < best[1]):
+            best = name, one.seconds
+    return best
+
+
+def _least(refusal: str) -> str:
+    return " ".join(line.strip() for line in refusal.splitlines()[:1])
+
+
+def _answer(pipe: Connection, name: str, size: str, small: bool) -> None:
+    pipe.send(measure(name, size, small))
+
+
+def in_a_process(name: str, size: str, small: bool) -> Row:
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    child = context.Process(target=_answer, args=(theirs, name, size, small))
+    child.start()
+    theirs.close()
+    found: Row = mine.recv()
+    child.join()
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    heads = ("model", "ranks", "step", "best recipe", "ms", "found, ms", "of it", "gap, %", "holds, GB", "search, s", "")
+    cells = [
+        [
+            row.model, row.mesh, row.step, row.recipe, _number(row.recipe_ms), _number(row.found_ms),
+            f"{row.found_ms / row.recipe_ms:.3f}" if row.found_ms and row.recipe_ms else "", _number(row.gap, 2), _number(row.holds_gb),
+            f"{row.search_s:.1f}", row.said or (f"{row.taken} is taken" if row.taken not in ("", "found") else ""),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return str(tabulate(cells, heads, tablefmt="github", disable_numparse=True))
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def kept() -> dict[str, Row]:
+    return {key: Row(**row) for key, row in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
+    parser.add_argument("--steps", nargs="+", choices=("large", "small"), default=["large", "small"])
+    parser.add_argument("--anew", action="store_true", help="also rows that are there")
+    parser.add_argument("--write", action="store_true", help="docs/planner.md carries all rows that are there")
+    asked = parser.parse_args()
+    rows = kept()
+    for name in asked.models:
+        for size in asked.meshes:
+            for step in asked.steps:
+                key = f"{name} {size} {step}"
+                if key in rows and not asked.anew:
+                    continue
+                rows[key] = in_a_process(name, size, step == "small")
+                print(key, asdict(rows[key]), flush=True)
+                KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
+    order = [f"{name} {size} {step}" for name in MODELS for size in MESHES for step in ("large", "small")]
+    shown = table([rows[key] for key in order if key in rows])
+    print(shown)
+    if asked.write:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{shown}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    from transformers.models.llama import modeling_llama  # noqa: F401  # with the imports, not with the first row
+
+    main()

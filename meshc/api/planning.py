@@ -1,0 +1,72 @@
+"""Planning: the same model searched on several meshes, of devices that are not there. It is traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshc.api.asked import Asked
+from meshc.api.options import Options
+from meshc.cost.devices import Device, assumed
+from meshc.cost.weigh import weigh
+from meshc.errors import CompileError, MeshcError, PlanError, ScheduleError
+from meshc.frontend.train_step import TrainStep
+from meshc.ir.mesh import Mesh
+from meshc.optimizer.optimizer import describe
+from meshc.passes.driver import compile as driver
+from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.phases.traced import Traced
+from meshc.plan.plan import Plan
+from meshc.plan.recipes import PlanLike
+from meshc.plan.weighed import Weighed
+from meshc.program.program import PlainProgram
+
+
+@dataclass(frozen=True)
+class Planned:
+    """
+    plan      what is taken, with the program that comes of it;  weighed  it and what it was compared with
+    seconds   of CPU time that the search took
+    refused   why there is none
+    """
+
+    mesh: Mesh
+    plan: Plan | None = None
+    program: PlainProgram | None = None
+    weighed: tuple[Weighed, ...] = ()
+    seconds: float = 0.0
+    refused: MeshcError | None = None
+
+
+class Planner:
+    """A model, and the device that every rank is to have. `grad`: a module's backward too."""
+
+    def __init__(
+        self, what: Any, args: Sequence[object], kwargs: Mapping[str, object], device: Device, options: Options, grad: bool = False
+    ) -> None:  # fmt: skip
+        self.what, self.args, self.kwargs, self.device, self.options = what, tuple(args), dict(kwargs), device, options
+        step = what if isinstance(what, TrainStep) else None
+        self.grad = grad or step is not None
+        self.spec = None if step is None else describe(step.optimizers)
+        self._traced: Traced | None = None
+
+    def on(self, mesh: Mesh, plan: PlanLike = "auto") -> Planned:
+        """What is found on a mesh. Raises MeshcError for what no other mesh would change."""
+        asked = Asked(self.what, mesh, plan, "global", "plain", "eager", None, self.options)
+        with assumed(self.device), torch.set_grad_enabled(self.grad):
+            request = asked.request(*asked.by_name(self.args, self.kwargs), self.spec, None)
+            if self._traced is None:
+                self._traced = driver.trace(request)
+            try:
+                program, left = driver.compile_beside(self._traced, request)
+            except (CompileError, PlanError, ScheduleError) as error:
+                return Planned(mesh, refused=error)
+            weighed = left.weighed or (weigh(Weighed("as given", str(left.plan)), program, self.device)[0],)
+            holds, budget = int(weighed[0].holds or 0), self.options.memory_budget
+            if isinstance(budget, int) and holds > budget:
+                said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"
+                return Planned(mesh, refused=NothingFits(said, holds))
+            return Planned(mesh, left.plan, program, weighed, left.seconds.get("choose", 0.0))

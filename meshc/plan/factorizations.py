@@ -1,0 +1,56 @@
+"""Factorizations: meshes that so many devices may be, few enough for each to be searched.
+
+    factorizations(512, 8)
+
+        dp=64,tp=8          an axis within a node, one between nodes
+        dp=8,dp_shard=8,tp=8
+        dp=128,tp=4
+        dp=512
+        pp=2,dp=32,tp=8     stages outermost: their messages are the smallest
+        pp=4,dp=16,tp=8
+        pp=8,dp=8,tp=8
+
+Names say little here, since each axis is searched; sizes, and where an axis lies, are what differs. Ranks of one node are the innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+from typing import Final
+
+from meshc.ir.mesh import Axis
+
+STAGES: Final = (2, 4, 8)
+
+
+def factorizations(devices: int, node: int, stages: bool = True) -> list[tuple[Axis, ...]]:
+    """Meshes of so many devices, of which `node` have fast links between them. stages: those of a pipeline too."""
+    found: dict[tuple[Axis, ...], None] = {}
+    for sizes in _sizes(devices, min(node, devices), stages):
+        axes = tuple(Axis(name, size) for name, size in sizes.items() if size > 1)
+        found[axes or (Axis("dp", 1),)] = None
+    return list(found)
+
+
+def _sizes(devices: int, node: int, stages: bool) -> Iterator[dict[str, int]]:
+    inside = next(size for size in range(node, 0, -1) if devices % size == 0)
+    nodes = devices // inside
+    yield {"dp": nodes, "tp": inside}
+    outer = _near_root(nodes)
+    if outer > 1:
+        yield {"dp": outer, "dp_shard": nodes // outer, "tp": inside}
+    for size in (inside // 2, 2):
+        if size > 1 and inside % size == 0:
+            yield {"dp": devices // size, "tp": size}
+    yield {"dp": devices}
+    for count in STAGES if stages else ():
+        if nodes % count == 0:
+            yield {"pp": count, "dp": nodes // count, "tp": inside}
+        elif devices % count == 0:
+            yield {"pp": count, "dp": devices // count}
+
+
+def _near_root(count: int) -> int:
+    """The divisor next below the root; 1 of a prime."""
+    return next(size for size in range(isqrt(count), 0, -1) if count % size == 0)

@@ -1,0 +1,87 @@
+"""Plans by rank: what a search has weighed on several meshes, the fastest first, with what each takes.
+
+    mesh       plan           step      computing  exposed   bubble  a rank holds  of the peak  microbatches  schedule
+    ---------  -------------  --------  ---------  --------  ------  ------------  -----------  ------------  --------
+    dp=8,tp=8  found          136.6 ms  130.1 ms   6.5 ms            21.1 GB       41.2 %       1
+    dp=64      ddp            141.4 ms  130.1 ms   11.3 ms           27.4 GB       39.8 %       1
+
+Exposed is communication while nothing is computed; bubble what the rank that is busy longest waits for other stages. Of the peak: the
+arithmetic of the model's matrix products, convolutions and attention, not what is repeated or padded, by what all devices could do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+from meshc.cost import memory, work
+from meshc.cost.devices import Device
+from meshc.cost.flops import flops
+from meshc.ir import calls, records
+from meshc.plan.weighed import Weighed
+from meshc.program.program import PlainProgram
+from meshc.report.summary import bytes_text, seconds_text, table
+
+
+class Ranked(TypedDict):
+    """One plan on one mesh; times in seconds."""
+
+    mesh: str
+    plan: str
+    entries: list[str]
+    step_s: float
+    computing_s: float
+    exposed_s: float
+    bubble_s: float
+    holds_bytes: int
+    of_the_peak: float | None
+    microbatches: int
+    schedule: str
+    dropped: str
+
+
+def ranked(mesh: str, weighed: Iterable[Weighed], ideal_s: float | None) -> list[Ranked]:
+    """The plans of one mesh that went through all passes. `ideal_s`: what the model takes at the peak of all devices."""
+    return [
+        Ranked(
+            mesh=mesh, plan=one.name, entries=one.plan.splitlines(), step_s=one.seconds, computing_s=one.compute, exposed_s=one.exposed,
+            bubble_s=one.idle, holds_bytes=int(one.holds or 0), of_the_peak=None if ideal_s is None else ideal_s / one.seconds,
+            microbatches=one.microbatches, schedule=one.schedule, dropped=one.dropped,
+        )
+        for one in weighed
+        if one.seconds is not None
+    ]  # fmt: skip
+
+
+def text(rows: Sequence[Ranked], title: str) -> str:
+    headers = ["mesh", "plan", "step", "computing", "exposed", "bubble", "a rank holds", "of the peak", "microbatches", "schedule"]
+    cells = [
+        [
+            row["mesh"], row["plan"], seconds_text(row["step_s"]), seconds_text(row["computing_s"]), seconds_text(row["exposed_s"]),
+            seconds_text(row["bubble_s"]) if row["schedule"] else "", bytes_text(row["holds_bytes"]),
+            "" if row["of_the_peak"] is None else f"{100 * row['of_the_peak']:.1f} %", str(row["microbatches"]), row["schedule"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    empty = {column for column in range(len(headers)) if not any(row[column] for row in cells)}
+    keep = [column for column in range(len(headers)) if column not in empty]
+    return table([[row[column] for column in keep] for row in cells], [headers[column] for column in keep], title)
+
+
+def ideal_seconds(program: PlainProgram, device: Device) -> float | None:
+    """Seconds that the model's own arithmetic takes if every device does its share at its peak, in the program's dtypes."""
+    rows = work.of(program)
+    if not rows:
+        return None
+    by_dtype: Counter[str] = Counter()
+    runs = memory.runs(program)
+    for stage in program.stages.values():
+        for node in calls(stage.graph):
+            if done := flops(node) * runs[stage.name]:
+                by_dtype[str(records(node)[0].dtype).removeprefix("torch.")] += done  # type: ignore[assignment]
+    total = sum(by_dtype.values())
+    if not total:
+        return None
+    peak = sum(done / total / device.flops_per_s.get(name, device.flops_per_s["float32"]) for name, done in by_dtype.items())
+    return sum(row.flops for row in rows) * peak / program.mesh.world_size

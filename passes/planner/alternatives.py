@@ -1,0 +1,156 @@
+"""Alternatives: what else a decision could have been, what that costs with the others as would then be best, and who pays.
+
+    up_proj.weight is stored as [ffn/tp, hidden/dp]          taken
+                                [ffn/tp, hidden]             + 3.1 ms: + 3.4 ms all_reduce over dp of its gradient, ...
+
+An alternative is priced by the planner's model. First everything else stays as it is; of those that are cheapest then, the decisions beside
+it are made anew, one after the other, while that saves anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from torch.fx import Node
+
+from meshc.ir import op_name, records
+from meshc.passes.planner.model import Group, Model, Pick
+from meshc.passes.planner.search import Search
+from meshc.passes.planner.space import Form, Key, Option
+
+CLOSEST: Final = 6
+"""Alternatives beside which the others are decided anew."""
+ROUNDS: Final = 2
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """
+    more_s  seconds of a call that it costs more;  held  bytes that a rank holds then
+    falls   where that falls: what costs more or less, the largest difference first
+    """
+
+    option: Option
+    more_s: float
+    held: float
+    falls: tuple[tuple[str, float], ...]
+
+
+class Alternatives:
+    """Of one choice of a search."""
+
+    def __init__(self, search: Search, pick: Pick) -> None:
+        self.search, self.pick, self.model = search, pick, search.model
+        self.groups: dict[int, list[Group]] = defaultdict(list)
+        for group in self.model.groups:
+            for number in dict.fromkeys((group.maker, *(leg.reader for leg in group.legs))):
+                self.groups[number].append(group)
+
+    def taken(self, key: Key) -> Option:
+        number = self.model.folded.of[key]
+        return self.model.decision(number).options[self.pick[number]]
+
+    def of(self, key: Key, count: int = 2) -> list[Alternative]:
+        """The best others, the cheapest first."""
+        number = self.model.folded.of[key]
+        others = [at for at in range(len(self.model.decision(number).options)) if at != self.pick[number]]
+        closest = sorted(others, key=lambda at: self._more(self._with(self.pick, number, at)))[:CLOSEST]
+        settled = sorted((self._settled(number, at) for at in closest), key=self._more)[:count]
+        return [
+            Alternative(
+                self.model.decision(number).options[pick[number]], self._more(pick), float(self.search.memory.walk(pick).max()),
+                tuple(self._falls(pick)),
+            )
+            for pick in settled
+        ]  # fmt: skip
+
+    def _settled(self, number: int, option: int) -> Pick:
+        """With the decisions beside it as they are best then."""
+        pick = self._with(self.pick, number, option)
+        changed = {number}
+        for _ in range(ROUNDS):
+            beside = dict.fromkeys(other for one in sorted(changed) for other in self._beside(one) if other != number)
+            before = pick
+            for other in beside:
+                options = range(len(self.model.own[other]))
+                best = min(options, key=lambda at: (self._local(self._with(pick, other, at), other), at != pick[other]))  # noqa: B023
+                if best != pick[other]:
+                    pick = self._with(pick, other, best)
+                    changed.add(other)
+            if pick == before:
+                break
+        return pick
+
+    def _beside(self, number: int) -> Iterator[int]:
+        for group in self.groups[number]:
+            yield group.maker
+            yield from (leg.reader for leg in group.legs)
+
+    def _with(self, pick: Pick, number: int, option: int) -> Pick:
+        return (*pick[:number], option, *pick[number + 1 :])
+
+    def _local(self, pick: Pick, number: int) -> float:
+        return float(self.model.own[number][pick[number]]) + sum(self.model.between(group, pick) for group in self.groups[number])
+
+    def _more(self, pick: Pick) -> float:
+        """Seconds that a choice costs more than the one that is taken."""
+        changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
+        own = sum(float(self.model.own[number][pick[number]] - self.model.own[number][self.pick[number]]) for number in changed)
+        return own + sum(self.model.between(group, pick) - self.model.between(group, self.pick) for group in self._touched(changed))
+
+    def _touched(self, numbers: Iterable[int]) -> list[Group]:
+        return list({id(group): group for number in numbers for group in self.groups[number]}.values())
+
+    def _falls(self, pick: Pick) -> Iterator[tuple[str, float]]:
+        """Terms of the cost that differ."""
+        changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
+        differs: Counter[str] = Counter()
+        for sign, each in ((1.0, pick), (-1.0, self.pick)):
+            for number in changed:
+                differs[named(self.model.folded.members[number][0])] += sign * float(self.model.own[number][each[number]])  # type: ignore[assignment]
+            for group in self._touched(changed):
+                for text, seconds in changes(self.model, group, each):
+                    differs[text] += sign * seconds  # type: ignore[assignment]
+        yield from sorted(((text, more) for text, more in differs.items() if abs(more) > 1e-9), key=lambda one: -abs(one[1]))
+
+
+def changes(model: Model, group: Group, pick: Pick) -> Iterator[tuple[str, float]]:
+    """The changes of sharding of a group's values, each with what it takes for all of them."""
+    lies = int(group.given[pick[group.maker]])
+    seen = set()
+    for leg in group.legs:
+        wants = int(leg.forms[pick[leg.reader]])
+        key = wants, leg.phase if leg.gathers[lies, wants] else ""
+        if key in seen or not leg.price[lies, wants] > 0:
+            continue
+        seen.add(key)
+        how = collectives(model, group.lies[lies], group.wants[wants])
+        yield f"{how} of {named(group.values[0].decision)}", len(group.values) * float(leg.price[lies, wants])
+
+
+def collectives(model: Model, source: Form, target: Form) -> str:
+    """`all_gather over dp`, of a change of sharding."""
+    moved = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a or b)
+    kinds = [(kind, axes) for kind, axes, _ in model.moves.messages(moved, source[1], target[1]) if kind not in ("slice", "first")]
+    return " and ".join(f"{kind} over {', '.join(axes)}" for kind, axes in kinds) or "a copy"
+
+
+def named(key: Key) -> str:
+    """A decision in words: `mm of layers.0.mlp.up_proj, backward`."""
+    if isinstance(key, tuple):
+        kind, name = key
+        return name if kind == "parameter" else f"the {kind} of {name}"
+    if key.op != "call_function":
+        return key.name
+    record = records(key)[0]
+    where = record.source.module
+    return f"{op_name(key).removeprefix('aten.').removeprefix('meshc.')}{f' of {where}' if where else ''}, {record.phase}"
+
+
+def nodes_of(search: Search, module: str) -> list[Node]:
+    """The operators of a module that decide something."""
+    keys = [key for key in search.space.decisions if not isinstance(key, tuple) and key.op == "call_function"]
+    return [key for key in keys if isinstance(key, Node) and records(key)[0].source.module == module]

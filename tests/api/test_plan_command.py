@@ -1,0 +1,92 @@
+"""`meshc plan`: which mesh and which plan, for devices that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshc.__main__ import main
+
+MODEL = '''
+import torch
+import meshc
+from torch import nn
+from torch.nn import functional as F
+
+
+class Two(nn.Module):
+    def __init__(self, hidden, ffn):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def train():
+    with torch.device("meta"):
+        model = Two(4096, 16384).to(torch.bfloat16)
+        x = torch.empty(65536, 4096, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss), {"x": x, "target": x}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_meshes_of_two_nodes_are_tried_and_the_best_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model.py:train", "--devices", "8", "--node", "4", "--memory", "40GB", "--top", "3"]) == 0
+    out, err = capsys.readouterr()
+    for mesh in ("dp=2,tp=4:", "dp=4,tp=2:", "dp=8:", "pp=2,"):
+        assert mesh in err
+    title, heads, _, *rows = out.splitlines()[:6]
+    assert title.startswith("8 x h100, 4 a node, 40.0 GB each: ") and title.endswith(" meshes")
+    assert heads.split()[:3] == ["mesh", "plan", "step"] and "of the peak" in heads
+    assert len(rows) == 3 and all(" %" in row and " GB" in row for row in rows)
+    assert "best: " in out and f"on mesh {rows[0].split()[0]}" in out
+
+
+def test_one_mesh_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model.py:train", "--mesh", "dp=2,tp=2", "--device", "a100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mesh"] == "dp=2,tp=2" and told["plans"][0]["mesh"] == "dp=2,tp=2"
+    steps = [row["step_s"] for row in told["plans"]]
+    assert steps == sorted(steps) and 0 < told["plans"][0]["of_the_peak"] < 0.75  # what a100's products reach at most
+    assert told["plans"][0]["computing_s"] + told["plans"][0]["exposed_s"] == pytest.approx(steps[0])
+
+
+def test_slower_devices_take_longer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = []
+    for device in ("a100", "h100"):
+        main(["plan", "model.py:train", "--mesh", "dp=4", "--device", device, "--json"])
+        steps.append(json.loads(capsys.readouterr().out)["plans"][0]["step_s"])
+    assert steps[0] > 1.5 * steps[1]
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["plan", "model.py:train", *arguments]) == 1
+    return capsys.readouterr().err.partition("meshc plan: ")[2]
+
+
+def test_where_nothing_fits_the_closest_mesh_says_what_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = failing(capsys, "--mesh", "dp=2", "dp=4", "--memory", "100MB")
+    first, second, *_, last = told.splitlines()
+    assert first == "none of 2 meshes has a plan that fits; the closest is dp=4:"
+    assert "no plan for dp keeps a rank within 100,000,000 bytes" in second and "the least that one was found to need is" in second
+    assert "what to do: " in last and 'Options(memory_budget="' in last
+
+
+def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "what to do: --devices 64, or --mesh dp=8,tp=8" in failing(capsys)
+    assert "the mesh dp=2 on cuda has 2 ranks, and --devices says 4" in failing(capsys, "--mesh", "dp=2", "--devices", "4")
+    assert "'80 XB' is no size of memory" in failing(capsys, "--devices", "2", "--memory", "80 XB")
+    assert "nothing is known of a device 'h1000'" in failing(capsys, "--devices", "2", "--device", "h1000")
+    assert "--node 0: a node has at least one device" in failing(capsys, "--devices", "2", "--node", "0")
