@@ -77,6 +77,10 @@ class Work:
         """At each point."""
         return np.array([0.0, *(self.send_s[point] for point in self.points[1:-1]), 0.0])
 
+    def sent(self, cuts: Sequence[int]) -> float:
+        """What the messages of a microbatch take, one way."""
+        return sum(self.send_s[cut] for cut in cuts)
+
     def seconds(self, halved: bool) -> Numbers:
         """Of stages between any two points, with backward in two or in one."""
         ops = HALVES if halved else ("F", WHOLE)

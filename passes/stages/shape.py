@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
@@ -38,6 +38,10 @@ STEPS: Final = (8, 4, 2, 1)
 
 GAIN: Final = 0.001
 """By how much a move must be played faster: fewer moves, and cuts that stand where least is sent stay there for less."""
+
+TOLL: Final = 0.01
+"""By how much cuts that send twice as much must be played faster: what is played is not exact to a part in a thousand, and what is sent
+takes memory, and a part of everybody's time, on both sides."""
 
 UNEVEN: Final = 0.02
 """By how much the busiest rank may have more to do than before its cuts are moved."""
@@ -109,8 +113,7 @@ def shapes_of(request: Request, found: Kinds, work: Work) -> Shapes:
     def shaped(kind: Kind | str) -> tuple[Shape, float]:
         ranks = _ranks(request, kind, stages)
         ways = balanced(len(ranks), isinstance(kind, Kind) and kind.splits_backward) if named is None else (named,)
-        shapes = [Shape(cuts, ranks, kind, request.count, trains) for cuts in ways]
-        return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1])
+        return fastest([Shape(cuts, ranks, kind, request.count, trains) for cuts in ways], work)
 
     if request.schedule is not None:
         return Shapes((shaped(_asked(request.schedule, trains, stages, request)),))
@@ -146,7 +149,8 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
     schedule = shape.schedule(chain(len(shape.ranks)), first)
     left = ACTIONS // max(1, sum(map(len, schedule.actions)))
     at = [0, *(bisect_left(work.points, cut) for cut in shape.cuts), len(work.points) - 1]
-    best = simulate(schedule, first).makespan_s
+    sent = work.sent(shape.cuts)
+    best = simulate(schedule, first).makespan_s * _toll(sent, sent)
     inner = range(1, len(at) - 1)
     scanned = min(SCANNED, left // (2 * max(1, len(inner))))
     for step, cut in itertools.product((0, *STEPS), inner):
@@ -156,14 +160,26 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
             if left > 0 and low <= place < high and place != at[cut]:
                 left -= 1
                 ways = [*at[:cut], place, *at[cut + 1 :]]
-                costs = work.costs([work.points[point] for point in ways[1:-1]])
+                cuts = [work.points[point] for point in ways[1:-1]]
+                costs = work.costs(cuts)
                 if _busiest(shape, costs) > most:
                     continue
-                seconds = simulate(schedule, costs).makespan_s
+                seconds = simulate(schedule, costs).makespan_s * _toll(work.sent(cuts), sent)
                 if seconds < best * (1 - GAIN):
                     at, best = ways, seconds
     other = replace(shape, cuts=tuple(work.points[point] for point in at[1:-1]))
-    return min((shape, shape.seconds(work)), (other, other.seconds(work)), key=lambda one: one[1])
+    return fastest([shape, other], work)
+
+
+def fastest(shapes: Sequence[Shape], work: Work) -> tuple[Shape, float]:
+    """Of ways to cut for one schedule the one that is played fastest, with its seconds; what sends more must be clearly faster."""
+    least = min(work.sent(shape.cuts) for shape in shapes)
+    return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1] * _toll(work.sent(one[0].cuts), least))
+
+
+def _toll(sent: float, least: float) -> float:
+    """What seconds are multiplied by for what is sent."""
+    return 1.0 + TOLL * sent / least if least else 1.0
 
 
 def _busiest(shape: Shape, costs: Costs) -> float:
