@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from meshc import environment
 from meshc.errors import VerifyError
+from meshc.frontend.capture import TorchGraph
 from meshc.ir import spmd
 from meshc.passes.driver.compile import whole_view
 from meshc.passes.driver.dump import dumper
@@ -35,6 +36,9 @@ class Checker(Protocol):
 
     def begin_again(self) -> None:
         """What is checked from here on is another program: that of the whole model, behind the one of a few of its layers."""
+
+    def check_calls(self, name: str, model: TorchGraph, device: str) -> None:
+        """The graph of torch's calls that the pass `name` has left; `device` is the type of the mesh's."""
 
     def check_graph(
         self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
@@ -82,12 +86,14 @@ def _verifier(checker: Checker) -> Hook:
             _begin_whole(checker, phase)
         text = _run_by(phase)
         if text in ("", checked):
-            return  # nothing to run before there are operators, or the same as before
+            return  # the same as before
         try:
             if isinstance(phase, Lowered):
                 checker.check_program(name, phase.as_program(), phase.parts)
             elif isinstance(phase, Placed | Traced) and (joint := phase.joint) is not None:
                 checker.check_graph(name, joint.graph, joint.inputs, joint.outputs, joint.constants)
+            elif isinstance(phase, Traced):
+                checker.check_calls(name, phase.model, phase.mesh.device_type)
         except Exception as error:
             kind = "" if isinstance(error, VerifyError) else f"{type(error).__name__}: "
             raise VerifyError(f"after the pass {name} the program no longer means what the model means\n  {kind}{error}") from error
@@ -105,11 +111,13 @@ def _begin_whole(checker: Checker, phase: Outset) -> None:
 
 
 def _run_by(phase: Outset) -> str:
-    """The text of what would be run: of the graph of operators, of the stages and their schedule."""
+    """The text of what would be run: of torch's calls, of the graph of operators, of the stages and their schedule."""
     if isinstance(phase, Lowered):
         return print_program(phase.as_program())
     if isinstance(phase, Placed | Traced) and (joint := phase.joint) is not None:
         return print_stage(Stage("main", joint.graph, tuple(p.key for p in joint.inputs), tuple(p.key for p in joint.outputs)))
+    if isinstance(phase, Traced):
+        return "\n".join(str(body.graph) for body in phase.model.module.modules() if isinstance(body, GraphModule))
     return ""
 
 
