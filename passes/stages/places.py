@@ -77,7 +77,7 @@ class Work:
         """At each point."""
         return np.array([0.0, *(self.send_s[point] for point in self.points[1:-1]), 0.0])
 
-    def sent(self, cuts: Sequence[int]) -> float:
+    def messages_s(self, cuts: Sequence[int]) -> float:
         """What the messages of a microbatch take, one way."""
         return sum(self.send_s[cut] for cut in cuts)
 

@@ -149,8 +149,8 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
     schedule = shape.schedule(chain(len(shape.ranks)), first)
     left = ACTIONS // max(1, sum(map(len, schedule.actions)))
     at = [0, *(bisect_left(work.points, cut) for cut in shape.cuts), len(work.points) - 1]
-    sent = work.sent(shape.cuts)
-    best = simulate(schedule, first).makespan_s * _toll(sent, sent)
+    messages_s = work.messages_s(shape.cuts)
+    best = simulate(schedule, first).makespan_s * _toll(messages_s, messages_s)
     inner = range(1, len(at) - 1)
     scanned = min(SCANNED, left // (2 * max(1, len(inner))))
     for step, cut in itertools.product((0, *STEPS), inner):
@@ -164,7 +164,7 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
                 costs = work.costs(cuts)
                 if _busiest(shape, costs) > most:
                     continue
-                seconds = simulate(schedule, costs).makespan_s * _toll(work.sent(cuts), sent)
+                seconds = simulate(schedule, costs).makespan_s * _toll(work.messages_s(cuts), messages_s)
                 if seconds < best * (1 - GAIN):
                     at, best = ways, seconds
     other = replace(shape, cuts=tuple(work.points[point] for point in at[1:-1]))
@@ -173,13 +173,13 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
 
 def fastest(shapes: Sequence[Shape], work: Work) -> tuple[Shape, float]:
     """Of ways to cut for one schedule the one that is played fastest, with its seconds; what sends more must be clearly faster."""
-    least = min(work.sent(shape.cuts) for shape in shapes)
-    return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1] * _toll(work.sent(one[0].cuts), least))
+    least = min(work.messages_s(shape.cuts) for shape in shapes)
+    return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1] * _toll(work.messages_s(one[0].cuts), least))
 
 
-def _toll(sent: float, least: float) -> float:
+def _toll(messages_s: float, least_s: float) -> float:
     """What seconds are multiplied by for what is sent."""
-    return 1.0 + TOLL * sent / least if least else 1.0
+    return 1.0 + TOLL * messages_s / least_s if least_s else 1.0
 
 
 def _busiest(shape: Shape, costs: Costs) -> float:
