@@ -256,8 +256,8 @@ def interrupt(group: ProcessGroup) -> None:
             work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=_INTERRUPT_TAG)
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
-    except (RuntimeError, ValueError):
-        pass  # it has timed out, or the group was lost or destroyed already
+    except (RuntimeError, TypeError, ValueError):
+        pass  # it has timed out, or the group was lost or destroyed already, of which torch says so by a TypeError
 
 
 def _direct(x: Tensor) -> bool:

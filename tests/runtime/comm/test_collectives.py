@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from meshc.errors import StateError
+from meshc.runtime.comm.collectives import interrupt
 from meshc.runtime.comm.groups import Groups
 from tests.runtime.launch import launch
 
@@ -29,3 +31,10 @@ def test_groups_of_a_2x2_mesh() -> None:
 def test_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(StateError, match="for the 4 ranks of the mesh dp=2,tp=2, but 3 were started: start 4, or compile for 3"):
         Groups({"dp": 2, "tp": 2}, 0, 3)
+
+
+def test_there_is_nothing_to_interrupt_of_a_group_that_was_destroyed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0])
+    dist.destroy_process_group()
+    interrupt(group)
