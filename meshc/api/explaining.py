@@ -28,7 +28,7 @@ from meshc.passes.depth.stands_for import captured_name
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.planner.alternatives import Alternative, Alternatives, collectives, named
 from meshc.passes.planner.search import Search
-from meshc.passes.planner.space import Decision, Key, Made, Option, Reading, given, wanted
+from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, given, wanted
 from meshc.program.program import PlainProgram
 from meshc.report.summary import bytes_text, placement
 
@@ -128,21 +128,24 @@ class _Explained:
             decision = self.search.space.decisions[node]
             said = self._said(decision, self.alternatives.taken(node))
             yield f"  {named(node)}: {said}; {_ms(self._own_s(node))}{self._alike(node)}"
-            for value in self._made_by(node):
-                lies = given(value, self.alternatives.taken(node), self.search.space.axes)
-                for reading in value.readings:
-                    wants = wanted(reading, self._option_of(node, reading))
-                    seconds = self.model.moves.seconds(lies, wants, float(value.elements * value.itemsize))
-                    if seconds:
-                        who = named(reading.node) if reading.node is not None else "the program's results"
-                        yield f"    for {who}: {collectives(self.model, lies, wants)}, {_ms(seconds)}"
+            yield from self._given_to(node)
             yield from (f"  {line}" for line in self._else(node, "else"))
         if len(nodes) > SHOWN:
             yield f"  and {len(nodes) - SHOWN} operators that take less time"
         yield from self._not_searched()
 
-    def _made_by(self, node: Node) -> list[Made]:
-        return [made for made in self.search.space.made if made.decision is node]
+    def _given_to(self, node: Node) -> Iterator[str]:
+        """Changes of sharding of what an operator makes, each with those who want it so."""
+        for value in (made for made in self.search.space.made if made.decision is node):
+            lies = given(value, self.alternatives.taken(node), self.search.space.axes)
+            readers: dict[Form, list[str]] = {}
+            for reading in value.readings:
+                who = "the program's results" if reading.node is None else named(reading.node)
+                readers.setdefault(wanted(reading, self._option_of(node, reading)), []).append(who)
+            for wants, names in readers.items():
+                seconds = self.model.moves.seconds(lies, wants, float(value.elements * value.itemsize))
+                if seconds:
+                    yield f"    for {' and '.join(dict.fromkeys(names))}: {collectives(self.model, lies, wants)}, {_ms(seconds)}"
 
     def _line(self, name: str) -> Node | None:
         """The node that a line of the program, or a value's name, means."""

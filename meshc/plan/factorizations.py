@@ -3,9 +3,10 @@
     factorizations(512, 8)
 
         dp=64,tp=8          an axis within a node, one between nodes
-        dp=8,dp_shard=8,tp=8
         dp=128,tp=4
+        dp=256,tp=2
         dp=512
+        dp=8,dp_shard=8,tp=8
         pp=2,dp=32,tp=8     stages outermost: their messages are the smallest
         pp=4,dp=16,tp=8
         pp=8,dp=8,tp=8
@@ -37,13 +38,13 @@ def _sizes(devices: int, node: int, stages: bool) -> Iterator[dict[str, int]]:
     inside = next(size for size in range(node, 0, -1) if devices % size == 0)
     nodes = devices // inside
     yield {"dp": nodes, "tp": inside}
-    outer = _near_root(nodes)
-    if outer > 1:
-        yield {"dp": outer, "dp_shard": nodes // outer, "tp": inside}
     for size in (inside // 2, 2):
         if size > 1 and inside % size == 0:
             yield {"dp": devices // size, "tp": size}
     yield {"dp": devices}
+    outer = _near_root(nodes)
+    if outer > 1:
+        yield {"dp": outer, "dp_shard": nodes // outer, "tp": inside}
     for count in STAGES if stages else ():
         if nodes % count == 0:
             yield {"pp": count, "dp": nodes // count, "tp": inside}

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from torch.fx import Node
-
+from meshc.cost.work import collapsed
 from meshc.ir import op_name, records
 from meshc.passes.planner.model import Group, Model, Pick
 from meshc.passes.planner.search import Search
@@ -110,25 +109,29 @@ class Alternatives:
         differs: Counter[str] = Counter()
         for sign, each in ((1.0, pick), (-1.0, self.pick)):
             for number in changed:
-                differs[named(self.model.folded.members[number][0])] += sign * float(self.model.own[number][each[number]])  # type: ignore[assignment]
+                differs[self._named(number)] += sign * float(self.model.own[number][each[number]])  # type: ignore[assignment]
             for group in self._touched(changed):
-                for text, seconds in changes(self.model, group, each):
+                for text, seconds in self._changes(group, each):
                     differs[text] += sign * seconds  # type: ignore[assignment]
         yield from sorted(((text, more) for text, more in differs.items() if abs(more) > 1e-9), key=lambda one: -abs(one[1]))
 
 
-def changes(model: Model, group: Group, pick: Pick) -> Iterator[tuple[str, float]]:
-    """The changes of sharding of a group's values, each with what it takes for all of them."""
-    lies = int(group.given[pick[group.maker]])
-    seen = set()
-    for leg in group.legs:
-        wants = int(leg.forms[pick[leg.reader]])
-        key = wants, leg.phase if leg.gathers[lies, wants] else ""
-        if key in seen or not leg.price[lies, wants] > 0:
-            continue
-        seen.add(key)
-        how = collectives(model, group.lies[lies], group.wants[wants])
-        yield f"{how} of {named(group.values[0].decision)}", len(group.values) * float(leg.price[lies, wants])
+    def _changes(self, group: Group, pick: Pick) -> Iterator[tuple[str, float]]:
+        """The changes of sharding of a group's values, each with what it takes for all of them."""
+        lies = int(group.given[pick[group.maker]])
+        seen: dict[tuple[int, str], None] = {}
+        for leg in group.legs:
+            wants = int(leg.forms[pick[leg.reader]])
+            key = wants, leg.phase if leg.gathers[lies, wants] else ""
+            if key not in seen and leg.price[lies, wants] > 0:
+                seen[key] = None
+                how = collectives(self.model, group.lies[lies], group.wants[wants])
+                yield f"{how} of {self._named(group.maker)}", len(group.values) * float(leg.price[lies, wants])
+
+    def _named(self, number: int) -> str:
+        """A class in words: its member, or what its members have in common."""
+        said = named(self.model.folded.members[number][0])
+        return said if self.model.count(number) == 1 else collapsed(said)
 
 
 def collectives(model: Model, source: Form, target: Form) -> str:
@@ -148,9 +151,3 @@ def named(key: Key) -> str:
     record = records(key)[0]
     where = record.source.module
     return f"{op_name(key).removeprefix('aten.').removeprefix('meshc.')}{f' of {where}' if where else ''}, {record.phase}"
-
-
-def nodes_of(search: Search, module: str) -> list[Node]:
-    """The operators of a module that decide something."""
-    keys = [key for key in search.space.decisions if not isinstance(key, tuple) and key.op == "call_function"]
-    return [key for key in keys if isinstance(key, Node) and records(key)[0].source.module == module]

@@ -9,6 +9,7 @@ import torch
 
 import meshc
 from tests import models
+from tests.passes.depth.stacks import Stack, compiled
 
 
 def step(case: models.Case) -> meshc.TrainStep:
@@ -18,22 +19,22 @@ def step(case: models.Case) -> meshc.TrainStep:
 
 @pytest.fixture(scope="module")
 def searched() -> meshc.Program:
-    case = models.llama(layers=1)
+    case = models.mlp(batch=8, width=64)
     return meshc.compile(step(case), meshc.Mesh("dp=2,tp=2"), kwargs=case.call_kwargs, plan="auto")
 
 
 @pytest.fixture(scope="module")
 def given() -> meshc.Program:
-    case = models.llama()
+    case = models.mlp(batch=8, width=64)
     return meshc.compile(step(case), meshc.Mesh("dp=2,tp=2"), kwargs=case.call_kwargs, plan="fsdp+megatron")
 
 
 def test_a_parameter_of_a_searched_plan_has_two_alternatives(searched: meshc.Program) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
+    name = "middle.weight"
     lines = searched.explain(name).splitlines()
     assert lines[0] == name
     assert lines[1].startswith("  stored     [")
-    assert any(line.startswith("  read by    mm of model.layers.0.mlp.up_proj, forward") for line in lines)
+    assert any(line.startswith("  read by    addmm of middle, forward") for line in lines)
     at = next(number for number, line in enumerate(lines) if line.startswith("  else"))
     others = [line for line in lines[at:] if re.match(r"  (else|its state|  )\s+\[", line)]
     assert len(others) == 4  # two of the parameter, two of its state
@@ -45,38 +46,37 @@ def test_what_is_taken_is_the_best_by_the_model(searched: meshc.Program) -> None
     """Where the clock has taken what was found: no single change saves anything."""
     if searched.lowered.placed.choices is None:
         pytest.fail("a recipe was taken: this test wants another model")
-    text = searched.explain("model.layers.0.mlp.down_proj.weight")
+    text = searched.explain("down.weight")
     found = [float(f"{sign}{number}") for sign, number in re.findall(r"([+-]) (\S+) ms, a rank holds", text)]
     assert found and all(more >= -1e-6 for more in found)
 
 
 def test_a_module_and_a_line(searched: meshc.Program) -> None:
-    told = searched.explain("model.layers.0.mlp.up_proj")
-    assert "mm of model.layers.0.mlp.up_proj, forward: dp: " in told and "else" in told
-    line = next(line for line in str(searched).splitlines() if "aten.mm(" in line and "up_proj" in line)
+    told = searched.explain("middle")
+    assert "addmm of middle, forward: dp: " in told and "else" in told
+    line = next(line for line in str(searched).splitlines() if "aten.addmm(" in line and "middle" in line)
     value = line.strip().partition(":")[0]
     for name in (line, value):
         told = searched.explain(name)
-        assert told.startswith(f"{value}, aten.mm: ") and "mm of model.layers.0.mlp.up_proj" in told
+        assert told.startswith(f"{value}, aten.addmm: ") and "addmm of middle" in told
 
 
 def test_a_plan_by_recipes_has_prices_and_no_alternatives(given: meshc.Program) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
+    name = "middle.weight"
     told = given.explain(name)
     assert "/dp" in told.splitlines()[1] and "all_gather over dp" in told
     assert "else" not in told and told.splitlines()[-1].startswith("  its plan was given, not searched for")
 
 
 def test_a_layer_that_is_not_captured_is_explained_by_the_one_that_stands_for_it() -> None:
-    case = models.llama(layers=7)
-    program = meshc.compile(step(case), meshc.Mesh("dp=2"), kwargs=case.call_kwargs, plan="fsdp")
+    program = compiled(Stack([16] * 7), plan="fsdp")
     assert program.lowered.depth is not None
-    one, other = (program.explain(f"model.layers.{number}.mlp.up_proj.weight").splitlines()[1:] for number in (1, 4))
+    one, other = (program.explain(f"layers.{number}.up.weight").splitlines()[1:] for number in (1, 4))
     assert one == other
 
 
 def test_a_name_that_nothing_has(given: meshc.Program) -> None:
     with pytest.raises(meshc.PlanError) as caught:
-        given.explain("model.layers.1.mlp.up_prog.weight")
-    assert "nothing in this program is called 'model.layers.1.mlp.up_prog.weight'" in str(caught.value)
-    assert "the closest are model.layers.1.mlp.up_proj.weight" in str(caught.value)
+        given.explain("midle.weight")
+    assert "nothing in this program is called 'midle.weight'" in str(caught.value)
+    assert "the closest are middle.weight" in str(caught.value)

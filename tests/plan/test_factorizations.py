@@ -15,7 +15,7 @@ def texts(devices: int, node: int, stages: bool = True) -> list[str]:
 
 def test_many_nodes() -> None:
     assert texts(512, 8) == [
-        "dp=64,tp=8", "dp=8,dp_shard=8,tp=8", "dp=128,tp=4", "dp=256,tp=2", "dp=512",
+        "dp=64,tp=8", "dp=128,tp=4", "dp=256,tp=2", "dp=512", "dp=8,dp_shard=8,tp=8",
         "pp=2,dp=32,tp=8", "pp=4,dp=16,tp=8", "pp=8,dp=8,tp=8",
     ]  # fmt: skip
 
