@@ -35,6 +35,7 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.overlap import overlapped_seconds
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.survey import searched_axes
 from meshc.passes.stages.attempt import Refused, attempt
@@ -48,10 +49,10 @@ BEST: Final = 3
 """Choices of one search that go through all passes."""
 ROUNDS: Final = 3
 """Searches, each for a smaller budget, until a program keeps it."""
-RECIPES: Final = 2
-"""Recipes that go through all passes,"""
-MARGIN: Final = 0.15
-"""if they may be so much slower by the model than what is found, as the clock has that."""
+RECIPES: Final = 3
+"""Recipes that go through all passes, if they are not estimated to be"""
+MARGIN: Final = 0.1
+"""so much slower than what is best so far."""
 FOUND: Final = "found"
 TOO_LARGE: Final = "more than a rank may hold"
 
@@ -97,12 +98,13 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Recipes for the open axes, `own` of their roles. `modelled` and `holds`: seconds and bytes by the model, where it prices them."""
+    """Recipes for the open axes, `own` of their roles. By the model: seconds, those with what can be hidden, and bytes."""
 
     name: str
     plan: Plan
     own: bool
     modelled: float | None = None
+    overlapped: float | None = None
     holds: float | None = None
 
     @property
@@ -116,7 +118,7 @@ class _Choosing:
     best      of those that keep the budget the fastest by the clock; of the others no program is kept
     lowered   what has been through all passes, with what its rank holds;  dropped  what has not
     refused   what stood in the way of candidates that could not be
-    certificate  of the last choice that was found
+    certificate  of the last choice that was found;  overlapped  its seconds with what can be hidden
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
     """
 
@@ -129,6 +131,7 @@ class _Choosing:
     dropped: list[Weighed] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
     certificate: Certificate | None = None
+    overlapped: float = 0.0
 
     def __post_init__(self) -> None:
         request = self.placed.request
@@ -139,8 +142,9 @@ class _Choosing:
         for at, recipe in enumerate(recipes):
             if recipe.name in priced:
                 pick = self.search.pick_of(priced[recipe.name])
-                recipes[at] = replace(recipe, modelled=float(self.search.model.seconds(pick)), holds=self.search.held(pick))
-        self.recipes = sorted(recipes, key=lambda one: (one.modelled is None, one.modelled or 0.0, not one.own))
+                modelled, hidden = self.search.model.seconds(pick), overlapped_seconds(self.search.model, pick)
+                recipes[at] = replace(recipe, modelled=float(modelled), overlapped=hidden, holds=self.search.held(pick))
+        self.recipes = sorted(recipes, key=lambda one: (one.overlapped is None, one.overlapped or 0.0, not one.own))
 
     def _recipes(self) -> Iterator[_Recipe]:
         given = {entry.axis: entry for entry in self.placed.plan.axes}
@@ -168,6 +172,7 @@ class _Choosing:
             for found in self.search.found(within)[:BEST]:
                 self.certificate = found.certificate
                 placed = replace(self.placed, choices=found.choices)
+                self.overlapped = overlapped_seconds(self.search.model, found.pick)
                 holds = self._try(Weighed(FOUND, str(placed.plan), found.certificate.seconds), placed)
                 if holds is None or self.budget is None or holds <= self.budget:
                     return
@@ -179,10 +184,10 @@ class _Choosing:
 
     def try_recipes(self) -> None:
         """Those that may be faster than what was found; where nothing fits, the one that holds least."""
-        ratio = 1.0 if self.best is None else self.best.seconds / (self.best.weighed.modelled or self.best.seconds)
+        ratio = 1.0 if self.best is None else self.best.seconds / (self.overlapped or self.best.seconds)
         tried: list[_Recipe] = []
         for recipe in self.recipes:
-            slow = recipe.modelled is not None and self.best is not None and recipe.modelled * ratio > self.best.seconds * (1 + MARGIN)
+            slow = recipe.overlapped is not None and self.best is not None and recipe.overlapped * ratio > self.best.seconds * (1 + MARGIN)
             large = self.budget is not None and not self.apart and recipe.holds is not None and recipe.holds > self.budget
             if len(tried) < RECIPES and not slow and not large:
                 tried.append(recipe)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from meshc.cost import memory
-from meshc.cost.devices import device, for_mesh
+from meshc.cost.devices import Link, device, for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import choose, pipeline
 from meshc.passes.driver.run import run
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.planner.overlap import overlapped_seconds
 from meshc.passes.planner.search import Search
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
@@ -109,3 +110,17 @@ def test_a_price_by_the_model_is_that_of_what_propagate_decides() -> None:
     assert search.model.seconds(pick) == pytest.approx(alone.certificate.seconds)
     assert search.held(pick) == pytest.approx(alone.certificate.held)
     assert found.certificate.seconds <= search.model.seconds(pick)
+
+
+def test_what_can_be_hidden_counts_as_far_as_it_exceeds_computing() -> None:
+    """Over slow links a gradient's reduction is longer than the products beside it; over fast ones it costs nothing."""
+    placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: auto\ntp: auto")
+    given = run(pipeline.PLACE[0], placed.asked(replace(placed.request, plan="dp: batch\ntp: batch")))
+    fast, link = device("h100"), Link(latency_s=1e-5, bandwidth_Bps=5e8)
+    for on, hides in ((fast, True), (replace(fast, inside_node=link, between_nodes=link), False)):
+        search = Search(given, on, ())
+        pick = search.found()[0].pick
+        computing = float(sum(own[option] for own, option in zip(search.model.own, pick, strict=True)))
+        seconds = overlapped_seconds(search.model, pick)
+        assert computing <= seconds <= search.model.seconds(pick)
+        assert (seconds < computing * 1.01) == hides

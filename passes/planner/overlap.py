@@ -1,0 +1,40 @@
+"""Overlap: what a choice takes if all communication is hidden that can be, an estimate of what the clock will say.
+
+    computing      |fwd ......|bwd ...............|adam|         gathers of stored parameters and reductions of gradients run beside it:
+    hidden            |gather|  |reduce_scatter|                 what they take counts as far as it exceeds the computing
+    exposed        what operators wait for: activations that change their split, outputs, parameters gathered after their update
+
+The objective of a search counts everything; of two choices that cost the same by it, one may hide what the other waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshc.passes.planner.model import Group, Leg, Model
+
+
+def overlapped_seconds(model: Model, pick: Sequence[int]) -> float:
+    computing = float(sum(own[option] for own, option in zip(model.own, pick, strict=True)))
+    hidden = exposed = 0.0
+    for group in model.groups:
+        lies = int(group.given[pick[group.maker]])
+        paid: dict[tuple[int, str], list[Leg]] = {}
+        for leg in group.legs:
+            wants = int(leg.forms[pick[leg.reader]])
+            paid.setdefault((wants, leg.phase if leg.gathers[lies, wants] else ""), []).append(leg)
+        whole = model.between(group, pick)
+        price = sum(float(legs[0].price[lies, wants]) for (wants, _), legs in paid.items())
+        aside = sum(
+            float(legs[0].price[lies, wants]) for (wants, _), legs in paid.items() if any(_hides(model, group, leg) for leg in legs)
+        )
+        share = aside / price if price else 0.0
+        hidden += whole * share
+        exposed += whole * (1 - share)
+    return exposed + max(computing, hidden)
+
+
+def _hides(model: Model, group: Group, leg: Leg) -> bool:
+    """Of a stored parameter on its way to operators, and of a gradient on its way to its update."""
+    maker, reader = (model.decision(number).key for number in (group.maker, leg.reader))
+    return (isinstance(maker, tuple) and maker[0] == "parameter") or (isinstance(reader, tuple) and reader[0] == "state")
