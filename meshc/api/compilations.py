@@ -20,6 +20,7 @@ from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.optimizer.optimizer import changes, describe
 from meshc.passes.phases.request import Request
+from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
@@ -68,6 +69,11 @@ class Compilations:
         if self._last is None:
             raise StateError("nothing is compiled yet: call the program, or give example inputs to meshc.compile")
         return self._last
+
+    @property
+    def plan(self) -> Plan:
+        """That of the last one; before there is any, what was asked for."""
+        return self.asked.plan if self._last is None else self._last.program.plan
 
     def guarded(self, what: str) -> Context:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""

@@ -121,7 +121,8 @@ class Program:
 
     @property
     def plan(self) -> Plan:
-        return self.asked.plan
+        """The plan; what a search has found for axes that were left open, for the call that ran last."""
+        return self.compilations.plan
 
     @property
     def options(self) -> Options:

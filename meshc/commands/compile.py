@@ -16,6 +16,7 @@ from meshc.commands.target import load_target, read_plan
 from meshc.errors import PlanError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
+from meshc.plan.plan import file_to_write
 from meshc.program.program import BACKENDS
 from meshc.runtime.saved.launched import run_command
 
@@ -26,6 +27,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
     told = "a recipe (fsdp+megatron_sp), lines of a plan, or a .plan, .yaml or .toml file; auto searches; default: what the axes' names say"
     command.add_argument("--plan", help=told)
     command.add_argument("--out", metavar="PATH", help="the folder to write; default: FUNCTION.meshc")
+    told = "write the plan as text, for --plan: what a search has found, where axes are left open (tp: auto)"
+    command.add_argument("--save-plan", metavar="FILE.plan", help=told)
     told = "eager or inductor; of several (eager,inductor) each has its program, in PATH/eager and PATH/inductor"
     command.add_argument("--backend", default=["eager"], type=_backends, help=told)
     command.add_argument("--inputs", default="global", choices=("global", "local"), help="local: examples are one rank's part")
@@ -41,6 +44,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     mesh = Mesh(options.mesh)
     plan = read_plan(options.plan)
+    plan_file = None if options.save_plan is None else file_to_write(options.save_plan)
     places = _places(Path(options.out or f"{options.target.rpartition(':')[2]}.meshc"), options.backend)
     what, args, kwargs = load_target(options.target)
     differentiate = isinstance(what, TrainStep) or options.grad
@@ -51,6 +55,8 @@ def run(options: argparse.Namespace) -> None:
         with nullcontext() if differentiate else torch.no_grad():
             program = compile.compile(what, mesh, **asked, backend=backend, options=more)
         program.save(out, weights=not options.no_weights)
+        if plan_file is not None:
+            program.plan.save(plan_file)
         print(program.summary())
         print(f"saved to {out}; run it with\n  {run_command(program.compiled, out)}")
 

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _as_saved(plan: Plan) -> Plan:
     """The plan, whose words a recipe may have written: factors that the model does not have are then no mistake of the user's."""
-    return Plan.of((replace(entry, source="the saved plan") for entry in plan.axes), plan.pins, plan.stores)
+    return plan.having(replace(entry, source="the saved plan") for entry in plan.axes)
 
 
 def same_program(one: PlainProgram, other: PlainProgram) -> bool:

@@ -1,4 +1,5 @@
-"""What a plan is made of: the entry of an axis, with the factors that it may take; pins and store lines, with what they say of each dim."""
+"""What a plan is made of: the entry of an axis, with the factors that it may take; pins and store lines, with what they say of each dim;
+pins of operators, with what each axis does there."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ STORES: Final[tuple[str, ...]] = ("params", "grads", "state")
 """What a store clause, or a store line, may name, in the order in which it is printed."""
 AUTO: Final = "auto"
 """Stands where the factors of an entry do, and leaves them to a search."""
+NOTHING: Final = "-"
+"""Stands for what an axis splits that splits nothing."""
+PENDING: Final = "pending"
+"""In a pin of operators, stands for what an axis splits over which a sum stays pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class AxisEntry:
     @property
     def splits(self) -> str:
         """What the axis splits, as plans say it."""
-        return AUTO if self.auto else " > ".join(", ".join(map(str, rank)) for rank in self.ranks) or "-"
+        return AUTO if self.auto else " > ".join(", ".join(map(str, rank)) for rank in self.ranks) or NOTHING
 
     def __str__(self) -> str:
         store = f"; store {', '.join(self.store)}" if self.store else ""
@@ -142,6 +147,54 @@ class StoreLine(_OfTensors):
         return f"store {self.pattern}{kinds}: {', '.join(map(str, self.dims))}"
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One factor of an operator, split by ``axes`` in order; the ``number``-th of those that have its name."""
+
+    factor: str
+    axes: tuple[str, ...]
+    number: int = 1
+
+    def __str__(self) -> str:
+        return "/".join((self.factor + (f"[{self.number}]" if self.number > 1 else ""), *self.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPin:
+    """What some axes do in the operators that ``pattern`` names: split factors (``splits``), split nothing (``whole``), or leave what is
+    pending over them pending (``pending``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
+
+    pattern: str
+    splits: tuple[Split, ...] = ()
+    whole: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    line: int = field(default=0, compare=False)
+    text: str = field(default="", compare=False)
+
+    @property
+    def modules(self) -> str:
+        """The glob of module paths."""
+        return self.pattern.partition("/")[0]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the pin is about."""
+        return (*itertools.chain.from_iterable(split.axes for split in self.splits), *self.whole, *self.pending)
+
+    def matches(self, name: str) -> bool:
+        """Whether the operator of this name (``model.norm/forward/mul.2``) is one of the pattern's."""
+        return all(map(fnmatchcase, name.split("/"), self.pattern.split("/")))
+
+    @property
+    def where(self) -> str:
+        """The line as messages and reasons cite it."""
+        return _cite(self)
+
+    def __str__(self) -> str:
+        told = [*self.splits, *("/".join((word, *axes)) for word, axes in ((NOTHING, self.whole), (PENDING, self.pending)) if axes)]
+        return f"pin op:{self.pattern}: {', '.join(map(str, told))}"
+
+
 TensorLine: TypeAlias = Pin | StoreLine
 
 
@@ -150,5 +203,5 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
     return [f"{first[one.axis].where} and {one.where}" for one in axes if first.setdefault(one.axis, one) is not one]
 
 
-def _cite(item: AxisEntry | _OfTensors) -> str:
+def _cite(item: AxisEntry | OperatorPin | _OfTensors) -> str:
     return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"

@@ -5,6 +5,7 @@
     cp: heads@attention > seq                      a factor inside one region of the model only
     pp: -                                          use this axis for nothing
     pin lm_head.weight: vocab/tp, _  only          one entry a dim of the tensors that a glob names
+    pin op:lm_head/backward: batch/dp, -/tp        what axes do in the operators that a glob names
     store lm_head.weight state: vocab/dp/tp, _     how what parameters need lies between steps, over and above the store clauses
 
 ``Plan(text)`` reads, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. What the entries mean is
@@ -23,14 +24,14 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import AxisEntry, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
+from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins and store lines.
+    """Axis entries, pins of tensors and of operators, and store lines.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin`` and ``store`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
@@ -39,19 +40,30 @@ class Plan:
     axes: tuple[AxisEntry, ...]
     pins: tuple[Pin, ...]
     stores: tuple[StoreLine, ...]
+    operators: tuple[OperatorPin, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         if isinstance(lines, Plan):
-            self._fill(lines.axes, lines.pins, lines.stores)
+            self._fill(lines.axes, lines.pins, lines.stores, lines.operators)
         else:
             self._fill(*read_entries(numbered(lines), "this plan"))
 
     @classmethod
-    def of(cls, axes: Iterable[AxisEntry] = (), pins: Iterable[Pin] = (), stores: Iterable[StoreLine] = ()) -> Plan:
+    def of(
+        cls,
+        axes: Iterable[AxisEntry] = (),
+        pins: Iterable[Pin] = (),
+        stores: Iterable[StoreLine] = (),
+        operators: Iterable[OperatorPin] = (),
+    ) -> Plan:
         """The plan of these entries, pins and store lines."""
         plan = object.__new__(cls)
-        plan._fill(tuple(axes), tuple(pins), tuple(stores))
+        plan._fill(tuple(axes), tuple(pins), tuple(stores), tuple(operators))
         return plan
+
+    def having(self, axes: Iterable[AxisEntry]) -> Plan:
+        """The same lines beside other entries."""
+        return Plan.of(axes, self.pins, self.stores, self.operators)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -70,11 +82,18 @@ class Plan:
             raise PlanError(f"{file}: {error}") from error
         return cls.of(*read_entries(lines, str(file)))
 
-    def _fill(self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the canonical text to a ``.plan`` file, which ``Plan.load`` reads."""
+        file_to_write(path).write_text(f"{self}\n", encoding="utf-8")
+
+    def _fill(
+        self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...], operators: tuple[OperatorPin, ...]
+    ) -> None:
         refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "pins", pins)
         object.__setattr__(self, "stores", stores)
+        object.__setattr__(self, "operators", operators)
 
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
@@ -85,6 +104,7 @@ class Plan:
         lines: tuple[TensorLine, ...] = (*self.pins, *self.stores)
         uses = [(entry.where, entry.axis) for entry in self.axes]
         uses += dict.fromkeys((line.where, axis) for line in lines for axis, _, _ in line.splits())
+        uses += dict.fromkeys((pin.where, axis) for pin in self.operators for axis in pin.axes)
         faults = [f"{where}: the mesh has no axis {axis}{suggest(axis, mesh.names)}" for where, axis in uses if axis not in mesh.names]
         for line in lines:
             faults += _clashes_within(line)
@@ -99,13 +119,23 @@ class Plan:
         refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", list(dict.fromkeys(faults)))
 
     def __add__(self, other: Plan) -> Plan:
-        return Plan.of(self.axes + other.axes, self.pins + other.pins, self.stores + other.stores)
+        return Plan.of(
+            self.axes + other.axes, self.pins + other.pins, self.stores + other.stores, self.operators + other.operators
+        )
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.axes, *self.pins, *self.stores)))
+        return "\n".join(map(str, (*self.axes, *self.pins, *self.operators, *self.stores)))
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"
+
+
+def file_to_write(path: str | os.PathLike[str]) -> Path:
+    """Where a plan may be written. Raises PlanError for another kind of file."""
+    file = Path(path)
+    if file.suffix != ".plan":
+        raise PlanError(f"{file}: a plan is written as lines, to a file that ends in .plan")
+    return file
 
 
 def contradictions(lines: Sequence[TensorLine]) -> list[str]:

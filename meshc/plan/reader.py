@@ -6,12 +6,14 @@ import importlib
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Final, NoReturn
+from typing import Final, TypeAlias
 
 from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
 from meshc.ir.mesh import NAME, RESERVED
-from meshc.plan.entries import AUTO, STORES, AxisEntry, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
+from meshc.plan import operator_pins
+from meshc.plan.cursor import FACTOR, GLOB, Fault, Line
+from meshc.plan.entries import AUTO, STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 
 WORDS: Final = ("pin", *RESERVED)
@@ -115,56 +117,19 @@ def _refuse_long(text: str, most: int = MOST_PLAN_MARKUP) -> None:
 
 # Reading.
 
-_FACTOR: Final = re.compile(r"(?:\w[\w-]*|\*(?=\.))(?:\.(?:\w[\w-]*|\*))*")
-_GLOB: Final = re.compile(r"[\w.*?\[\]!-]+")
 _KIND: Final = re.compile(r"\w+:(?=[\w.*?\[\]!-]+\s*:)")
 _PIN: Final = re.compile(r"pin\s+(?=[^\s:])")
 _AUTO: Final = re.compile(rf"{AUTO}(?![\w.-])")
 _RESERVED: Final = re.compile(rf"(?:{'|'.join(RESERVED)})\b")
 
-
-class _Fault(Exception):
-    def __init__(self, column: int, fix: str) -> None:
-        self.column = column
-        self.fix = fix
+Entries: TypeAlias = tuple[tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...]]
 
 
-class _Line:
-    """A cursor over one line."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.skip()
-
-    def skip(self) -> None:
-        while self.at < len(self.text) and self.text[self.at].isspace():
-            self.at += 1
-
-    @property
-    def done(self) -> bool:
-        return self.at == len(self.text)
-
-    def accept(self, pattern: str | re.Pattern[str]) -> str | None:
-        match = re.compile(pattern).match(self.text, self.at)
-        if match is None:
-            return None
-        self.at = match.end()
-        self.skip()
-        return match[0].strip()
-
-    def expect(self, pattern: str | re.Pattern[str], fix: str) -> str:
-        found = self.accept(pattern)
-        return self.fail(fix) if found is None else found
-
-    def fail(self, fix: str, at: int | None = None) -> NoReturn:
-        raise _Fault(self.at if at is None else at, fix)
-
-
-def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...]]:
+def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
     axes: list[AxisEntry] = []
     pins: list[Pin] = []
     stores: list[StoreLine] = []
+    operators: list[OperatorPin] = []
     faults: list[str] = []
     for index, (number, raw) in enumerate(lines, 1):
         if index > MOST_PLAN_LINES:
@@ -172,25 +137,28 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> tuple[tuple[Axi
         if len(raw) > MOST_PLAN_LINE:
             raise PlanError(f"{name} cannot be read: line {index} has {len(raw)} characters, of which {MOST_PLAN_LINE} may be")
         text = raw.split("#", 1)[0].expandtabs().rstrip()
-        line = _Line(text)
+        line = Line(text)
         if line.done:
             continue
         try:
             if line.accept(_PIN) is not None:
-                pins.append(_read_pin(line, number))
+                if line.accept(operator_pins.BEGIN) is not None:
+                    operators.append(operator_pins.read_operator_pin(line, number))
+                else:
+                    pins.append(_read_pin(line, number))
             elif (word := line.accept(_RESERVED)) is not None:
                 stores.append(_read_store_line(line, number, word))
             else:
                 axes.append(_read_axis(line, number))
-        except _Fault as fault:
+        except Fault as fault:
             head = f"line {number}: " if number else ""
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
     doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
     refuse_faults(f"{name} cannot be read", faults + doubled)
-    return tuple(axes), tuple(pins), tuple(stores)
+    return tuple(axes), tuple(pins), tuple(stores), tuple(operators)
 
 
-def _read_axis(line: _Line, number: int) -> AxisEntry:
+def _read_axis(line: Line, number: int) -> AxisEntry:
     axis = line.expect(NAME, "a line starts with the name of a mesh axis, with `pin` or `store`; as in `tp: heads, ffn`")
     line.expect(":", f"after the axis comes a colon: `{axis}: heads, ffn`")
     ranks: list[tuple[Term, ...]] = []
@@ -209,14 +177,14 @@ def _read_axis(line: _Line, number: int) -> AxisEntry:
     return AxisEntry(axis, tuple(ranks), store, number, line.text.strip())
 
 
-def _read_rank(line: _Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
+def _read_rank(line: Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
     rank: list[Term] = []
     while not rank or line.accept(","):
         start = line.at
-        factor = line.expect(_FACTOR, f"a factor belongs here, as in `{axis}: heads, ffn > seq`; `{axis}: -` uses the axis for nothing")
+        factor = line.expect(FACTOR, f"a factor belongs here, as in `{axis}: heads, ffn > seq`; `{axis}: -` uses the axis for nothing")
         if factor == AUTO:
             line.fail(f"{AUTO} is no factor: `{axis}: {AUTO}` alone leaves an axis to the search", start)
-        region = line.expect(_GLOB, f"a region follows @: `{factor}@attention`, or a glob of module paths") if line.accept("@") else None
+        region = line.expect(GLOB, f"a region follows @: `{factor}@attention`, or a glob of module paths") if line.accept("@") else None
         term = Term(factor, region)
         if term in seen:
             line.fail(f"{term} is there twice: keep one", start)
@@ -225,12 +193,12 @@ def _read_rank(line: _Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
     return tuple(rank)
 
 
-def _read_store(line: _Line) -> tuple[str, ...]:
+def _read_store(line: Line) -> tuple[str, ...]:
     line.expect(r"store\b", "only `store params, grads, state`, or a part of it, follows a semicolon")
     return _read_kinds(line)
 
 
-def _read_kinds(line: _Line) -> tuple[str, ...]:
+def _read_kinds(line: Line) -> tuple[str, ...]:
     words: list[str] = []
     while not words or line.accept(","):
         start = line.at
@@ -243,7 +211,7 @@ def _read_kinds(line: _Line) -> tuple[str, ...]:
     return tuple(word for word in STORES if word in words)
 
 
-def _read_store_line(line: _Line, number: int, word: str) -> StoreLine:
+def _read_store_line(line: Line, number: int, word: str) -> StoreLine:
     names = "a store line names parameters, with * for any text, as in `store lm_head.weight state: vocab/dp, _`"
     if word in TO_COME:
         line.fail(f"lines that begin with {word} are reserved: {TO_COME[word]}; leave the line out", 0)
@@ -252,7 +220,7 @@ def _read_store_line(line: _Line, number: int, word: str) -> StoreLine:
     start = line.at
     if line.accept(_KIND) is not None:
         line.fail(f"what lies between steps are parameters, their gradients and state: {names}", start)
-    pattern = line.expect(_GLOB, names)
+    pattern = line.expect(GLOB, names)
     kinds = STORES
     if line.accept(":") is None:
         kinds = _read_kinds(line)
@@ -262,13 +230,16 @@ def _read_store_line(line: _Line, number: int, word: str) -> StoreLine:
     return StoreLine(pattern, dims, kinds, number, line.text.strip())
 
 
-def _read_pin(line: _Line, number: int) -> Pin:
-    names = "a pin names parameters (`fc*.weight`), an input (`input:x`) or a module's value (`value:model.norm`), with * for any text"
+def _read_pin(line: Line, number: int) -> Pin:
+    names = (
+        "a pin names parameters (`fc*.weight`), an input (`input:x`), a module's value (`value:model.norm`) or operators "
+        "(`op:model.norm/backward`), with * for any text"
+    )
     start = line.at
     kind = line.accept(_KIND) or ""
     if kind not in ("", "input:", "value:"):
         line.fail(names, start)
-    pattern = kind + line.expect(_GLOB, names)
+    pattern = kind + line.expect(GLOB, names)
     line.expect(":", f"after the pattern comes a colon, then one entry for each dim: `pin {pattern}: vocab/tp, _`")
     dims = _read_dims(line)
     only = line.accept(r"only\b") is not None
@@ -276,26 +247,26 @@ def _read_pin(line: _Line, number: int) -> Pin:
     return Pin(pattern, dims, only, number, line.text.strip())
 
 
-def _read_dims(line: _Line, again: bool = False) -> tuple[PinDim, ...]:
+def _read_dims(line: Line, again: bool = False) -> tuple[PinDim, ...]:
     dims = [_read_dim(line, again)]
     while line.accept(","):
         dims.append(_read_dim(line, again))
     return tuple(dims)
 
 
-def _refuse_rest(line: _Line, more: str = "") -> None:
+def _refuse_rest(line: Line, more: str = "") -> None:
     if not line.done:
         line.fail(f"separate dims by `,`, factors in a dim by `*`, axes by `/`{more}")
 
 
-def _read_dim(line: _Line, again: bool) -> PinDim:
+def _read_dim(line: Line, again: bool) -> PinDim:
     """`again`: a factor's name may stand there twice, for two factors that have it."""
     if line.accept(r"_(?=\s*(?:,|$)|\s+only\b)") is not None:
         return PinDim()
     parts: list[PinFactor] = []
     while not parts or line.accept(r"\*"):
         start = line.at
-        factor = line.expect(_FACTOR, "a dim is FACTOR, FACTOR/AXIS, FACTOR! or _, as in `vocab/tp, _`")
+        factor = line.expect(FACTOR, "a dim is FACTOR, FACTOR/AXIS, FACTOR! or _, as in `vocab/tp, _`")
         if factor == AUTO:
             line.fail(f"{AUTO} is no factor: write `_` for a dim left open", start)
         if factor in ("_", "only"):

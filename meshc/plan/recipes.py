@@ -112,7 +112,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
         if not faults and _source(recipe) not in used
     ]
     refuse_faults(f"the mesh {mesh} cannot be planned", faults)
-    return Plan.of(entries, hand.pins, hand.stores)
+    return hand.having(entries)
 
 
 def explain(plan: PlanLike, mesh: Mesh) -> str:
@@ -124,7 +124,7 @@ def explain(plan: PlanLike, mesh: Mesh) -> str:
         rows.append((axis.name, str(axis.size), entry.splits, ", ".join(entry.store) or "-", source))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *map(str, (*resolved.pins, *resolved.stores))])
+    return "\n".join([*lines, *map(str, (*resolved.pins, *resolved.operators, *resolved.stores))])
 
 
 def _recipes(text: str, mesh: Mesh) -> list[Recipe]:

@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from tabulate import tabulate
@@ -31,6 +31,9 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
 from meshc.report.account import link_accounts, stage_accounts
+
+PLAN_LINES: Final = 20
+"""Of a plan that are shown."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,15 @@ def _head(program: PlainProgram) -> str:
     batches = f", {program.microbatches} microbatches" if program.microbatches > 1 else ""
     regions = f", compiled regions ({program.backend})" if program.backend != "eager" else ""
     return f"{what} for {ranks} rank{'s' * (ranks > 1)}, mesh {program.mesh}{batches}{regions}\n" + "\n".join(
-        f"  {line}" for line in str(program.plan).splitlines()
+        f"  {line}" for line in _plan(str(program.plan).splitlines())
     )
+
+
+def _plan(lines: list[str]) -> list[str]:
+    """A plan's lines; of a long one, as searches may find, the first."""
+    if len(lines) <= PLAN_LINES:
+        return lines
+    return [*lines[:PLAN_LINES], f'and {len(lines) - PLAN_LINES} more lines: print(program.plan), or program.plan.save("found.plan")']
 
 
 # ----------------------------------------------------------------------------------------------------------------------- parameters

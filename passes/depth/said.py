@@ -30,8 +30,9 @@ class Said:
             self.groups |= {id(parameter): ("idle", holder) for parameter, holder in spec.idle}
         plan = resolve(request.plan, request.mesh)
         lines = (*plan.pins, *plan.stores)
-        texts = [line.pattern for line in lines]
+        texts = [*(line.pattern for line in lines), *(pin.modules for pin in plan.operators)]
         texts += [part.factor for line in lines for dim in line.dims for part in dim.factors]
+        texts += [split.factor for pin in plan.operators for split in pin.splits]
         texts += [text for entry in plan.axes for text in re.split(r"[\s,;>@]+", str(entry))]
         if any(NAME.fullmatch(text) for text in texts):
             raise Unequal("the plan names a dim by a number that goes by the layers (f0, f1, ...)")

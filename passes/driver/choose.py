@@ -9,7 +9,7 @@
 The planner's model leaves out what later passes do; so the cheapest few of its choices go through all passes, and of those whose program
 keeps the budget by its own walk the one that the clock likes best is taken. Where programs hold more than the model thought, the search is
 asked again for as much less. The recipes that an expert would try are candidates too: the model prices them all, and those that may be the
-best by it go through all passes as well.
+best by it go through all passes as well. The plan of what was found is its text (`found_text.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from meshc.cost.weigh import weigh
 from meshc.errors import MeshcError
 from meshc.frontend.faults import phase as part
 from meshc.passes.driver import pipeline
+from meshc.passes.driver.found_text import as_asked, with_text
 from meshc.passes.driver.nothing_fits import nothing_fits
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import SLOWER, Heard
@@ -91,7 +92,8 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
     if taken is None:
         raise choosing.refusal()
     taken.heard.tell(hook)
-    left = replace(taken.lowered.noting(choosing.note(taken)), weighed=tuple(choosing.table(taken)))
+    left = as_asked(taken.lowered, placed, choosing.axes).noting(choosing.note(taken))
+    left = replace(left, weighed=tuple(choosing.table(taken)))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values())
     return replace(left, seconds={**left.seconds, "choose": max(0.0, time.process_time() - start - spent)})
 
@@ -151,8 +153,7 @@ class _Choosing:
         found = combinations(self.axes, step=bool(self.placed.joint.updates), local=self.placed.request.inputs == "local")
         for name, entries in found:
             said = {**given, **{entry.axis: entry for entry in entries}}
-            plan = Plan.of(said.values(), self.placed.plan.pins, self.placed.plan.stores)
-            yield _Recipe(name, plan, all(entry == by_role(entry.axis) for entry in entries))
+            yield _Recipe(name, self.placed.plan.having(said.values()), all(entry == by_role(entry.axis) for entry in entries))
 
     def _under(self, plan: Plan) -> Placed:
         return self.placed.asked(replace(self.placed.request, plan=plan))
@@ -171,8 +172,8 @@ class _Choosing:
             tried: list[tuple[float, float]] = []
             for found in self.search.found(within)[:BEST]:
                 self.certificate = found.certificate
-                placed = replace(self.placed, choices=found.choices)
                 self.overlapped = overlapped_seconds(self.search.model, found.pick)
+                placed = with_text(self.placed, self.axes, found.choices)
                 holds = self._try(Weighed(FOUND, str(placed.plan), found.certificate.seconds), placed)
                 if holds is None or self.budget is None or holds <= self.budget:
                     return
@@ -205,7 +206,8 @@ class _Choosing:
             self._try(least.weighed, self._under(least.plan))
         for within in (self.search.least, None) if self.best is None else ():
             for found in self.search.found(within)[:1]:
-                self._try(Weighed(FOUND, str(self.placed.plan), found.certificate.seconds), replace(self.placed, choices=found.choices))
+                placed = with_text(self.placed, self.axes, found.choices)
+                self._try(Weighed(FOUND, str(placed.plan), found.certificate.seconds), placed)
 
     def _try(self, weighed: Weighed, placed: Placed) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason."""

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
 from meshc.ir.sharding import Sharding
 from meshc.passes.phases.factors import Factors, Token
+
+
+@dataclass(frozen=True)
+class Directed:
+    """What one operator is told to do along some axes.
+
+    axes      those that are spoken of; what others do is not said
+    tokens    the axes of each token, major to minor
+    deferred  axes over which its operands come in still pending, and its result is
+    """
+
+    axes: tuple[str, ...] = ()
+    tokens: Mapping[Token, tuple[str, ...]] = field(default_factory=dict)
+    deferred: tuple[str, ...] = ()
+
+    def along(self, axes: Collection[str]) -> Directed:
+        """What is said of these axes."""
+        tokens = {token: tuple(axis for axis in row if axis in axes) for token, row in self.tokens.items()}
+        return Directed(
+            tuple(axis for axis in self.axes if axis in axes),
+            {token: row for token, row in tokens.items() if row},
+            tuple(axis for axis in self.deferred if axis in axes),
+        )
 
 
 @dataclass(frozen=True)
@@ -24,6 +47,10 @@ class Choices:
     tokens: Mapping[Node, Mapping[Token, tuple[str, ...]]] = field(default_factory=dict)
     deferred: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)
     storage: Mapping[tuple[str, str], Sharding] = field(default_factory=dict)
+
+    def directed(self, node: Node) -> Directed | None:
+        """What an operator is to do; None for one of which nothing is said."""
+        return Directed(self.axes, self.tokens[node], self.deferred.get(node, ())) if node in self.tokens else None
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.choices import Choices, Directed
 from meshc.passes.phases.factors import Factors, Value
 from meshc.passes.phases.later import Later
 from meshc.passes.phases.names import Names
@@ -29,12 +29,14 @@ class Pins:
     storage  of pins: where parameters are stored, with gradients and state
     spread   of pins that are not `only`: whole classes
     stored   of store lines: where each of a parameter, its gradient and its state lies, by name and kind; over and above `storage`
+    operators  of pins of operators: what these are told
     """
 
     values: Mapping[Value, Slots] = field(default_factory=dict)
     storage: Mapping[str, Slots] = field(default_factory=dict)
     spread: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     stored: Mapping[tuple[str, str], Slots] = field(default_factory=dict)
+    operators: Mapping[Node, Directed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

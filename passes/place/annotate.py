@@ -16,6 +16,7 @@ from difflib import get_close_matches
 
 from meshc.ir.mesh import Axis
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.operator_pins import operator_pins
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.store_lines import store_lines
 from meshc.plan.entries import AxisEntry
@@ -28,9 +29,10 @@ def annotate(placed: Placed) -> Placed:
     pinning = Pinning(placed)
     faults += pinning.apply()
     stored, more = store_lines(placed, pinning.names)
-    faults += more
+    told, others = operator_pins(placed, pinning)
+    faults += [*more, *others]
     refuse_faults("the plan does not fit this model", faults)
-    placed = replace(placed, names=pinning.names, pins=replace(pinning.pins(), stored=stored))
+    placed = replace(placed, names=pinning.names, pins=replace(pinning.pins(), stored=stored, operators=told))
     return placed.noting(*notes, *_large_axes(placed))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
@@ -12,20 +13,26 @@ from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Interest, Propagator, interests
 from meshc.passes.place.storage import CLAUSE, held_to
 
+Kind = TypeVar("Kind", bound=Propagator)
+
 
 def assign(placed: Placed) -> Placed:
+    placed = replace(placed, assignment=propagator(placed, Propagator).run())
+    return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed))
+
+
+def propagator(placed: Placed, kind: type[Kind]) -> Kind:
+    """What will decide how values lie under this plan."""
     joint, names = placed.joint, placed.names
     interest = interests(placed.plan, names, list(placed.sizes))
     if placed.opened is not None:
         interest = interests_of_rows(placed.opened, placed.factors, interest)
     if placed.parts is not None:
         interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
-    assignment = Propagator(
+    return kind(
         joint.graph, placed.factors, names, placed.plan, placed.sizes, joint.inputs, updates=joint.updates, interest=interest,
         pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch, choices=placed.choices,
-    ).run()  # fmt: skip
-    placed = replace(placed, assignment=assignment)
-    return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed))
+    )  # fmt: skip
 
 
 def _idle_pins(placed: Placed) -> list[str]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import TypeAlias
 
 from torch.fx import Graph, Node
 
@@ -25,7 +26,7 @@ from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.choices import Choices, Directed
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Pins
@@ -79,6 +80,12 @@ def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Intere
                             ranks.setdefault(factor, []).append((rank, term.region))
         found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()})
     return found
+
+
+Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
+"""Of operands, reductions that they need not have seen."""
+Decision: TypeAlias = tuple[dict[Token, tuple[str, ...]], Deferred]
+"""What an operator does: the axes of each of its tokens, and what is deferred."""
 
 
 class Propagator:
@@ -169,8 +176,7 @@ class Propagator:
             return
         if instance.kind == "unknown":
             self.result.replicated.append(node)
-        chosen = self._stored(instance) if node in self.updates else self._choose(instance)
-        deferred = self._deferred(instance, chosen)
+        chosen, deferred = self.decision(instance)
         self.result.chosen[node] = chosen
         wanted = []
         for value, dims in zip(instance.values, instance.operands, strict=True):
@@ -194,14 +200,27 @@ class Propagator:
     def given(self, value: Value) -> Sharding | None:
         return self.result.given.get(value)
 
-    def _choose(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+    def decision(self, instance: Instance) -> Decision:
+        """What an operator does: an update goes by the state, others by what they are told, by pins, and by what axes may take."""
+        if instance.node in self.updates:
+            return self._stored(instance), {}
+        return self.decided(instance, self.told(instance.node))
+
+    def told(self, node: Node) -> Directed:
+        """What a search, or else the plan's pins of operators, say of an operator."""
+        return self.choices.directed(node) or self.pins.operators.get(node) or Directed()
+
+    def decided(self, instance: Instance, told: Directed) -> Decision:
+        """What an operator does if it is told so."""
+        chosen = self._choose(instance, told)
+        return chosen, self._deferred(instance, chosen, told)
+
+    def _choose(self, instance: Instance, told: Directed) -> dict[Token, tuple[str, ...]]:
         lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
-        searched = self.choices.tokens.get(instance.node)
-        held = self._pinned(instance) if searched is None else searched
-        chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in held.items()}
-        taken = {axis for axes in chosen.values() for axis in axes}
-        if searched is not None:
-            taken |= set(self.choices.axes)
+        chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in told.tokens.items()}
+        for held, axes in self._pinned(instance).items():
+            chosen.setdefault(held, []).extend(axis for axis in axes if axis not in told.axes)
+        taken = {axis for axes in chosen.values() for axis in axes}.union(told.axes)
         for axis in self.axes:
             if axis in taken or self._all_pending(instance, axis):
                 continue
@@ -213,12 +232,12 @@ class Propagator:
             if token is not None and token in instance.tied:
                 chosen.setdefault(instance.tied[token], []).append(axis)
         ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
-        if searched is not None:
-            ordered |= {token: (*axes, *(axis for axis in ordered[token] if axis not in axes)) for token, axes in searched.items()}
+        ordered |= {token: (*axes, *(axis for axis in ordered[token] if axis not in axes)) for token, axes in told.tokens.items()}
         for one in instance.rule.windows:  # its partner is split in the same order
             if (one, 0) in instance.tied and (one, 0) in ordered:
                 ordered[instance.tied[(one, 0)]] = ordered[(one, 0)]
-        return ordered
+        order = list(self.sizes)
+        return dict(sorted(ordered.items(), key=lambda item: [order.index(axis) for axis in item[1]]))
 
     def _pinned(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         found: dict[Token, tuple[str, ...]] = {}
@@ -294,12 +313,11 @@ class Propagator:
 
     # ------------------------------------------------------------------------------------------------------------ pending sums
 
-    def _deferred(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]]) -> dict[Value, tuple[tuple[str, str], ...]]:
+    def _deferred(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directed) -> Deferred:
         """Reductions that operands need not have seen: those that come out pending again, with no collective between."""
-        if not may_defer(instance) or instance.node in self.updates:
+        if not may_defer(instance):
             return {}
-        decided = self.choices.axes if instance.node in self.choices.tokens else ()
-        over = {*self.choices.deferred.get(instance.node, ()), *self._deferred_over(instance, chosen, decided)}
+        over = {*told.deferred, *self._deferred_over(instance, chosen, told.axes)}
         reductions = tuple((axis, "sum") for axis in self.axes if axis in over)
         return dict.fromkeys(deferring(instance), reductions) if reductions else {}
 
@@ -393,16 +411,17 @@ class Propagator:
             node = self.parameter(name)
             base = self._settled(name, node) if kind == "parameter" else None
             if base is None:
-                searched = self.choices.storage.get(key)
-                if searched is not None:
-                    self.result.storage[key] = searched
-                    return searched
-                base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
-                base = held_to(_without_axis(base, MICROBATCH), self.pins.storage.get(name, {}))
-                said = self.pins.stored.get(key, {})
-                base = stored_split(held_to(base, said), kind, self._stores(), self.sizes, said)
+                base = self.choices.storage.get(key) or self.stored_by_plan(name, kind, self._stores())
             self.result.storage[key] = base
         return self.result.storage[key]
+
+    def stored_by_plan(self, name: str, kind: str, stores: Mapping[str, tuple[str, ...]]) -> Sharding:
+        """How it would lie by its first use, pins, store lines and these store clauses, by axis."""
+        node = self.parameter(name)
+        base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
+        base = held_to(_without_axis(base, MICROBATCH), self.pins.storage.get(name, {}))
+        said = self.pins.stored.get((name, kind), {})
+        return stored_split(held_to(base, said), kind, stores, self.sizes, said)
 
     def _stores(self) -> dict[str, tuple[str, ...]]:
         """What is stored split along each axis, as the plan's entries say."""

@@ -25,7 +25,6 @@ from meshc.passes.planner.model import Pick
 from meshc.passes.planner.solve import Columns
 from meshc.passes.planner.survey import searched_axes, survey
 from meshc.plan.entries import AxisEntry
-from meshc.plan.plan import Plan
 
 RISE: Final = 16.0
 HIGHEST: Final = 1e-3
@@ -162,4 +161,4 @@ def _baseline(placed: Placed, open_axes: Sequence[str]) -> Assignment | None:
         return None
     kept = [entry for entry in placed.plan.axes if entry.axis not in open_axes]
     idle = [AxisEntry(axis) for axis in open_axes]
-    return assign(replace(placed, plan=Plan.of((*kept, *idle), placed.plan.pins))).decided()
+    return assign(replace(placed, plan=placed.plan.having((*kept, *idle)))).decided()

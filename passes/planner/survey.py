@@ -17,6 +17,7 @@ from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.propagate import backward_map, deferring, may_defer, spread
@@ -184,10 +185,14 @@ class _Survey:
     def _choices(self, instance: Instance, labels: tuple[Token, ...]) -> Decision:
         sizes = tuple(instance.size[token] for token in labels)
         held, deferred = self._as_planned(instance, labels)
+        told = (self.placed.pins.operators.get(instance.node) or Directed()).along(self.open_axes)
+        for token, axes in told.tokens.items():
+            held[labels.index(token)] = (*axes, *held.get(labels.index(token), ()))
+        deferred = (*deferred, *told.deferred)
         legal: dict[str, list[int | None]] = {}
         pinned = self._pinned(instance)
         for axis in self.axes:
-            if axis in self.open_axes:
+            if axis in self.open_axes and axis not in told.axes:
                 legal[axis] = self._legal(instance, labels, axis, pinned)
         if instance.kind == "unknown":
             legal = {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
-from meshc.plan.entries import STORES, AxisEntry, Pin, PinDim, PinFactor, StoreLine, Term
+from meshc.plan.entries import STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, Split, StoreLine, Term
 from meshc.plan.plan import Plan, contradictions
 from meshc.plan.recipes import RECIPES, explain, resolve
 
@@ -27,6 +27,7 @@ pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
 store lm_head.weight state : vocab/dp / tp,_
 store *.c_attn.weight grads,params: _, hidden!
 store norm.* state, params, grads: hidden/dp
+pin op:lm_head/backward/mm.2 : pending / cp, vocab/tp, - /dp,hidden [2]/x/y
 pin input:ids:batch/dp,seq
 """
 
@@ -38,6 +39,7 @@ pp: -
 pin lm_head.weight: vocab/tp, _  only
 pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
 pin input:ids: batch/dp, seq
+pin op:lm_head/backward/mm.2: vocab/tp, hidden[2]/x/y, -/dp, pending/cp
 store lm_head.weight state: vocab/dp/tp, _
 store *.c_attn.weight params, grads: _, hidden!
 store norm.*: hidden/dp"""
@@ -56,6 +58,7 @@ FACTORS = st.one_of(
 )
 REGIONS = st.sampled_from(["attention", "model.layers.*", "*.mlp", "model.layers.[0-3]", "h.?"])
 PATTERNS = st.sampled_from(["fc.weight", "*.weight", "input:x", "value:model.layers.*.mlp", "layers.[!0].w"])
+OPERATORS = st.sampled_from(["*", "lm_head", "/update", "model.layers.*/backward", "h.[!0].mlp/*/mm*", "norm/forward/mul.2"])
 
 
 @st.composite
@@ -92,11 +95,28 @@ STORE_LINES = st.builds(
     st.lists(st.lists(pin_factors(), max_size=3).map(lambda parts: PinDim(tuple(parts))), min_size=1, max_size=3),
     kinds(st.sets(st.sampled_from(STORES), min_size=1)),
 )
+
+@st.composite
+def operator_pins(draw: st.DrawFn) -> OperatorPin:
+    """Each axis once, each factor once."""
+    axes = draw(st.lists(NAMES, unique=True, min_size=1, max_size=4))
+    named = st.tuples(FACTORS.filter(lambda factor: factor not in ("pending", "_")), st.integers(1, 3))
+    places = draw(st.lists(st.sampled_from(["-", "pending"]) | named, min_size=len(axes), max_size=len(axes)))
+    splits: dict[tuple[str, int], tuple[str, ...]] = {}
+    for axis, place in zip(axes, places, strict=True):
+        if isinstance(place, tuple):
+            splits[place] = (*splits.get(place, ()), axis)
+    left = {word: tuple(axis for axis, place in zip(axes, places, strict=True) if place == word) for word in ("-", "pending")}
+    found = tuple(Split(factor, row, number) for (factor, number), row in splits.items())
+    return OperatorPin(draw(OPERATORS), found, left["-"], left["pending"])
+
+
 PLANS = st.builds(
     Plan.of,
     st.lists(NAMES, unique=True, max_size=4).flatmap(lambda axes: st.tuples(*map(axis_entries, axes))),
     st.lists(PINS, max_size=3),
     st.lists(STORE_LINES, max_size=2),
+    st.lists(operator_pins(), max_size=3),
 )
 
 
@@ -250,6 +270,16 @@ def test_every_bad_line_is_shown() -> None:
         ("remat layers.*: cheap", 0, "lines that begin with remat are reserved"),
         ("keep layers.0", 0, "lines that begin with keep are reserved"),
         ("offload state", 0, "lines that begin with offload are reserved"),
+        ("pin op:lm_head/backwards: batch/dp", 7, "backwards is no phase (did you mean backward?)"),
+        ("pin op:a/forward/mm/2: batch/dp", 7, "a pin of operators names MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR"),
+        ("pin op:lm_head: batch/dp tp", 25, "separate what axes do by `,`"),
+        ("pin op:lm_head: batch", 21, "a mesh axis follows, as in `batch/tp`: a pin of operators says what axes do"),
+        ("pin op:lm_head: _, batch/dp", 16, "_ is no factor: an axis that is left open is left out"),
+        ("pin op:lm_head: vocab!", 16, "say it of an axis: `-/AXIS` is an axis that splits nothing"),
+        ("pin op:lm_head: -", 16, "a pin of operators says what axes do"),
+        ("pin op:lm_head: auto/tp", 16, "auto is no factor"),
+        ("pin op:lm_head: batch/dp, -/dp", 28, "dp is there twice: an axis does one thing in an operator"),
+        ("pin op:lm_head: batch/dp, batch/tp", 26, "batch is there twice: write its axes one after the other, `batch/dp/tp`"),
     ],
 )
 def test_bad_line(line: str, column: int, fix: str) -> None:
@@ -431,3 +461,25 @@ def test_explain() -> None:
         "pin fc.weight: ffn/tp, _  only"
     )
     assert explain("fsdp", Mesh("dp=2")).splitlines()[1] == "dp    2      batch   params, grads, state  recipe fsdp"
+
+
+def test_pins_of_operators() -> None:
+    plan = Plan("pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp\npin op: ffn/tp, _\npin op:/update: pending/dp/tp")
+    first, second = plan.operators
+    assert first == OperatorPin("*.mlp/backward/mm*", (Split("ffn", ("dp", "tp")), Split("batch", ("cp",), 2)), ("sp",))
+    assert first.axes == ("dp", "tp", "cp", "sp") and first.where == "line 1, `pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp`"
+    assert second == OperatorPin("/update", pending=("dp", "tp")), "of the model itself"
+    assert [pin.pattern for pin in plan.pins] == ["op"], "a parameter may be called so"
+    names = ["h.0.mlp/backward/mm.2", "h.0.mlp/forward/mm", "h.0.mlp/backward/add", "mlp/backward/mm"]
+    assert [first.matches(name) for name in names] == [True, False, False, False]
+    assert Plan({"pin": ["op:lm_head: vocab/tp"]}) == Plan("pin op:lm_head: vocab/tp")
+    with pytest.raises(PlanError, match=r"line 1, `pin op:a: b/x`: the mesh has no axis x \(there are: dp, tp\)"):
+        Plan("pin op:a: b/x").check(Mesh("dp=2,tp=2"))
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    plan = Plan(TEXT)
+    plan.save(tmp_path / "a.plan")
+    assert Plan.load(tmp_path / "a.plan") == plan and (tmp_path / "a.plan").read_text() == CANONICAL + "\n"
+    with pytest.raises(PlanError, match=r"a\.toml: a plan is written as lines, to a file that ends in \.plan"):
+        plan.save(tmp_path / "a.toml")

@@ -21,6 +21,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.names import Names
 from meshc.passes.place.factorize import factorize
@@ -43,7 +44,7 @@ class Choosy(Propagator):
 
     chance: random.Random
 
-    def _choose(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+    def _choose(self, instance: Instance, told: Directed) -> dict[Token, tuple[str, ...]]:
         chosen: dict[Token, tuple[str, ...]] = {}
         for axis in self.axes:
             fits = [token for token in instance.size if self._fits(instance, token, chosen)]

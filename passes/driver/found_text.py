@@ -1,0 +1,38 @@
+"""Choices that a search has found, beside the plan that says them: a program of both is the plan's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.run import run_all
+from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.placed import Placed
+from meshc.passes.written.write import difference, write
+
+
+def with_text(placed: Placed, axes: Sequence[str], choices: Choices) -> Placed:
+    """With choices for `axes`, and the plan that says them in the place of the request's, unless that comes to something else."""
+    decided = run_all(pipeline.PLACE, replace(placed, choices=choices))
+    plan = write(decided, axes)
+    found = difference(replace(decided, plan=plan))
+    if found:
+        return replace(placed, choices=choices).noting(_no_text(axes, found))
+    return replace(placed.asked(replace(placed.request, plan=plan)), choices=choices)
+
+
+def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
+    """Of choices, under the request as it was, with the plan that says them; in parts of a batch, too, it must come to the same."""
+    if lowered.placed.choices is None:
+        return lowered
+    lowered = replace(lowered, request=replace(lowered.request, plan=placed.request.plan))
+    if lowered.sizes == placed.sizes or lowered.plan == placed.plan:
+        return lowered
+    found = difference(lowered.placed)
+    return replace(lowered, plan=placed.plan).noting(_no_text(axes, found)) if found else lowered
+
+
+def _no_text(axes: Sequence[str], why: str) -> str:
+    return f"{', '.join(axes)}: what was found has no text, and is in this program alone: {why}"

@@ -1,0 +1,154 @@
+"""Pins of operators: from what a plan says of them to each operator that it is about.
+
+    pin op:lm_head/backward: batch/dp, vocab/tp      each operator of lm_head's backward that has batch and vocab
+    pin op:*.norm/forward: -/tp                      nothing is split along tp there, and nothing stays pending over it
+
+A pin is about those operators of its pattern that have what it names: all its factors, and, if it leaves a sum pending, nothing that is
+done to it but adding up and scaling. Axes that it does not name go by the plan's entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch.fx import Node
+
+from meshc.ir.mesh import role
+from meshc.ir.sharding import tile_sizes
+from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.factors import Instance, Token
+from meshc.passes.phases.names import Names
+from meshc.passes.phases.placed import Placed
+from meshc.passes.place.operators import named_operators
+from meshc.passes.place.pins import Pinning
+from meshc.passes.place.propagate import may_defer
+from meshc.plan.entries import NOTHING, PENDING, OperatorPin
+
+
+def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Directed], list[str]]:
+    """What the plan's pins of operators say, and every fault, each naming the lines of the plan. `pinning`: its pins of tensors."""
+    if not placed.plan.operators:
+        return {}, []
+    named = named_operators(placed)
+    found: dict[Node, list[tuple[OperatorPin, Directed]]] = {}
+    faults: list[str] = []
+    for pin in placed.plan.operators:
+        told = {name: told_by(pin, name, instance, placed, pinning.names) for name, instance in named.items() if pin.matches(name)}
+        about = {name: each for name, each in told.items() if isinstance(each, Directed)}
+        if not about:
+            faults.append(f"{pin.where}: {next((each for each in told.values() if isinstance(each, str)), _unknown(pin, named))}")
+        for name, each in about.items():
+            others = found.setdefault(named[name].node, [])
+            for other, theirs in others:
+                faults += [f"{other.where} and {pin.where}: {why}" for why in _clashes(name, theirs, each, placed, named)]
+            faults += _against_values(name, named[name], pin, each, pinning)
+            others.append((pin, each))
+    return {node: _joined([each for _, each in pins], placed) for node, pins in found.items()}, list(dict.fromkeys(faults))
+
+
+def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, names: Names) -> Directed | str:
+    """What a pin tells an operator of its pattern, or why it is not about that one."""
+    tokens: dict[Token, tuple[str, ...]] = {}
+    for split in pin.splits:
+        token = token_called(split.factor, split.number, instance, names)
+        if token is None:
+            have = ", ".join(names.of[factor] for factor in instance.factor.values()) or "no factors"
+            again = "no factor" if split.number == 1 else "not so often the factor"
+            return f"{name} has {have}: {again} {split.factor!r}"
+        if token in instance.whole:
+            return f"{split.factor} stays whole in {name}: what it computes needs all of it"
+        fault = _too_many(split.axes, placed.real(instance.size[token]), placed)
+        if fault:
+            return f"{split.factor} of {name} {fault}"
+        tokens[token] = split.axes
+        if token in instance.tied:
+            tokens[instance.tied[token]] = split.axes
+    if pin.pending and not may_defer(instance):
+        return f"{name} does more than add up or scale, so no sum can stay pending past it (over {', '.join(pin.pending)})"
+    return Directed(pin.axes, tokens, pin.pending)
+
+
+def token_called(factor: str, number: int, instance: Instance, names: Names) -> Token | None:
+    """The number-th token whose factor has this name; where none has it for its own, of those that answer to it."""
+    own = [token for token, each in instance.factor.items() if fnmatchcase(names.of[each], factor)]
+    tokens = own or [token for token, each in instance.factor.items() if any(fnmatchcase(name, factor) for name in names.also[each])]
+    return tokens[number - 1] if number <= len(tokens) else None
+
+
+def _too_many(axes: Sequence[str], size: int, placed: Placed) -> str:
+    """Why these axes cannot split a factor of this size, one after the other; "" if they can, be it with padding."""
+    for at, axis in enumerate(axes):
+        if role(axis) == "pp":
+            return f"cannot be split by {axis}, which cuts the model into stages"
+        tile = tile_sizes(size, [placed.sizes[earlier] for earlier in axes[:at]])[-1]
+        if tile < 2 and placed.sizes[axis] > 1:
+            gone = f", of which {'/'.join(axes[:at])} leaves 1 to a rank" if at else ""
+            return f"has size {size}{gone}: nothing is left for {axis}"
+    return ""
+
+
+def _unknown(pin: OperatorPin, named: Mapping[str, Instance]) -> str:
+    """What to say of a pattern that matches no operator."""
+    depth = pin.pattern.count("/") + 1
+    within = list(dict.fromkeys(name.partition("/")[2] for name in named if fnmatchcase(name.partition("/")[0], pin.modules)))
+    if within:
+        return f"no operator is called {pin.pattern!r}; those of {pin.modules or 'the model itself'} are {', '.join(within)}"
+    close = get_close_matches(pin.pattern, {"/".join(name.split("/")[:depth]) for name in named}, 3, 0.4)
+    return f"no operator is called {pin.pattern!r}" + (f"; did you mean {', '.join(close)}?" if close else "")
+
+
+# ------------------------------------------------------------------------------------------------------------------- several lines
+
+
+def _clashes(name: str, one: Directed, other: Directed, placed: Placed, named: Mapping[str, Instance]) -> Iterator[str]:
+    for axis in one.axes:
+        if axis in other.axes and (mine := _does(axis, one)) != (theirs := _does(axis, other)):
+            said = [_said(what, named[name], placed.names) for what in (mine, theirs)]
+            yield f"in {name} {axis} splits {said[0]} in one and {said[1]} in the other; keep one of the two"
+            return
+    for token, axes in one.tokens.items():
+        shared = set(axes) & set(other.tokens.get(token, ()))
+        if [axis for axis in axes if axis in shared] != [axis for axis in other.tokens.get(token, ()) if axis in shared]:
+            yield f"in {name} {', '.join(sorted(shared))} stand in another order in the other; keep one of the two"
+            return
+
+
+def _does(axis: str, told: Directed) -> Token | str:
+    """What an axis does: the token that it splits, or the word for what else."""
+    token = next((token for token, axes in told.tokens.items() if axis in axes), None)
+    return token or (PENDING if axis in told.deferred else NOTHING)
+
+
+def _said(what: Token | str, instance: Instance, names: Names) -> str:
+    words = {NOTHING: "nothing", PENDING: "nothing, sums being pending,"}
+    return words[what] if isinstance(what, str) else names.of[instance.factor[what]]
+
+
+def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Directed, pinning: Pinning) -> Iterator[str]:
+    """A pin of what the operator makes must want the same."""
+    for index, dims in enumerate(instance.results):
+        for (dim, position), axes in pinning.values.get((instance.node, index), {}).items():
+            token = dims[dim][position]
+            mine = told.tokens.get(token, ())
+            if any(axis in told.axes and axis not in mine for axis in axes) or (not axes and mine):
+                rival = pinning.by[((instance.node, index), dim, position)]
+                yield f"{rival.where} and {pin.where}: what {name} makes is split otherwise in one than in the other; keep one of the two"
+
+
+def _joined(told: Sequence[Directed], placed: Placed) -> Directed:
+    """What several pins say of one operator."""
+    if len(told) == 1:
+        return told[0]
+    order = list(placed.sizes)
+    tokens: dict[Token, tuple[str, ...]] = {}
+    for each in told:
+        for token, axes in each.tokens.items():
+            have = tokens.get(token, ())
+            longer = max(have, axes, key=len)
+            tokens[token] = longer if {*have, *axes} == {*longer} else tuple(sorted({*have, *axes}, key=order.index))
+    return Directed(
+        tuple(dict.fromkeys(axis for each in told for axis in each.axes)), tokens,
+        tuple(dict.fromkeys(axis for each in told for axis in each.deferred)),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A plan as text for what has been decided: entries, pins and store lines that say it."""

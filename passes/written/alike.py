@@ -1,0 +1,20 @@
+"""What equal layers are called together: `model.layers.*.mlp.up_proj`, `model.layers.*.mlp.up_proj.weight.0`."""
+
+from __future__ import annotations
+
+import re
+
+from meshc.cost.work import collapsed
+
+_LAYER = re.compile(r"(?<![^.])\d+(?=\.\D)")
+
+
+def operator_of_layers(name: str) -> str:
+    """The name of an operator, with those of other layers."""
+    module, _, rest = name.partition("/")
+    return f"{collapsed(module)}/{rest}"
+
+
+def factor_of_layers(name: str) -> str:
+    """The name of a factor, with those of other layers. Numbers at its end are those of dims."""
+    return _LAYER.sub("*", name, count=1)

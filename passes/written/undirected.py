@@ -1,0 +1,61 @@
+"""Undirected: what each operator would do by the plan alone, if all before it did what has been decided.
+
+Choices are walked as `propagate` walks them. At each operator it is asked what it would do without being told; where that is something
+else, along which axes it must be told. Pins of those operators are enough: each sees before it what has been decided.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from torch.fx import Node
+
+from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.factors import Instance
+from meshc.passes.phases.placed import Placed
+from meshc.passes.place.assign import propagator
+from meshc.passes.place.propagate import Decision, Propagator
+
+
+class Undirected(Propagator):
+    """
+    needs  of operators that must be told: sets of axes, each of which is enough, the smallest first
+    """
+
+    needs: dict[Node, tuple[frozenset[str], ...]]
+
+    def decision(self, instance: Instance) -> Decision:
+        wanted = super().decision(instance)
+        told = self.choices.directed(instance.node)
+        if told is not None and instance.node not in self.updates:
+            enough = self._enough(instance, told, wanted)
+            if frozenset() not in enough:
+                self.needs[instance.node] = enough
+        return wanted
+
+    def _enough(self, instance: Instance, told: Directed, wanted: Decision) -> tuple[frozenset[str], ...]:
+        by_pins = set((self.pins.operators.get(instance.node) or Directed()).axes)
+        free = [axis for axis in told.axes if axis not in by_pins]
+        found: list[frozenset[str]] = []
+        for count in range(len(free) + 1):
+            for axes in map(frozenset, combinations(free, count)):
+                if not any(fewer <= axes for fewer in found) and same(self.decided(instance, told.along(axes | by_pins)), wanted):
+                    found.append(axes)
+        return tuple(found)
+
+
+def undirected(placed: Placed) -> Undirected:
+    """Of choices, under the plan's entries and pins. `placed` has been annotated."""
+    found = propagator(placed, Undirected)
+    found.needs = {}
+    found.run()
+    return found
+
+
+def same(one: Decision, other: Decision) -> bool:
+    """Whether an operator does the same by both."""
+    return _told(one) == _told(other)
+
+
+def _told(decision: Decision) -> object:
+    return {token: axes for token, axes in decision[0].items() if axes}, {value: how for value, how in decision[1].items() if how}

@@ -1,0 +1,79 @@
+"""Write: choices as a plan's text.
+
+    choices of 300 operators, 20 parameters     dp: batch; store state
+                                                tp: heads, ffn, vocab
+                                                pin op:lm_head/backward: batch/dp, -/tp
+                                                store model.embed_tokens.weight: vocab/tp/dp, _
+
+First the entries by which most operators do what is decided; then pins for those that do not; then store clauses and store lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshc.errors import PlanError
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.placed import Placed
+from meshc.passes.place.annotate import annotate
+from meshc.passes.place.assign import assign
+from meshc.passes.written.entries import entries
+from meshc.passes.written.pins import pins
+from meshc.passes.written.stores import stores
+from meshc.passes.written.undirected import undirected
+from meshc.plan.entries import AxisEntry
+from meshc.plan.plan import Plan
+
+
+def write(placed: Placed, axes: Sequence[str]) -> Plan:
+    """The plan of what `axes`, which the plan leaves open, do by the choices.
+
+    `placed` has the choices, and what `propagate` makes of them.
+    """
+    decided, ready = placed.decided(), annotate(placed)
+    found = entries(ready, axes)
+    with_entries = replace(ready, plan=_entered(ready.plan, found))
+    walked = undirected(with_entries)
+    told = pins(with_entries, walked.needs)
+    given = {entry.axis: entry.store for entry in placed.plan.axes if entry.axis not in found}
+    clauses, lines = stores(walked, decided.storage, axes, given)
+    stored = {axis: replace(entry, store=clauses[axis]) for axis, entry in found.items()}
+    mine = _entered(placed.plan, stored)
+    return Plan.of(mine.axes, mine.pins, (*mine.stores, *lines), (*mine.operators, *told))
+
+
+def difference(placed: Placed) -> str:
+    """Where the plan, by itself, comes to something else than the choices first; "" if nowhere. It is read from its text."""
+    try:
+        again = assign(annotate(replace(placed, plan=_read(placed.plan), choices=None))).decided()
+    except PlanError as error:
+        return str(error)
+    return _difference(placed.decided(), again)
+
+
+def _entered(plan: Plan, found: Mapping[str, AxisEntry]) -> Plan:
+    return plan.having(found.get(entry.axis, entry) for entry in plan.axes)
+
+
+def _read(plan: Plan) -> Plan:
+    """As it is read from its text."""
+    return Plan(str(plan)).having(plan.axes)
+
+
+def _difference(one: Assignment, other: Assignment) -> str:
+    """Where two come to something else first; "" if nowhere."""
+    for node, wanted in one.wanted.items():
+        if wanted != other.wanted[node]:
+            return f"{node.name} reads {_said(other.wanted[node])} in place of {_said(wanted)}"
+    for value, lies in one.given.items():
+        if lies != other.given[value]:
+            return f"{value[0].name} lies {other.given[value]} in place of {lies}"
+    for (name, kind), lies in one.storage.items():
+        if lies != other.storage[name, kind]:
+            return f"the {kind} of {name} lies {other.storage[name, kind]} in place of {lies}"
+    return ""
+
+
+def _said(wanted: Sequence[object]) -> str:
+    return ", ".join(map(str, wanted))
