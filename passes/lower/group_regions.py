@@ -7,7 +7,8 @@
                                             with region(1):
                                                 c = add(b, r)
 
-`meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, then the collectives that they feed;
+`meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, in parts where they are of many layers
+(`by_layer.py`), then the collectives that they feed;
 `meshc/program/bundle.py` joins all-reduces of a level, as `schedule_collectives.py` has joined what starts near each other. Every rank
 runs the same order.
 
@@ -18,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
 from meshc.ir.graph import copied, placeholders
 from meshc.ir.regions import changing, is_number, set_region
+from meshc.passes.lower.by_layer import parts
 from meshc.passes.lower.levels import levels, runs_alone
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered import Lowered
@@ -65,7 +67,11 @@ def _place(graph: Graph, level: Mapping[Node, int]) -> None:
     for before, node in pairwise(order):
         if before.next is not node:
             before.append(node)
-    inside = sorted({level[node] for node in calls if node not in alone})
-    for node in calls:
-        if node not in alone:
-            set_region(node, inside.index(level[node]))
+    count = 0
+    together = [node for node in order if node.op == "call_function" and node not in alone]
+    for _, members in groupby(together, level.__getitem__):
+        nodes = list(members)
+        numbers = parts(nodes)
+        for node, part in zip(nodes, numbers, strict=True):
+            set_region(node, count + part)
+        count += 1 + numbers[-1]
