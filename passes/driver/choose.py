@@ -1,15 +1,17 @@
 """Choose: what the axes do that a plan leaves open (`tp: auto`), found by the planner and judged by what judges every program.
 
     candidate            by the model   by the clock   a rank holds
+    found, hiding more   173.2 ms       158.4 ms       39.2 GB         taken
     found                170.1 ms       158.2 ms       41.2 GB         more than a rank may hold
-    found                171.0 ms       158.9 ms       39.7 GB         taken
+    found                171.0 ms       158.9 ms       39.7 GB         slower than what is taken
     ddp over dp, tp      172.4 ms       159.3 ms       39.1 GB         slower than what is taken
     ddp+megatron         236.0 ms                      38.1 GB         slower than what is taken
 
 The planner's model leaves out what later passes do; so the cheapest few of its choices go through all passes, and of those whose program
 keeps the budget by its own walk the one that the clock likes best is taken. Where programs hold more than the model thought, the search is
-asked again for as much less. The recipes that an expert would try are candidates too: the model prices them all, and those that may be the
-best by it go through all passes as well. The plan of what was found is its text (`found_text.py`).
+asked again for as much less. It is asked twice over: once all seconds count, once communication that may be hidden behind computing counts
+less. The recipes that an expert would try are candidates too: the model prices them all, and those that may be the best by it go through
+all passes as well. The plan of what was found is its text (`found_text.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.model import Pick
 from meshc.passes.planner.overlap import overlapped_seconds
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.survey import searched_axes
@@ -55,6 +58,7 @@ RECIPES: Final = 3
 MARGIN: Final = 0.1
 """so much slower than what is best so far."""
 FOUND: Final = "found"
+HIDES: Final = "found, hiding more"
 TOO_LARGE: Final = "more than a rank may hold"
 
 Lower = Callable[[Placed, "Hook | None"], Lowered]
@@ -120,7 +124,8 @@ class _Choosing:
     best      of those that keep the budget the fastest by the clock; of the others no program is kept
     lowered   what has been through all passes, with what its rank holds;  dropped  what has not
     refused   what stood in the way of candidates that could not be
-    certificate  of the last choice that was found;  overlapped  its seconds with what can be hidden
+    picks     choices that have been through all passes;  overlapped  of the last its seconds with what can be hidden
+    certificate  of the last that was found by the seconds of all
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
     """
 
@@ -132,6 +137,7 @@ class _Choosing:
     lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
     dropped: list[Weighed] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
+    picks: dict[Pick, None] = field(default_factory=dict)
     certificate: Certificate | None = None
     overlapped: float = 0.0
 
@@ -166,15 +172,23 @@ class _Choosing:
     # -------------------------------------------------------------------------------------------------------------------- candidates
 
     def find(self) -> None:
+        """By each of the two objectives."""
+        self._find(self.search, FOUND)
+        self._find(self.search.hiding(), HIDES)
+
+    def _find(self, search: Search, name: str) -> None:
         """The best of what is found within the budget; where their programs hold more, of what is found within less."""
         within = None if self.budget is None or self.apart else float(self.budget)
         for _ in range(ROUNDS + self.apart):
             tried: list[tuple[float, float]] = []
-            for found in self.search.found(within)[:BEST]:
-                self.certificate = found.certificate
+            for found in search.found(within)[:BEST]:
+                if found.pick in self.picks:
+                    return
+                self.picks[found.pick] = None
+                self.certificate = found.certificate if name == FOUND else self.certificate
                 self.overlapped = overlapped_seconds(self.search.model, found.pick)
                 placed = with_text(self.placed, self.axes, found.choices)
-                holds = self._try(Weighed(FOUND, str(placed.plan), found.certificate.seconds), placed)
+                holds = self._try(Weighed(name, str(placed.plan), float(self.search.model.seconds(found.pick))), placed)
                 if holds is None or self.budget is None or holds <= self.budget:
                     return
                 tried.append((float(holds), found.certificate.held))
@@ -185,7 +199,7 @@ class _Choosing:
 
     def try_recipes(self) -> None:
         """Those that may be faster than what was found; where nothing fits, the one that holds least."""
-        ratio = 1.0 if self.best is None else self.best.seconds / (self.overlapped or self.best.seconds)
+        ratio = (self.lowered[-1][0].seconds or 0.0) / self.overlapped if self.lowered and self.overlapped else 1.0
         tried: list[_Recipe] = []
         for recipe in self.recipes:
             slow = recipe.overlapped is not None and self.best is not None and recipe.overlapped * ratio > self.best.seconds * (1 + MARGIN)
@@ -246,4 +260,5 @@ class _Choosing:
 
     def note(self, taken: Candidate) -> str:
         said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found'}"
-        return said if taken.weighed.name == FOUND else f"{said}; {taken.weighed.name} is faster by the clock, and taken"
+        name = "what hides more of its communication" if taken.weighed.name == HIDES else taken.weighed.name
+        return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"

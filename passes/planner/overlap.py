@@ -4,14 +4,29 @@
     hidden            |gather|  |reduce_scatter|                 what they take counts as far as it exceeds the computing
     exposed        what operators wait for: activations that change their split, outputs, parameters gathered after their update
 
-The objective of a search counts everything; of two choices that cost the same by it, one may hide what the other waits for.
+The objective of a search counts everything; of two choices that cost the same by it, one may hide what the other waits for. So there is a
+second objective, which counts what can be hidden for a part of its price, and the clock decides between the two answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from meshc.passes.planner.model import Group, Leg, Model
+
+HIDDEN: Final = 0.1
+"""What counts in the second objective of what can be hidden: of two plans that hide all, the one that sends less is better still."""
+
+
+def hiding(model: Model) -> Model:
+    """The second objective."""
+    groups = [
+        replace(group, legs=tuple(replace(leg, price=leg.price * HIDDEN) if _hides(model, group, leg) else leg for leg in group.legs))
+        for group in model.groups
+    ]
+    return replace(model, groups=groups)
 
 
 def overlapped_seconds(model: Model, pick: Sequence[int]) -> float:
@@ -35,6 +50,7 @@ def overlapped_seconds(model: Model, pick: Sequence[int]) -> float:
 
 
 def _hides(model: Model, group: Group, leg: Leg) -> bool:
-    """Of a stored parameter on its way to operators, and of a gradient on its way to its update."""
-    maker, reader = (model.decision(number).key for number in (group.maker, leg.reader))
-    return (isinstance(maker, tuple) and maker[0] == "parameter") or (isinstance(reader, tuple) and reader[0] == "state")
+    """Of a stored parameter on its way to operators, and of a gradient on its way to its norm and its update."""
+    maker = model.decision(group.maker).key
+    stored = isinstance(maker, tuple) and maker[0] == "parameter"
+    return stored or (leg.phase == "update" and group.values[0].phase == "backward")

@@ -8,6 +8,7 @@ rises until what is chosen fits, and is narrowed down from then on (Everett's La
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -16,7 +17,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.assign import assign
-from meshc.passes.planner import fold, model
+from meshc.passes.planner import fold, model, overlap
 from meshc.passes.planner.beside import option_of, widened
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.chosen import choices
@@ -75,6 +76,14 @@ class Search:
         picks, bound = self._within(budget, pick, bound)
         fitting = [one for one in dict.fromkeys(picks) if self.held(one) <= budget]
         return [self._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (self.model.seconds(one), one))]
+
+    def hiding(self) -> Search:
+        """The same search, in which what can be hidden behind computing counts less."""
+        other = copy(self)
+        other.model = overlap.hiding(self.model)
+        other.memory = Memory(other.model, self.placed)
+        other._free = None
+        return other
 
     def pick_of(self, plan: Assignment) -> Pick:
         """The options that a plan takes, one of those `beside`: of a class what its first member does."""
