@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -25,10 +26,14 @@ from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
 from meshc.ir.sharding import Sharding
 from meshc.passes.depth.stands_for import captured_name
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.choose import open_axes
+from meshc.passes.driver.run import run
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.planner.alternatives import Alternative, Alternatives, collectives, named
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, given, wanted
+from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report.summary import bytes_text, placement
 
@@ -36,18 +41,20 @@ SHOWN = 3
 """Operators of a module, and places where a price falls."""
 
 
-def explain(lowered: Lowered, program: PlainProgram, open_axes: Sequence[str], name: str) -> str:
+def explain(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> str:
     """What was chosen for a parameter, for the operators of a module, or for what made a line of the program; of a plan that was searched
-    for the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
-    return _Explained(lowered, program, open_axes).text(name)
+    for, as `asked` says, the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
+    return _Explained(lowered, program, asked).text(name)
 
 
 class _Explained:
-    def __init__(self, lowered: Lowered, program: PlainProgram, open_axes: Sequence[str]) -> None:
+    def __init__(self, lowered: Lowered, program: PlainProgram, asked: Plan) -> None:
         self.lowered, self.program, self.placed = lowered, program, lowered.placed
         assignment = self.placed.decided()
-        self.searched = bool(open_axes)
-        self.search = Search(self.placed, for_mesh(lowered.mesh), open_axes, (assignment,))
+        axes = open_axes(asked)
+        self.searched = bool(axes)
+        as_asked = run(pipeline.PLACE[0], self.placed.again(replace(lowered.request, plan=asked)))  # without the lines of what was found
+        self.search = Search(as_asked, for_mesh(lowered.mesh), axes, (assignment,))
         self.model = self.search.model
         self.pick = self.search.pick_of(assignment)
         self.alternatives = Alternatives(self.search, self.pick)

@@ -20,7 +20,6 @@ from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
-from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.compile import compile_program
 from meshc.passes.driver.dump import dumper
 from meshc.passes.phases.lowered import Lowered
@@ -184,7 +183,7 @@ class Program:
         """What was chosen for a parameter ("layers.3.mlp.up_proj.weight"), for the operators of a module, or for a line of the printed
         program: how it lies, what it splits, which collectives that causes and what they take. Of a plan that was searched for also the two
         best alternatives, with what each costs more and where that falls. Raises PlanError for a name that nothing has."""
-        return explaining.explain(self.lowered, self.general, open_axes(self.asked.plan), name)
+        return explaining.explain(self.lowered, self.general, self.asked.plan, name)
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""
