@@ -23,23 +23,35 @@ def grown(
 
     partner   of each item of block 1 the one of block 2 that is equal to it
     """
-    at = {item: place for place, item in enumerate(items)}
-    pieces = _pieces(items, blocks)
     before: dict[Item, list[Item]] = {}
     behind: dict[Item, list[Item]] = {}
-    for piece in pieces:
-        for up, part in groupby(piece, lambda item: at[partner[item]] > at[item]):
-            found = list(part)
-            if up:
-                behind[found[-1]] = found
-            else:
-                before[found[0]] = found
+    for up, found in _ways(items, blocks, partner):
+        if up:
+            behind[found[-1]] = found
+        else:
+            before[found[0]] = found
     for item in items:
         if item in before:
             yield from ((one, number) for number in range(copies, 0, -1) for one in before[item])
         yield item, 0
         if item in behind:
             yield from ((one, number) for number in range(1, copies + 1) for one in behind[item])
+
+
+def seams(items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item]) -> dict[Item, int]:
+    """Of each item of block 1 the place in the sequence before which its copies stand."""
+    at = {item: place for place, item in enumerate(items)}
+    return {item: at[found[-1]] + 1 if up else at[found[0]] for up, found in _ways(items, blocks, partner) for item in found}
+
+
+def _ways(
+    items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item]
+) -> Iterator[tuple[bool, list[Item]]]:
+    """The pieces of block 1, each with whether its copies stand behind it."""
+    at = {item: place for place, item in enumerate(items)}
+    for piece in _pieces(items, blocks):
+        for up, part in groupby(piece, lambda item: at[partner[item]] > at[item]):
+            yield up, list(part)
 
 
 def _pieces(items: Sequence[Item], blocks: Mapping[Item, int | None]) -> list[list[Item]]:

@@ -24,8 +24,8 @@ from meshc.passes.phases.request import Request
 
 
 def with_depth(outset: Outset) -> Outset:
-    """With what is captured of the model, or a note of what is in the way. A search weighs all layers: it is given them all."""
-    if outset.request.depth == "whole" or any(entry.auto for entry in outset.plan.axes):
+    """With what is captured of the model, or a note of what is in the way."""
+    if outset.request.depth == "whole":
         return outset
     try:
         return replace(outset, depth=prove(outset.request))

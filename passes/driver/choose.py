@@ -28,8 +28,9 @@ from meshc.cost.memory import RankBytes
 from meshc.cost.weigh import weigh
 from meshc.errors import MeshcError
 from meshc.frontend.faults import phase as part
+from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import pipeline
-from meshc.passes.driver.found_text import as_asked, with_text
+from meshc.passes.driver.found_text import as_asked, of_all_layers, with_text
 from meshc.passes.driver.nothing_fits import nothing_fits
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import SLOWER, Heard
@@ -40,7 +41,7 @@ from meshc.passes.phases.single import Hook
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.model import Pick
 from meshc.passes.planner.overlap import overlapped_seconds
-from meshc.passes.planner.search import Search
+from meshc.passes.planner.search import Found, Search
 from meshc.passes.planner.survey import searched_axes
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit, may_hold
@@ -89,14 +90,20 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
         return lower(replace(placed, choices=known.at(placed.factors)), hook)
     start = time.process_time()
     with part("searching for a plan"):
-        choosing = _Choosing(placed, lower, open_axes(placed.plan), may_hold(placed.request))
-        choosing.find()
+        asked = placed, lower, open_axes(placed.plan), may_hold(placed.request)
+        choosing = _Choosing(*asked)
+        try:
+            choosing.find()
+        except Unequal:  # the first or the last layers were to lie otherwise than those that the others are grown from
+            choosing = _Choosing(*asked, near=True)
+            choosing.find()
         choosing.try_recipes()
     taken = choosing.best
     if taken is None:
         raise choosing.refusal()
     taken.heard.tell(hook)
     left = as_asked(taken.lowered, placed, choosing.axes).noting(choosing.note(taken))
+    left = replace(left, plan=of_all_layers(left.plan, placed.plan, placed.depth))
     left = replace(left, weighed=tuple(choosing.table(taken)))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values())
     return replace(left, seconds={**left.seconds, "choose": max(0.0, time.process_time() - start - spent)})
@@ -126,6 +133,7 @@ class _Choosing:
     refused   what stood in the way of candidates that could not be
     picks     choices that have been through all passes;  overlapped  of the last its seconds with what can be hidden
     certificate  of the last that was found by the seconds of all
+    near      whether the layers beside those that were not captured are held to decide as these
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
     """
 
@@ -133,6 +141,7 @@ class _Choosing:
     lower: Lower
     axes: tuple[str, ...]
     budget: int | None
+    near: bool = False
     best: Candidate | None = None
     lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
     dropped: list[Weighed] = field(default_factory=list)
@@ -146,7 +155,7 @@ class _Choosing:
         self.apart = request.mesh.pipeline_axis is not None or request.count > 1
         recipes = list(self._recipes())
         priced = self._assigned(recipes) if set(self.axes) == set(searched_axes(self.placed)) else {}
-        self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(priced.values()))
+        self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(priced.values()), self.near)
         for at, recipe in enumerate(recipes):
             if recipe.name in priced:
                 pick = self.search.pick_of(priced[recipe.name])
@@ -188,7 +197,7 @@ class _Choosing:
                 self.certificate = found.certificate if name == FOUND else self.certificate
                 self.overlapped = overlapped_seconds(self.search.model, found.pick)
                 placed = with_text(self.placed, self.axes, found.choices)
-                holds = self._try(Weighed(name, str(placed.plan), float(self.search.model.seconds(found.pick))), placed)
+                holds = self._try(self._found(name, placed, found), placed)
                 if holds is None or self.budget is None or holds <= self.budget:
                     return
                 tried.append((float(holds), found.certificate.held))
@@ -221,7 +230,11 @@ class _Choosing:
         for within in (self.search.least, None) if self.best is None else ():
             for found in self.search.found(within)[:1]:
                 placed = with_text(self.placed, self.axes, found.choices)
-                self._try(Weighed(FOUND, str(placed.plan), found.certificate.seconds), placed)
+                self._try(self._found(FOUND, placed, found), placed)
+
+    def _found(self, name: str, placed: Placed, found: Found) -> Weighed:
+        plan = of_all_layers(placed.plan, self.placed.plan, self.placed.depth)
+        return Weighed(name, str(plan), float(self.search.model.seconds(found.pick)))
 
     def _try(self, weighed: Weighed, placed: Placed) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 from meshc.errors import MeshcError
 from meshc.passes.depth.prove import prove, whole_note, with_depth
 from meshc.passes.depth.unequal import Unequal
+from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.pipeline import GROW
 from meshc.passes.phases.outset import Outset, begin
 from meshc.passes.phases.request import Request
@@ -50,6 +51,8 @@ def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request
         return compiled(outset, told)
     except Unequal as difference:
         outset = outset.noting(whole_note(difference))
+    except NothingFits:
+        raise
     except MeshcError:
         if whole:
             raise

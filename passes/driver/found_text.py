@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from meshc.passes.depth.standing import whole_names
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run_all
 from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.depth import Depth
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.written.write import difference, write
+from meshc.plan.entries import OperatorPin, StoreLine
+from meshc.plan.plan import Plan
+
+Line = TypeVar("Line", StoreLine, OperatorPin)
 
 
 def with_text(placed: Placed, axes: Sequence[str], choices: Choices) -> Placed:
@@ -32,6 +39,16 @@ def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
         return lowered
     found = difference(lowered.placed)
     return replace(lowered, plan=placed.plan).noting(_no_text(axes, found)) if found else lowered
+
+
+def of_all_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:
+    """A plan of what was captured, said of the whole model's layers. `given`: lines that name these already."""
+
+    def whole(lines: Sequence[Line], known: Sequence[Line]) -> tuple[Line, ...]:
+        names = [(line, (line.pattern,) if line in known else whole_names(depth, line.pattern)) for line in lines]
+        return tuple(replace(line, pattern=name) for line, row in names for name in row)
+
+    return Plan.of(plan.axes, plan.pins, whole(plan.stores, given.stores), whole(plan.operators, given.operators))
 
 
 def _no_text(axes: Sequence[str], why: str) -> str:

@@ -126,7 +126,7 @@ class Alternatives:
             if key not in seen and leg.price[lies, wants] > 0:
                 seen[key] = None
                 how = collectives(self.model, group.lies[lies], group.wants[wants])
-                yield f"{how} of {self._named(group.maker)}", len(group.values) * float(leg.price[lies, wants])
+                yield f"{how} of {self._named(group.maker)}", group.count * float(leg.price[lies, wants])
 
     def _named(self, number: int) -> str:
         """A class in words: its member, or what its members have in common."""

@@ -4,19 +4,24 @@
 
 A class is found by what an operator is, never by its module's name: it starts as the call itself (operator, arguments, shapes, labels and
 options), and is refined by the classes of what it reads and of what reads it, ROUNDS times, so that equality reaches as far. Members of a
-class decide alike. That is a restriction: the bound of a search holds for plans that treat equal structure equally.
+class decide alike. That is a restriction: the bound of a search holds for plans that treat equal structure equally. Layers between which
+stand others that were not captured are of one class in any case.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from meshc.ir import op_name, records
+from torch.fx import Node
+
+from meshc.ir import leaves, op_name, records
+from meshc.passes.depth.equal import call_of, with_call
+from meshc.passes.depth.unequal import Unequal
 from meshc.passes.planner.space import Key, Made, Space
-from meshc.passes.planner.survey import leaves_of
 
 ROUNDS: Final = 2
 
@@ -33,9 +38,14 @@ class Folded:
     groups: tuple[tuple[Made, ...], ...]
 
 
-def fold(space: Space) -> Folded:
+def fold(space: Space, near: bool = False) -> Folded:
+    """`near`: whether layers beside those that were not captured decide as these, where they hand each other values. Raises Unequal."""
     number = _Numbers()
     of = {key: number(("decision", *_own(space, key))) for key in space.decisions}
+    for key, twin in space.twins.items():
+        if of[key] != of[twin]:
+            raise Unequal(f"{_said(key)} and {_said(twin)} cannot be decided alike")
+    alike = {**space.twins, **{key: twin for key, twin in space.near.items() if near and of.get(key) == of.get(twin)}}
     for _ in range(ROUNDS):
         reads: dict[Key, list[Hashable]] = defaultdict(list)
         read_by: dict[Key, list[Hashable]] = defaultdict(list)
@@ -47,6 +57,7 @@ def fold(space: Space) -> Folded:
                     reads[each.reader].append((_place(each), mine, made.root[1], each.shape))
             read_by[made.decision].append((made.root[1] if made.root[0].op == "call_function" else 0, tuple(everyone)))
         of = {key: number((of[key], tuple(sorted(map(repr, reads[key]))), tuple(map(repr, read_by[key])))) for key in space.decisions}
+        of |= {key: of[twin] for key, twin in alike.items()}
     members: dict[int, list[Key]] = defaultdict(list)
     for key, found in of.items():
         members[found].append(key)
@@ -80,9 +91,20 @@ def _own(space: Space, key: Key) -> Iterable[Hashable]:
     if isinstance(key, tuple):
         return key[0], decision.labels, decision.sizes, decision.options
     shapes = tuple((one.shape, str(one.dtype)) for one in records(key))
-    said = repr(leaves_of(key)) if key.op == "call_function" else ""
+    said = repr(_arguments(key)) if key.op == "call_function" else ""
     name = op_name(key) if key.op == "call_function" else key.op
     return name, said, shapes, records(key)[0].phase, decision.labels, decision.sizes, decision.options
+
+
+def _arguments(node: Node) -> tuple[object, ...]:
+    """The arguments of a call that are no values, but for what each layer has of its own: numbers of random calls, and those in texts."""
+    args = node.args if call_of(node) is None else with_call(node, 0)
+    found = (one for argument in (*args, *node.kwargs.values()) for one in leaves(argument))
+    return tuple(None if isinstance(one, Node) else re.sub(r"\d+", "", one) if isinstance(one, str) else one for one in found)
+
+
+def _said(key: Key) -> str:
+    return " of ".join(key) if isinstance(key, tuple) else key.name
 
 
 class _Numbers:

@@ -6,6 +6,10 @@
     h gathered      |--|                          |--|                                      for a phase, while it is read
     gradient                                           |-------------------------------|   until the updates, as they want it
 
+Of layers that were not captured everything stands at the seams of the one that stands for them (`depth/standing.py`): what they save is
+there from behind that layer's forward until before its backward, their gradients from there on, and what dies within a layer is held by one
+layer at a time. From layer to layer what is held grows or shrinks by the same, so that it is most at one end.
+
 A pending value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
 integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The
 program's own walk (`cost/memory.py`) judges in the end.
@@ -19,9 +23,10 @@ from math import prod
 import numpy as np
 
 from meshc.ir import records
+from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.placed import Placed
 from meshc.passes.planner.model import Floats, Group, Leg, Model
-from meshc.passes.planner.space import Made
+from meshc.passes.planner.space import Copied, Made, Reading
 
 
 class Memory:
@@ -39,8 +44,9 @@ class Memory:
     def _store(self, placed: Placed) -> None:
         space, of = self.model.space, self.model.folded.of
         self.fixed = 0.0
+        count = counts_of(placed.joint, placed.depth)
         for port, node in zip(placed.joint.inputs, placed.graph.find_nodes(op="placeholder"), strict=True):
-            size = prod(port.shape) * port.dtype.itemsize
+            size = prod(port.shape) * port.dtype.itemsize * count.get(node, 1)
             key = (port.kind, port.of if port.kind == "state" else port.name)
             if key not in space.decisions:
                 self.fixed += size if port.kind in ("buffer", "constant", "input") else 0
@@ -100,39 +106,60 @@ def _add(at: Floats, spans: Iterator[tuple[int, int, float]], size: float) -> No
 
 def own_span(group: Group, value: Made, length: int) -> Iterator[tuple[int, int, float]]:
     """From where to where a value is alive as it was made, with its copies on the way to readers: (first, last position, share of it)."""
-    node = value.root[0]
+    yield from _own_span(value, length, False)
+    if value.count > 1:
+        yield from ((first, last, (value.count - 1) * share) for first, last, share in _own_span(value, length, True))
+
+
+def _own_span(value: Made, length: int, left_out: bool) -> Iterator[tuple[int, int, float]]:
+    """`left_out`: of one that stands at the seams."""
     whole = value.elements * value.itemsize
-    last = value.position
+    last = _begin(value, left_out)
     copies: dict[object, tuple[int, int, int]] = {}
     for reading in value.readings:
-        end = _end(reading.position, reading.reader, length)
+        end = _end(reading, length, left_out)
         if reading.through:
             copied = reading.through[-1]
-            start, until, size = copies.get(copied.node, (copied.position, 0, copied.makes))
+            start, until, size = copies.get(copied.node, (_begin(copied, left_out), 0, copied.makes))
             copies[copied.node] = start, max(until, end), size
-            end = reading.through[0].position
+            end = _stop(reading.through[0], left_out)
         last = max(last, end)
-    if node.op != "placeholder" and not _updated(value.decision):  # an update writes over what it reads
-        yield value.position, last, 1.0
+    if value.root[0].op != "placeholder" and not _updated(value.decision):  # an update writes over what it reads
+        yield from _span(_begin(value, left_out), max(last, _stop(value, left_out)), 1.0)
     for start, until, size in copies.values():
-        yield start, max(start, until), size / whole if whole else 0.0
+        yield from _span(start, until, size / whole if whole else 0.0)
 
 
 def brought_span(
     group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int, length: int
 ) -> Iterator[tuple[int, int, float]]:
     """From where to where a form is alive that these legs want."""
-    positions = [value.readings[at] for leg in legs for at in leg.readings]
-    ends = [_end(reading.position, reading.reader, length) for reading in positions]
-    starts = [reading.position for reading in positions]
-    first = value.position if group.lies[lies][1] else min(starts)
-    yield first, max(ends), 1.0
+    readings = [value.readings[at] for leg in legs for at in leg.readings]
+    for left_out in (False, True) if value.count > 1 else (False,):
+        first = _begin(value, left_out) if group.lies[lies][1] else min(_begin(reading, left_out) for reading in readings)
+        last = max(_end(reading, length, left_out) for reading in readings)
+        yield from _span(first, last, value.count - 1.0 if left_out else 1.0)
+
+
+def _span(start: int, until: int, share: float) -> Iterator[tuple[int, int, float]]:
+    """Up to before a position; nothing, if that is where it starts: what is made and read between the same two positions."""
+    if until > start:
+        yield start, until - 1, share
 
 
 def _updated(decision: object) -> bool:
     return isinstance(decision, tuple) and decision[0] == "state"
 
 
-def _end(position: int, reader: object, length: int) -> int:
-    """Updates are made together at the end: what one reads waits until then."""
-    return length - 1 if isinstance(reader, tuple) and reader[0] in ("state", "parameter") else position
+def _end(reading: Reading, length: int, left_out: bool) -> int:
+    """Behind a reading. Updates are made together at the end: what one reads waits until then."""
+    late = isinstance(reading.reader, tuple) and reading.reader[0] in ("state", "parameter")
+    return length if late else _stop(reading, left_out)
+
+
+def _begin(each: Made | Reading | Copied, left_out: bool) -> int:
+    return each.seam if left_out and each.seam is not None else each.position
+
+
+def _stop(each: Made | Reading | Copied, left_out: bool) -> int:
+    return each.seam if left_out and each.seam is not None else each.position + 1

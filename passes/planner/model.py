@@ -2,6 +2,8 @@
 
     seconds = sum over classes of (members * operator) + sum over groups of (members * each change of sharding that is needed, once)
 
+Members are counted in the whole model, where only some of its layers were captured.
+
 A change is made once for all readings that want it: of a value as it is for good, or, where it gathers, in each phase (what forward has
 gathered is gathered again for backward, as `partition` does). Where a class reads what it makes itself, its own option says both.
 """
@@ -52,11 +54,13 @@ class Leg:
 class Group:
     """Values of one class, made alike and read alike.
 
+    count   how many the whole model has of them
     maker   its class;  given  which of `lies` each of its options gives
     lies    forms in which it is given;  wants  all forms in which it is wanted
     """
 
     values: tuple[Made, ...]
+    count: int
     maker: int
     given: Numbers
     lies: tuple[Form, ...]
@@ -85,7 +89,8 @@ class Model:
         return self.space.decisions[self.folded.members[number][0]]
 
     def count(self, number: int) -> int:
-        return len(self.folded.members[number])
+        """Its members in the whole model."""
+        return sum(self.space.decisions[key].count for key in self.folded.members[number])
 
     # ------------------------------------------------------------------------------------------------------------------ the objective
 
@@ -101,7 +106,7 @@ class Model:
         for leg in group.legs:
             wants = leg.forms[pick[leg.reader]]
             paid[(int(wants), leg.phase if leg.gathers[lies, wants] else "")] = leg.price[lies, wants]
-        return len(group.values) * sum(paid.values())
+        return group.count * sum(paid.values())
 
 
 def build(space: Space, folded: Folded, factors: Factors, mesh: Mesh, device: Device) -> Model:
@@ -110,8 +115,8 @@ def build(space: Space, folded: Folded, factors: Factors, mesh: Mesh, device: De
     updates: dict[Key, list[Node]] = {}
     for node, (key, _) in space.updates.items():
         updates.setdefault(key, []).append(node)
-    for members in folded.members:
-        decision = space.decisions[members[0]]
+    for number in range(len(folded.members)):
+        decision = model.decision(number)
         row = np.zeros(len(decision.options))
         for at, option in enumerate(decision.options):
             if isinstance(decision.key, tuple):
@@ -120,10 +125,10 @@ def build(space: Space, folded: Folded, factors: Factors, mesh: Mesh, device: De
             else:
                 tokens: dict[object, int] = {token: label for label, token in enumerate(decision.labels)}
                 row[at] = operators.seconds(decision.key, tokens, decision, option)
-        model.own.append(row * len(members))
+        model.own.append(row * model.count(number))
     for values in folded.groups:
         group = _group(model, values)
-        model.own[group.maker] += len(values) * _copies(model, group)
+        model.own[group.maker] += group.count * _copies(model, group)
         model.groups.append(group)
     return model
 
@@ -148,7 +153,7 @@ def _group(model: Model, values: tuple[Made, ...]) -> Group:
         for (reader, phase, forms), readings in rows.items()
     )
     return Group(
-        values, maker, np.array(made), sources, targets, legs,
+        values, sum(value.count for value in values), maker, np.array(made), sources, targets, legs,
         np.array([model.operators.held(first, form[0]) for form in sources]),
         np.array([model.operators.held(first, form[0]) for form in targets]),
     )  # fmt: skip

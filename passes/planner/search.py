@@ -54,6 +54,8 @@ class Search:
     device: Device
     open_axes: Collection[str] | None = None
     beside: Sequence[Assignment] = ()
+    near: bool = False
+    """Whether layers beside those that were not captured are held to decide as these, where they hand each other values."""
     moments: list[int] = field(default_factory=list)
     least: float | None = None
     """The fewest bytes that any choice holds by the model, of those that were found."""
@@ -62,7 +64,7 @@ class Search:
         placed = self.placed
         open_axes = searched_axes(placed) if self.open_axes is None else tuple(self.open_axes)
         self.space = widened(survey(placed, open_axes, _baseline(placed, open_axes)), self.beside)
-        self.folded = fold.fold(self.space)
+        self.folded = fold.fold(self.space, self.near)
         self.model = model.build(self.space, self.folded, placed.factors, placed.mesh, self.device)
         self.memory = Memory(self.model, placed)
         self.everything = [range(len(own)) for own in self.model.own]

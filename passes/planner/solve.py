@@ -122,7 +122,7 @@ class Columns:
 
     def _change(self, group: Group, a: int, b: int, used: list[tuple[Leg, int]]) -> None:
         """One change of sharding, by one leg or by several that share it."""
-        price = used[0][0].price[a, b] * len(group.values)
+        price = used[0][0].price[a, b] * group.count
         alive = [self.memory.brought_at(moment, group, [leg for leg, _ in used], a, b) for moment in self.moments]
         if not price and not any(alive):
             return
@@ -140,7 +140,7 @@ class Columns:
         for at, option in enumerate(self.keep[group.maker]):
             a, b = int(group.given[option]), int(leg.forms[option])
             column = self.first[group.maker] + at
-            self.cost[column] += leg.price[a, b] * len(group.values)
+            self.cost[column] += leg.price[a, b] * group.count
             if group.lies[a] != group.wants[b]:
                 for row, moment in zip(self.held, self.moments, strict=True):
                     _plus(row, column, self.memory.brought_at(moment, group, [leg], a, b) * group.brought[b])

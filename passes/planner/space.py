@@ -11,7 +11,7 @@ dim; dims and factors stand one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -40,22 +40,26 @@ class Option:
 class Decision:
     """
     labels  tokens of an operator, or (dim, position) of what is stored;  sizes  of their factors
+    count   of how many of the whole model this is one: layers that were not captured decide as those that stand for them
     """
 
     key: Key
     labels: tuple[tuple[object, int], ...]
     sizes: tuple[int, ...]
     options: tuple[Option, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A layout operator between a value and its reader that moves memory: a cast, a copy. It reads and makes so many bytes, if whole."""
+    """A layout operator between a value and its reader that moves memory: a cast, a copy. It reads and makes so many bytes, if whole.
+    `seam` as of a value."""
 
     node: Node
     reads: int
     makes: int
     position: int
+    seam: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Reading:
     position  of the reader in the graph;  `operand` its operand, -1 for what a program leaves
     through   layout operators between that move memory, the value's side first
     wants     of a reader that decides nothing: how the value must lie
+    seam      as of a value
     """
 
     reader: Key
@@ -79,6 +84,7 @@ class Reading:
     through: tuple[Copied, ...] = ()
     shape: tuple[object, ...] = ()
     wants: Form | None = None
+    seam: int | None = None
 
 
 @dataclass
@@ -88,6 +94,8 @@ class Made:
     root     its node and index;  decision  whose axes it lies by
     landing  for each slot, the label of that decision; `sums` the labels that leave it pending, with the reduction
     sizes    of its slots;  `itemsize` bytes an element
+    seam     the position before which those of layers stand that were not captured; None: there are none
+    count    of how many of the whole model this is one
     """
 
     root: Value
@@ -99,7 +107,9 @@ class Made:
     itemsize: int
     phase: str
     position: int
+    seam: int | None = None
     readings: list[Reading] = field(default_factory=list)
+    count: int = 1
 
     @property
     def elements(self) -> int:
@@ -114,6 +124,8 @@ class Space:
     """Everything that is to be decided, in graph order.
 
     axes   of the mesh, those that are searched or held; sizes by axis
+    twins  decisions that must be as others are, since layers that were not captured stand between them
+    near   decisions that may have to be as others are, since they hand values to such layers, or have them from there
     """
 
     axes: Axes
@@ -121,6 +133,8 @@ class Space:
     decisions: dict[Key, Decision]
     made: tuple[Made, ...]
     updates: dict[Node, tuple[Key, dict[object, int]]]
+    twins: Mapping[Key, Key] = field(default_factory=dict)
+    near: Mapping[Key, Key] = field(default_factory=dict)
 
 
 def given(value: Made, option: Option, axes: Sequence[str]) -> Form:

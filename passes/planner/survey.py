@@ -16,6 +16,7 @@ from meshc.ir import is_getitem, leaves, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding
+from meshc.passes.depth.standing import standing_of
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token, Value
@@ -24,6 +25,7 @@ from meshc.passes.place.propagate import backward_map, deferring, may_defer, spr
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.planner.candidates import options
 from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Reading, Space
+from meshc.passes.planner.weights import neighbours, twins_of, weigh
 from meshc.program import packing
 from meshc.program.program import Port
 
@@ -37,7 +39,8 @@ def searched_axes(placed: Placed) -> Axes:
 
 
 def survey(placed: Placed, open_axes: Collection[str], baseline: Assignment | None) -> Space:
-    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others)."""
+    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). Raises Unequal where layers that
+    stand for others may not decide alike."""
     return _Survey(placed, open_axes, baseline).run()
 
 
@@ -60,6 +63,7 @@ class _Survey:
         self.parameters = {port.name: node for node, port in self.ports.items() if port.kind == "parameter"}
         self.position = {node: at for at, node in enumerate(self.graph.nodes)}
         self.whole_updates = computed_whole(placed.joint.updates, self.factors.instances)
+        self.standing = standing_of(placed.joint, placed.depth)
 
     def run(self) -> Space:
         for node in self.graph.nodes:
@@ -68,7 +72,10 @@ class _Survey:
             elif node.op == "call_function" and not is_getitem(node):
                 self._operator(self.factors.instances[node])
         self._leave()
-        return Space(self.axes, self.sizes, self.decisions, tuple(self.made.values()), self.updates)
+        weigh(self.made, self.standing)
+        twins = twins_of(self.decisions, self.standing, self.parameters)
+        near = neighbours(self.made, self.standing, twins)
+        return Space(self.axes, self.sizes, self.decisions, tuple(self.made.values()), self.updates, twins, near)
 
     # ---------------------------------------------------------------------------------------------------------- what enters and leaves
 
@@ -117,7 +124,7 @@ class _Survey:
             key: Key = (kind, name)
             found = options(sizes, legal, held, (), self.sizes, ordered=False)
             found = tuple(one for one in found if all(one.axes[labels.index(slot)] == axes for slot, axes in pins.items())) or found
-            self.decisions[key] = Decision(key, labels, sizes, found)
+            self.decisions[key] = Decision(key, labels, sizes, found, self.standing.count.get(node, 1))
             if not self.placed.joint.updates:
                 break  # of a module a gradient lies as its parameter does
         self._makes(("parameter", name), (node, 0), tuple(range(len(labels))))
@@ -198,7 +205,7 @@ class _Survey:
             legal = {}
         tied = {labels.index(one): labels.index(other) for one, other in instance.tied.items()}
         found = options(sizes, legal, held, deferred, self.sizes, defers=may_defer(instance), tied={a: b for a, b in tied.items() if a < b})
-        return Decision(instance.node, labels, sizes, found)
+        return Decision(instance.node, labels, sizes, found, self.standing.count.get(instance.node, 1))
 
     def _legal(self, instance: Instance, labels: tuple[Token, ...], axis: str, pinned: Mapping[Token, Axes]) -> list[int | None]:
         held = [at for at, token in enumerate(labels) if axis in pinned.get(token, ())]
@@ -243,7 +250,8 @@ class _Survey:
         found = records(value[0])[value[1]]
         sizes = tuple(self.factors.size[factor] for row in self.factors.dims[value] for factor in row)
         itemsize = 0 if found.dtype is None else found.dtype.itemsize
-        self.made[value] = Made(value, key, landing, sums, defers, sizes, itemsize, found.phase, self.position[value[0]])
+        place = self.position[value[0]], self.standing.seam(value[0])
+        self.made[value] = Made(value, key, landing, sums, defers, sizes, itemsize, found.phase, *place)
 
     def _read(
         self, key: Key, node: Node | None, operand: int, value: Value, want: Sharding, phase: str, defers: bool = False,
@@ -266,16 +274,17 @@ class _Survey:
         landing = tuple(int(part.axes[0]) if part.axes else None for _, _, part in want.parts())
         if wants is not None:
             wants = tuple(() if at is None else wants[0][at] for at in landing), ()
-        position = len(self.position) if node is None else self.position[node]
+        position, seam = (len(self.position), None) if node is None else (self.position[node], self.standing.seam(node))
         self.made[value].readings.append(
-            Reading(key, node, operand, landing, defers, phase, position, tuple(through), tuple(shape), wants)
+            Reading(key, node, operand, landing, defers, phase, position, tuple(through), tuple(shape), wants, seam)
         )
 
     def _copied(self, instance: Instance) -> Copied:
         source, index = instance.values[0]
         reads = _bytes(records(source)[index].shape, records(source)[index].dtype)
         makes = sum(_bytes(one.shape, one.dtype) for one in records(instance.node))
-        return Copied(instance.node, min(reads, makes), makes, self.position[instance.node])
+        node = instance.node
+        return Copied(node, min(reads, makes), makes, self.position[node], self.standing.seam(node))
 
     def _whole(self, value: Value) -> Sharding:
         return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in self.factors.dims[value]))

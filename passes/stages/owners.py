@@ -32,13 +32,13 @@ class Owners:
     def _owners(self) -> dict[str, int]:
         """A parameter lives with the first stage that reads it forward."""
         owners: dict[str, int] = {}
-        forward_first = sorted(self.stages, key=lambda stage: not stage.name.startswith("forward"))
-        names = [port.name for port in self.lowered.inputs if port.kind == "parameter"]
-        for name in names:
-            key = key_of("parameter", name)
-            first = next((stage for stage in forward_first if key in self._reads(stage)), None)
-            here = 0 if first is None else self.ranks[int(first.name.rpartition("_")[2])]
-            owners[key] = self.lowered.request.owners.get(key, here)
+        readers: dict[str, int] = {}
+        for stage in sorted(self.stages, key=lambda stage: not stage.name.startswith("forward")):
+            for key in self._reads(stage):
+                readers.setdefault(key, self.ranks[int(stage.name.rpartition("_")[2])])
+        for port in self.lowered.inputs:
+            if port.kind == "parameter":
+                owners[port.key] = self.lowered.request.owners.get(port.key, readers.get(port.key, 0))
         for port in (*self.lowered.inputs, *self.lowered.outputs):
             of = key_of("parameter", port.of)
             if port.kind in ("state", "gradient") and of in owners:

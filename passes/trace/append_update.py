@@ -27,6 +27,7 @@ from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec, update_nodes
 from meshc.passes.depth.slice import sliced
+from meshc.passes.depth.standing import whole_names
 from meshc.passes.phases.traced import Traced
 from meshc.program.program import Port
 
@@ -128,7 +129,7 @@ def append_update(traced: Traced) -> Traced:
     _refuse_unwritten(unwritten)
     give(graph, (node for _, node in kept))
     joint = replace(joint, inputs=tuple(inputs), outputs=tuple(port for port, _ in kept), updates=updates)
-    return replace(traced.noting(*_strangers(spec, gradients, modules)), joint=joint)
+    return replace(traced.noting(*_strangers(spec, gradients, modules, traced)), joint=joint)
 
 
 def _refuse_frozen(names: list[str]) -> None:
@@ -221,14 +222,14 @@ def _refuse_unwritten(faults: Mapping[str, str]) -> None:
         )
 
 
-def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> list[str]:
+def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object], traced: Traced) -> list[str]:
     """Notes on parameters that no optimizer holds, and on those of the optimizer that are not the model's."""
     notes = []
     held = {id(p) for group in spec.groups for p in group.params}
-    free = [name for name in gradients if id(modules[name]) not in held]
+    free = [whole for name in gradients if id(modules[name]) not in held for whole in whole_names(traced.depth, name)]
     if free:
         notes.append(f"no optimizer holds {_listed(free)}: they have a gradient and are not updated")
-    mine = {id(p) for p in modules.values()}
+    mine = {id(p) for p in traced.request.module.parameters()}  # of all layers, captured or not
     others = sum(id(p) not in mine for group in spec.groups for p in group.params)
     if others:
         notes.append(f"{spec.optimizer} holds {others} parameters that are not the model's: a compiled step leaves them as they are")

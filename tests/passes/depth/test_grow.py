@@ -68,6 +68,7 @@ def test_texts_are_equal(hidden: list[int], asked: dict[str, Any]) -> None:
     assert whole.lowered.depth is None and grown.lowered.depth is not None
     assert text_of(grown.compiled) == text_of(whole.compiled)
     assert grown.compiled.info == whole.compiled.info
+    assert grown.compiled.notes == whole.compiled.notes
 
 
 def test_what_is_not_equal_is_captured_whole_with_a_note() -> None:

@@ -1,0 +1,73 @@
+"""Standing: for how much of the whole model what was captured stands, and where that comes in the model's order.
+
+    captured   0 1 2 3     |     3 2 1 0        block 1 stands for 29
+    whole      0 1 . . . 2 3 | 3 2 . . . 1 0    the others come at its seams: behind it in forward, before it in backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from meshc.passes.depth.blocks import blocks_of
+from meshc.passes.depth.counts import counts_of
+from meshc.passes.depth.equal import twins
+from meshc.passes.depth.mentions import Mentions
+from meshc.passes.depth.order import seams
+from meshc.passes.phases.depth import CAPTURED, Depth
+from meshc.passes.phases.traced import Joint
+
+
+@dataclass(frozen=True)
+class Standing:
+    """
+    block  of the nodes of a stretch: which stretch, and the number of the block in it
+    twin   of each node of a block 2 its equal in block 1
+    count  of each node of a block 1: how many it stands for, itself included
+    """
+
+    block: dict[Node, tuple[int, int]] = field(default_factory=dict)
+    twin: dict[Node, Node] = field(default_factory=dict)
+    count: dict[Node, int] = field(default_factory=dict)
+    _seam: dict[Node, int] = field(default_factory=dict)
+
+    def one(self, node: Node) -> Node:
+        """In block 1, for what is in block 1 or 2."""
+        return self.twin.get(node, node)
+
+    def seam(self, node: Node) -> int | None:
+        """Of what is in block 1 or 2: the position in the graph before which come those that are left out."""
+        return self._seam.get(self.one(node))
+
+
+def standing_of(joint: Joint, depth: Depth | None) -> Standing:
+    """Of the global view of what was captured. Raises Unequal where two blocks inside are not the same."""
+    found = Standing(count=dict(counts_of(joint, depth)))
+    nodes = [*joint.graph.nodes]
+    for number, stretch in enumerate(depth.stretches if depth is not None else ()):
+        mentions = Mentions(stretch)
+        blocks = blocks_of(joint, mentions)
+        pairs = {twin.one: twin.other for twin in twins(joint.graph, blocks, mentions, {})}
+        found.block.update((node, (number, block)) for node, block in blocks.items() if 0 <= block < CAPTURED)
+        found.twin.update((other, one) for one, other in pairs.items())
+        found._seam.update(seams(nodes, blocks, pairs))
+    return found
+
+
+def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
+    """What a module, parameter or value of the captured layers is called in the whole model, with all that it stands for:
+    layers.1.up of four captured layers is layers.1.up to layers.29.up, and layers.3.up is layers.31.up."""
+    names = [name]
+    for stretch in reversed(depth.stretches if depth is not None else ()):  # from the back: what stands before keeps its numbers
+        mentions = Mentions(stretch)
+        copies = range(1, stretch.left_out + 1)
+        names = [
+            said
+            for each in names
+            for said in (
+                mentions.later().text(each),
+                *(mentions.inside(frozenset(), copy).text(each) for copy in copies if mentions.block(each) == 1),
+            )
+        ]
+    return tuple(names)

@@ -1,0 +1,82 @@
+"""Weights: for how much of the whole model each decision and each value stands, where only a few of its layers were captured.
+
+    forward    0 -> 1 -> 2 -> 3      what goes from one layer inside to the next: what 1 makes for 2
+    backward   3 -> 2 -> 1 -> 0      what 2 makes for 1
+
+A decision of block 1 stands for those of all layers that were left out, and block 2 decides as it does: between the two come their copies.
+What block 0 hands to block 1 must then lie as what block 1 hands to block 2, and what block 3 wants of block 2 as what block 2 wants of
+block 1; likewise in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from torch.fx import Node
+
+from meshc.passes.depth.standing import Standing
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.phases.factors import Value
+from meshc.passes.planner.space import Key, Made, Reading
+
+
+def weigh(made: Mapping[Value, Made], standing: Standing) -> None:
+    """Notes of each value how many it stands for."""
+    back = {
+        (standing.twin[node], index)
+        for (node, index), value in made.items()
+        if node in standing.twin and any(reading.node in standing.count for reading in value.readings)
+    }
+    for (node, index), value in made.items():
+        one = standing.one(node)
+        if one in standing.count and (node is not one) == ((one, index) in back):
+            value.count = standing.count[one]
+
+
+def twins_of(decisions: Collection[Key], standing: Standing, parameters: Mapping[str, Node]) -> dict[Key, Key]:
+    """The decisions of each block 2, with those of block 1 that they must be like. Raises Unequal where there is none."""
+    names = {node: name for name, node in parameters.items()}
+    found: dict[Key, Key] = {}
+    for key in decisions:
+        other = parameters[key[1]] if isinstance(key, tuple) else key
+        one = standing.twin.get(other)
+        if one is not None:
+            found[key] = (key[0], names[one]) if isinstance(key, tuple) else one
+            if found[key] not in decisions:
+                raise Unequal(f"{other.name} may be split, and what is equal to it in another layer may not")
+    return found
+
+
+def neighbours(made: Mapping[Value, Made], standing: Standing, twins: Mapping[Key, Key]) -> dict[Key, Key]:
+    """Decisions of blocks 0 and 3 with those of block 1 that they should be like, where the two can be decided alike."""
+    if not standing.twin:
+        return {}
+    other = {one: node for node, one in standing.twin.items()}
+    read = {(reading.node, reading.operand): value for value in made.values() for reading in value.readings}
+    found: dict[Key, Key] = {}
+    for (node, index), value in made.items():
+        for reading in value.readings:
+            reader, twin = reading.node, None
+            if reader is not None and _from(standing, node, 0) and reader in other:
+                twin = read.get((other[reader], reading.operand))
+            elif reader is not None and _from(standing, node, 3) and reader in standing.twin:
+                twin = read.get((standing.twin[reader], reading.operand))
+            if twin is not None:
+                found.setdefault(value.decision, twins.get(twin.decision, twin.decision))
+        inner = made.get((other[node], index)) if node in other else None
+        pairs = [(value, 0, inner, 1), (inner, 3, value, 2)] if inner is not None else []
+        if node not in standing.block:
+            pairs = [(value, 0, value, 1), (value, 3, value, 1)]
+        for one, block, like, inside in pairs:
+            for mine, theirs in zip(_by(one, block, standing), _by(like, inside, standing), strict=False):
+                found.setdefault(mine.reader, twins.get(theirs.reader, theirs.reader))
+    return {key: twin for key, twin in found.items() if key not in twins and key != twin}
+
+
+def _from(standing: Standing, node: Node, block: int) -> bool:
+    return node in standing.block and standing.block[node][1] == block
+
+
+def _by(value: Made, block: int, standing: Standing) -> Iterator[Reading]:
+    """What a block reads of a value, in order."""
+    return (reading for reading in value.readings if reading.node is not None and _from(standing, reading.node, block))

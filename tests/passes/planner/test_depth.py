@@ -1,0 +1,106 @@
+"""A search over the layers that stand for all finds what a search over all of them finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import meshc
+from meshc.cost import memory
+from meshc.cost.devices import device
+from meshc.errors import PlanError
+from meshc.ir.mesh import Mesh
+from meshc.optimizer.optimizer import describe
+from meshc.passes.depth.standing import whole_names
+from meshc.passes.driver import compile as driver
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.run import run
+from meshc.passes.phases.depth import Depth, Stretch
+from meshc.passes.planner.search import Search
+from tests import models
+from tests.broad import broad
+from tests.captured import Captured
+from tests.passes.depth.stacks import WORDS, Stack, cross_entropy
+from tests.passes.depth.texts import text_of
+
+OPEN = "dp: auto\ntp: auto"
+
+
+def compiled(depth: str, layers: int = 6, mesh: str = "dp=2", plan: str = "dp: auto", budget: int | None = None) -> meshc.Program:
+    model = Stack([16] * layers, dropout=0.1)
+    step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=cross_entropy, clip_grad_norm=1.0)
+    ids = torch.zeros(WORDS + 1, 4, dtype=torch.int64)
+    options = meshc.Options(depth=depth, memory_budget=budget)
+    return meshc.compile(step, meshc.Mesh(mesh), kwargs={"ids": ids, "target": ids}, plan=plan, options=options)
+
+
+def same(whole: meshc.Program, part: meshc.Program) -> None:
+    assert whole.lowered.depth is None and part.lowered.depth is not None
+    notes = [[note.partition(" over ")[0] for note in program.compiled.notes] for program in (whole, part)]
+    assert notes[0] == notes[1]  # decisions may be fewer: the layers inside decide alike
+    assert text_of(part.compiled) == text_of(whole.compiled)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "dp: auto"), broad("dp=2,tp=2", OPEN), broad("pp=2,dp=2", "dp: auto")])
+def test_one_program_is_found(mesh: str, plan: str) -> None:
+    same(*(compiled(depth, mesh=mesh, plan=plan) for depth in ("whole", "auto")))
+
+
+@pytest.mark.broad
+def test_a_budget_is_kept_by_the_whole_model() -> None:
+    whole = compiled("whole", mesh="dp=4")
+    budget = int(0.97 * memory.worst(whole.compiled).total)
+    tight, part = (compiled(depth, mesh="dp=4", budget=budget) for depth in ("whole", "auto"))
+    same(tight, part)
+    assert memory.worst(part.compiled).total <= budget
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 5), broad("llama", 12), broad("gpt2", 12)])
+def test_weights_are_those_of_the_whole_model(name: str, layers: int) -> None:
+    """Four layers stand for all: each choice costs what it costs in the whole model, and holds at its fullest what it holds there."""
+    case = getattr(models, name)(layers=layers)
+    part = Captured(case, train=True, double=False).traced
+    asked = replace(part.request, mesh=Mesh("dp=2,tp=2"), plan=OPEN, clip_grad_norm=1.0)
+    asked = replace(asked, optimizer=describe(torch.optim.AdamW(asked.module.parameters())))
+    traces = [driver.trace(replace(asked, depth="whole")), part.beside(asked)]
+    whole, part = (Search(run(pipeline.PLACE[0], driver.factored(each)), device("h100")) for each in traces)
+    assert whole.placed.depth is None and part.placed.depth is not None
+    assert len(part.space.decisions) < len(whole.space.decisions)
+    for mine, theirs in zip(part.model.own, whole.model.own, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    chance = np.random.default_rng(0)
+    for _ in range(20):
+        pick = tuple(int(chance.integers(len(own))) for own in whole.model.own)
+        assert part.model.seconds(pick) == pytest.approx(whole.model.seconds(pick), rel=1e-9)
+        assert part.memory.walk(pick).max() == pytest.approx(whole.memory.walk(pick).max(), rel=1e-9)
+
+
+def test_what_fits_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model is not searched again: what was found is of all its layers."""
+    searches: list[Search] = []
+    made = Search.__post_init__
+    monkeypatch.setattr(Search, "__post_init__", lambda self: (searches.append(self), made(self))[1])
+    with pytest.raises(PlanError, match="no plan for dp keeps a rank within 1,000 bytes"):
+        compiled("auto", budget=1000)
+    (search,) = searches
+    assert search.placed.depth is not None
+
+
+def test_names_in_the_whole_model() -> None:
+    stretches = (Stretch("dense", 0, 1, 2), Stretch("layers", 0, 2, 1))
+    depth = Depth(stretches, {}, None)  # type: ignore[arg-type]
+    assert whole_names(depth, "dense.1.up") == ("dense.1.up", "dense.2.up", "dense.3.up")
+    assert [whole_names(depth, f"dense.{layer}") for layer in (0, 2, 3)] == [("dense.0",), ("dense.4",), ("dense.5",)]
+    assert whole_names(depth, "layers.3.up") == ("layers.3.up", "layers.5.up")
+    assert whole_names(depth, "layers.4.up") == ("layers.6.up",)
+    assert whole_names(depth, "embed") == ("embed",) == whole_names(None, "embed")
+
+
+def test_two_stretches_of_one_list() -> None:
+    depth = Depth((Stretch("layers", 0, 1, 5), Stretch("layers", 4, 1, 2)), {}, None)  # type: ignore[arg-type]
+    assert whole_names(depth, "layers.1.up") == tuple(f"layers.{layer}.up" for layer in range(1, 7))
+    assert whole_names(depth, "layers.5.up") == tuple(f"layers.{layer}.up" for layer in (10, 11, 12))
+    assert whole_names(depth, "layers.7.up") == ("layers.14.up",)
