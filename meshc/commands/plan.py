@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
     fitting = [(one, rows) for one, rows in found if rows]
     if not fitting:
         raise _nothing(found)
-    best, rows = min(fitting, key=lambda pair: pair[1][0]["step_s"])
-    listed = sorted((row for _, each in fitting for row in each if _keeps(row, budget)), key=lambda row: row["step_s"])[: options.top]
+    best, rows = min(fitting, key=lambda pair: _order(pair[1][0]))
+    listed = sorted((row for _, each in fitting for row in each if _keeps(row, budget)), key=_order)[: options.top]
     assert best.plan is not None and best.program is not None
     if options.json:
         told = {"mesh": rows[0]["mesh"], "plan": str(best.plan).splitlines(), "notes": best.program.notes, "plans": listed}
@@ -100,6 +100,11 @@ def _progress(one: Planned, rows: list[Ranked]) -> str:
     if rows:
         return f"{mesh}: {seconds_text(rows[0]['step_s'])} by {rows[0]['plan']}, after {one.seconds:.1f} s"
     return f"{mesh}: {str(one.refused).splitlines()[0]}"
+
+
+def _order(row: Ranked) -> tuple[float, int]:
+    """Of plans that take the same, those of fewer axes first."""
+    return round(row["step_s"], 7), row["mesh"].count(",")
 
 
 def _keeps(row: Ranked, budget: int) -> bool:

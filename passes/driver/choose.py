@@ -190,7 +190,11 @@ class _Choosing:
         within = None if self.budget is None or self.apart else float(self.budget)
         for _ in range(ROUNDS + self.apart):
             tried: list[tuple[float, float]] = []
-            for found in search.found(within)[:BEST]:
+            some = search.found(within)[:BEST]
+            if not some and within is not None and self.search.least is not None:
+                within = None  # the model may read more bytes than the program has: what is best without a budget says how many
+                continue
+            for found in some:
                 if found.pick in self.picks:
                     return
                 self.picks[found.pick] = None
@@ -272,6 +276,8 @@ class _Choosing:
         yield from sorted(self.dropped, key=lambda one: one.modelled or inf)
 
     def note(self, taken: Candidate) -> str:
-        said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found'}"
+        said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found within the budget'}"
+        if self.certificate is None:
+            return f"{said}; {taken.weighed.name} is taken"
         name = "what hides more of its communication" if taken.weighed.name == HIDES else taken.weighed.name
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"
