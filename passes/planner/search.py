@@ -25,6 +25,7 @@ from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Pick
 from meshc.passes.planner.solve import Columns
 from meshc.passes.planner.survey import searched_axes, survey
+from meshc.passes.planner.ties import plainest
 from meshc.plan.entries import AxisEntry
 
 RISE: Final = 16.0
@@ -99,7 +100,7 @@ class Search:
         return found
 
     def _with_certificate(self, pick: Pick, bound: float, budget: float | None) -> Found:
-        count = sum(map(len, self.everything))
+        count, pick = sum(map(len, self.everything)), plainest(self.model, self.memory, pick)
         certificate = Certificate(self.model.seconds(pick), bound, self.held(pick), budget, len(self.everything), count)
         return Found(choices(self.placed, self.space, self.folded, pick), certificate, pick)
 

@@ -17,6 +17,7 @@ from meshc import artifact
 from meshc.__main__ import main
 from meshc.files.seal import sealed
 from meshc.runtime.saved.checkpoint_folder import load_model
+from meshc.text.show import hash_program
 from tests.broad import broad
 from tests.models import llama, mlp
 
@@ -146,6 +147,21 @@ def test_diff_compares_plans_and_saved_programs(folder: Path, capsys: pytest.Cap
     assert "'nowhere' is no folder of a saved program, and a plan is one for a model and a mesh\n  what to do: name both" in failing(
         capsys, "diff", "m", "nowhere"
     )
+
+
+def test_what_a_search_finds_is_kept_as_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["compile", "model.py:train", "--mesh", "dp=2,tp=2", "--no-weights"]
+    assert main([*ask, "--plan", "dp: batch\\ntp: auto", "--out", "one", "--save-plan", "found.plan"]) == 0
+    text = Path("found.plan").read_text()
+    assert text.startswith("dp: batch\ntp: ") and "auto" not in text
+    assert main([*ask, "--plan", "found.plan", "--out", "two"]) == 0
+    one, two = artifact.load("one"), artifact.load("two")
+    assert str(one.plan) + "\n" == text and hash_program(one) == hash_program(two)
+    capsys.readouterr()
+    assert main(["diff", "found.plan", "one", "--model", "model.py:train", "--mesh", "dp=2,tp=2"]) == 0
+    assert "nothing differs" in capsys.readouterr().out
+    assert "found.yaml: a plan is written as lines, to a file that ends in .plan" in failing(capsys, *ask, "--save-plan", "found.yaml")
+
 
 
 def test_a_reader_that_has_read_enough_hears_nothing_of_it(
