@@ -53,9 +53,9 @@ def test_one_program_is_found(mesh: str, plan: str) -> None:
 def test_a_budget_is_kept_by_the_whole_model() -> None:
     whole = compiled("whole", mesh="dp=4")
     budget = int(0.97 * memory.worst(whole.compiled).total)
-    tight, part = (compiled(depth, mesh="dp=4", budget=budget) for depth in ("whole", "auto"))
-    same(tight, part)
-    assert memory.worst(part.compiled).total <= budget
+    part = compiled("auto", mesh="dp=4", budget=budget)
+    assert part.lowered.depth is not None
+    assert memory.worst(part.compiled).total <= budget < memory.worst(whole.compiled).total
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 5), broad("llama", 12), broad("gpt2", 12)])
