@@ -24,10 +24,22 @@ def with_text(placed: Placed, axes: Sequence[str], choices: Choices) -> Placed:
     """With choices for `axes`, and the plan that says them in the place of the request's, unless that comes to something else."""
     decided = run_all(pipeline.PLACE, replace(placed, choices=choices))
     plan = write(decided, axes)
-    found = difference(replace(decided, plan=plan))
+    found = difference(replace(decided, plan=plan)) or numbered(plan.operators[len(placed.plan.operators) :], placed.depth)
     if found:
         return replace(placed, choices=choices).noting(_no_text(axes, found))
     return replace(placed.asked(replace(placed.request, plan=plan)), choices=choices)
+
+
+def numbered(pins: Sequence[OperatorPin], depth: Depth | None) -> str:
+    """Why pins would be about other operators where there are more layers; "" if they would not. What stands beside the layers is made once
+    for each of them (sums of squares of gradients, losses of experts), so that its numbers go by how many were captured."""
+    lists = [stretch.path for stretch in depth.stretches] if depth is not None else []
+    for pin in pins:
+        beside = "*" in pin.modules or not pin.modules or any(path.startswith(f"{pin.modules}.") for path in lists)
+        within = any(pin.modules.startswith(f"{path}.") for path in lists)
+        if lists and beside and not within and pin.pattern.rpartition(".")[2].isdigit():
+            return f"`{pin}` names by its number what stands beside the layers, of which only some were captured"
+    return ""
 
 
 def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
