@@ -25,8 +25,8 @@ import numpy as np
 from meshc.ir import records
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.placed import Placed
-from meshc.passes.planner.model import Floats, Group, Leg, Model
-from meshc.passes.planner.space import Copied, Made, Reading
+from meshc.passes.planner.model import Group, Leg, Model
+from meshc.passes.planner.space import Copied, Floats, Made, Reading
 
 
 class Memory:

@@ -24,10 +24,8 @@ from meshc.passes.phases.factors import Factors
 from meshc.passes.planner.fold import Folded
 from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.operators import Operators
-from meshc.passes.planner.space import Decision, Form, Key, Made, Option, Reading, Space, given, wanted
+from meshc.passes.planner.space import Decision, Floats, Form, Key, Made, Numbers, Option, Reading, Space, given, wanted
 
-Floats: TypeAlias = NDArray[np.float64]
-Numbers: TypeAlias = NDArray[np.intp]
 Pick: TypeAlias = tuple[int, ...]
 """The option of each class."""
 
@@ -118,13 +116,12 @@ def build(space: Space, folded: Folded, factors: Factors, mesh: Mesh, device: De
     for number in range(len(folded.members)):
         decision = model.decision(number)
         row = np.zeros(len(decision.options))
-        for at, option in enumerate(decision.options):
-            if isinstance(decision.key, tuple):
-                own = updates.get(decision.key, ()) if decision.key[0] == "state" else ()
-                row[at] = sum(operators.seconds(node, space.updates[node][1], decision, option) for node in own)
-            else:
-                tokens: dict[object, int] = {token: label for label, token in enumerate(decision.labels)}
-                row[at] = operators.seconds(decision.key, tokens, decision, option)
+        if isinstance(decision.key, tuple):
+            for node in updates.get(decision.key, ()) if decision.key[0] == "state" else ():
+                row += operators.seconds(node, space.updates[node][1], decision.options)
+        else:
+            tokens: dict[object, int] = {token: label for label, token in enumerate(decision.labels)}
+            row += operators.seconds(decision.key, tokens, decision.options)
         model.own.append(row * model.count(number))
     for values in folded.groups:
         group = _group(model, values)
@@ -146,8 +143,8 @@ def _group(model: Model, values: tuple[Made, ...]) -> Group:
         rows.setdefault((reader, reading.phase, forms), []).append(at)
     sources, targets = tuple(lies), tuple(wants)
     size = float(first.elements * first.itemsize)
-    price = np.array([[model.moves.seconds(a, b, size) for b in targets] for a in sources]).reshape(len(sources), len(targets))
-    gathers = np.array([[_is_gather(a, b) for b in targets] for a in sources], dtype=bool).reshape(price.shape)
+    price = model.moves.table(sources, targets, size)
+    gathers = _gathers(sources, targets)
     legs = tuple(
         Leg(reader, np.array(forms), phase, price, gathers, tuple(readings))
         for (reader, phase, forms), readings in rows.items()
@@ -168,8 +165,11 @@ def _reader(model: Model, maker: int, reading: Reading) -> tuple[int, Sequence[O
     return reader, model.decision(reader).options
 
 
-def _is_gather(source: Form, target: Form) -> bool:
-    return sum(map(len, target[0])) < sum(map(len, source[0])) and not source[1]
+def _gathers(sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.bool_]:
+    """Which changes make a value larger that is pending over nothing."""
+    before, after = (np.array([sum(map(len, form[0])) for form in forms], dtype=int) for forms in (sources, targets))
+    settled = np.array([not form[1] for form in sources], dtype=bool)
+    return (after[None, :] < before[:, None]) & settled[:, None]
 
 
 def _copies(model: Model, group: Group) -> Floats:

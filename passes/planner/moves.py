@@ -2,26 +2,42 @@
 
     [batch/dp, ffn/tp] -> [batch/dp/tp, ffn]     all_to_all over tp, of 1/4 of the bytes
 
-The steps depend on which axes move from where to where, not on what the slots are called: those that nothing splits are left out, and
-slots are taken as large enough for every axis, so that one list of steps serves all values. Padding in messages is not counted.
+The steps depend on which axes move from where to where, not on what the slots are called, nor on slots and sums that stay as they are:
+those make the value smaller and are left out. Slots are taken as large enough for every axis, so that one list of steps serves all values.
+Padding in messages is not counted.
+
+A search asks for a table of all forms at once: pairs of forms are numbered by what moves, each list of steps is made once, and what it
+takes is read off for all bytes together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from math import prod
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshc.cost.devices import Device
-from meshc.cost.links import fastest, link_of
+from meshc.cost.links import link_of, ways
 from meshc.ir.mesh import Mesh
-from meshc.ir.sharding import Part, Sharding, local_shape
-from meshc.passes.partition.reshard import apply, merge, steps
-from meshc.passes.planner.space import Axes, Form
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.partition.reshard import Step, merge, steps
+from meshc.passes.planner.space import Axes, Floats, Form, Numbers
 
 Message: TypeAlias = tuple[str, Axes, float]
 """Kind, axes, and the part of the whole value's elements that the collective takes (of a gather: gives)."""
+Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+"""Of each slot that changes, its axes before and after; what is pending before, and after."""
+
+WAYS: Final = 3
+"""A collective is done in as many ways at most."""
+REDUCTIONS: Final = ("", "sum", "max", "min")
+ROOM: Final = 1 << 62
+"""Of numbers that stand for pairs of forms."""
 
 
 @dataclass
@@ -29,46 +45,177 @@ class Moves:
     mesh: Mesh
     sizes: Mapping[str, int]
     device: Device
-    _messages: dict[object, tuple[Message, ...]] = field(default_factory=dict)
-    _seconds: dict[object, float] = field(default_factory=dict)
+    _lists: dict[Moved, int] = field(default_factory=dict)
+    _steps: dict[Moved, tuple[Step, ...]] = field(default_factory=dict)
+    """Of axes that are called by their number, in the order in which they come: steps do not depend on what axes are called."""
+    _prices: dict[Message, tuple[list[float], list[float]]] = field(default_factory=dict)
+    _latency: list[list[list[float]]] = field(default_factory=list)
+    """Of each list of steps, by message and way: seconds whatever the bytes; `_per_byte` seconds for each byte of the whole value."""
+    _per_byte: list[list[list[float]]] = field(default_factory=list)
+    _pairs: dict[object, tuple[Numbers, Floats, Floats]] = field(default_factory=dict)
+    _known: dict[int, int] = field(default_factory=dict)
+    _codes: dict[Axes, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = (row for count in range(len(self.sizes) + 1) for row in permutations(self.sizes, count))
+        self._codes.update({row: at for at, row in enumerate(rows)})
 
     def seconds(self, source: Form, target: Form, size: float) -> float:
         """Of a value of so many bytes, if whole."""
-        if source == target:
-            return 0.0
-        moved = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a or b)
-        key = moved, source[1], target[1], size
-        found = self._seconds.get(key)
-        if found is None:
-            found = self._seconds[key] = sum(self._message(one, size) for one in self.messages(moved, source[1], target[1]))
-        return found
+        return float(self.table((source,), (target,), size)[0, 0])
+
+    def table(self, sources: Sequence[Form], targets: Sequence[Form], size: float) -> Floats:
+        """Likewise from each source to each target."""
+        if not sources or not targets:
+            return np.zeros((len(sources), len(targets)))
+        key = tuple(sources), tuple(targets)
+        if key not in self._pairs:
+            self._pairs[key] = self._numbered(*key)
+        place, latency, per_byte = self._pairs[key]
+        taken: Floats = (latency + per_byte * size).min(axis=2).sum(axis=1)
+        return taken[place]
+
+    def _numbered(self, sources: tuple[Form, ...], targets: tuple[Form, ...]) -> tuple[Numbers, Floats, Floats]:
+        """Each pair's kind; of each kind, by message and way, seconds whatever the bytes, and for each of them."""
+        before, after = (
+            np.array([[self._codes[axes] for axes in form[0]] for form in forms], dtype=np.int64) for forms in (sources, targets)
+        )
+        ranks = np.array([prod(self.sizes[axis] for axis in row) for row in self._codes], dtype=np.int64)
+        pairs = _Pairs(len(sources), len(targets))
+        for slot in range(before.shape[1]):
+            one, other = before[:, slot, None], after[None, :, slot]
+            change = np.where(one == other, 0, 1 + one * len(ranks) + other)
+            pairs.slot(change, 1 + len(ranks) ** 2, np.where(one == other, ranks[one], 1))
+        for axis in self.sizes:
+            one, other = np.array([_reduction(a, axis) for a in sources])[:, None], np.array([_reduction(b, axis) for b in targets])
+            pairs.note(np.where(one == other, 0, one * len(REDUCTIONS) + other), len(REDUCTIONS) ** 2)
+        _, first, place = np.unique(pairs.key(), return_index=True, return_inverse=True)
+        rows, columns = np.unravel_index(first, pairs.stay.shape)
+        lists = np.array([
+            self._list(key, sources[row], targets[column])
+            for key, row, column in zip(pairs.names(first), rows.tolist(), columns.tolist(), strict=True)
+        ])  # fmt: skip
+        kinds, place = np.unique(place.reshape(pairs.stay.shape) * (pairs.stay.max() + 1) + pairs.stay, return_inverse=True)
+        lists, stay = lists[kinds // (pairs.stay.max() + 1)], kinds % (pairs.stay.max() + 1)
+        lists, each = np.unique(lists, return_inverse=True)
+        latency, per_byte = (_filled([table[number] for number in lists])[each] for table in (self._latency, self._per_byte))
+        return place.reshape(pairs.stay.shape), latency, per_byte / stay[:, None, None]
+
+    def _list(self, key: int | None, source: Form, target: Form) -> int:
+        """The number of the steps of a pair of forms; pairs with one key have the same."""
+        number = None if key is None else self._known.get(key)
+        if number is None:
+            moved = _moved(source, target)
+            number = self._lists.setdefault(moved, len(self._lists))
+            if number == len(self._latency):
+                found = [self._message(one) for one in self.messages(*moved) if one[0] != "slice"]
+                self._latency.append([one for one, _ in found])
+                self._per_byte.append([one for _, one in found])
+            if key is not None:
+                self._known[key] = number
+        return number
 
     def messages(
         self, moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
     ) -> tuple[Message, ...]:
-        key = moved, before, after
-        found = self._messages.get(key)
-        if found is None:
-            large = prod(self.sizes.values()) ** 2
-            now = Sharding(tuple((Part("", large, one),) for one, _ in moved), before)
-            target = Sharding(tuple((Part("", large, one),) for _, one in moved), after)
-            total = float(large) ** len(moved)
-            listed: list[Message] = []
-            for step in merge(steps(now, target)):
-                part = prod(local_shape(now, self.sizes)) / total
-                now = apply(now, step)
-                if step.kind == "all_gather":
-                    part = prod(local_shape(now, self.sizes)) / total
-                listed.append((step.kind, step.axes, part))
-            found = self._messages[key] = tuple(listed)
-        return found
+        names: dict[str, str] = {}
+        for axis in (axis for pair in moved for axes in pair for axis in axes):
+            names.setdefault(axis, f"{len(names)}")
+        for axis, _ in (*before, *after):
+            names.setdefault(axis, f"{len(names)}")
+        renamed = (
+            tuple((tuple(names[axis] for axis in one), tuple(names[axis] for axis in other)) for one, other in moved),
+            tuple((names[axis], how) for axis, how in before), tuple((names[axis], how) for axis, how in after),
+        )  # fmt: skip
+        if renamed not in self._steps:
+            self._steps[renamed] = _steps(*renamed)
+        axes_of = {name: axis for axis, name in names.items()}
+        part = 1.0 / prod(self.sizes[axis] for one, _ in moved for axis in one)
+        listed: list[Message] = []
+        for step in self._steps[renamed]:
+            axes = tuple(axes_of[name] for name in step.axes)
+            count = prod(self.sizes[axis] for axis in axes)
+            if step.kind == "all_gather":
+                part *= count
+            listed.append((step.kind, axes, part))
+            if step.kind in ("slice", "reduce_scatter"):
+                part /= count
+        return tuple(listed)
 
-    def _message(self, message: Message, size: float) -> float:
+    def _message(self, message: Message) -> tuple[list[float], list[float]]:
+        """Seconds whatever the bytes, and for each byte of the whole value, in each way."""
+        if message in self._prices:
+            return self._prices[message]
         kind, axes, part = message
-        if kind == "slice":
-            return 0.0
         if kind == "first":
-            return self.device.launch_s + 2 * part * size / self.device.bytes_per_s
+            return [self.device.launch_s] * WAYS, [2 * part / self.device.bytes_per_s] * WAYS
         link = link_of(self.mesh, axes, self.device)
-        ranks = prod(self.sizes[axis] for axis in axes)
-        return self.device.collective_s + fastest(kind, ranks, part * size, link).seconds(link)
+        known = ways(kind, prod(self.sizes[axis] for axis in axes), 1.0)
+        known = [*known, *known[-1:] * (WAYS - len(known))]
+        latency = [self.device.collective_s + way.steps * link.latency_s for way in known]
+        self._prices[message] = latency, [part * way.moved / link.bandwidth_Bps for way in known]
+        return self._prices[message]
+
+
+class _Pairs:
+    """A number for each pair of forms: equal numbers, equal moves. `stay`: ranks by which slots that do not change split the value."""
+
+    def __init__(self, sources: int, targets: int) -> None:
+        self.head, self.tail = np.zeros((sources, targets), dtype=np.int64), np.zeros((sources, targets), dtype=np.int64)
+        self.stay = np.ones((sources, targets), dtype=np.int64)
+        self.most = 1
+        """Tails are below it."""
+        self.exact = True
+        """Whether tails are all there is, and say the same of pairs of other forms."""
+
+    def slot(self, change: NDArray[np.int64], kinds: int, stays: NDArray[np.int64]) -> None:
+        """Changes are numbers below `kinds`, 0 being none: how many slots do not change makes no difference."""
+        self._make_room(kinds)
+        self.tail = np.where(change == 0, self.tail, self.tail * kinds + change)
+        self.stay = self.stay * stays
+
+    def note(self, what: NDArray[np.int64], kinds: int) -> None:
+        self._make_room(kinds)
+        self.tail = self.tail * kinds + what
+
+    def key(self) -> NDArray[np.int64]:
+        if not self.exact:
+            self._make_room(ROOM)
+        return self.tail if self.exact else self.head
+
+    def names(self, places: Numbers) -> list[int | None]:
+        return self.tail.ravel()[places].tolist() if self.exact else [None] * len(places)
+
+    def _make_room(self, kinds: int) -> None:
+        if self.most * kinds >= ROOM:
+            known, tail = np.unique(self.tail, return_inverse=True)
+            _, head = np.unique(self.head * len(known) + tail.reshape(self.head.shape), return_inverse=True)
+            self.exact = False
+            self.head, self.tail, self.most = head.reshape(self.head.shape).astype(np.int64), np.zeros_like(self.tail), 1
+        self.most *= kinds
+
+
+def _steps(
+    moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
+) -> tuple[Step, ...]:
+    source, target = (Sharding(tuple((Part("", 0, pair[at]),) for pair in moved), owed) for at, owed in enumerate((before, after)))
+    return tuple(merge(steps(source, target)))
+
+
+def _filled(rows: Sequence[Sequence[Sequence[float]]]) -> Floats:
+    """Lists of messages as one array, [list, message, way]: nothing where a list is shorter."""
+    found = np.zeros((len(rows), max(map(len, rows), default=0), WAYS))
+    for at, row in enumerate(rows):
+        if row:
+            found[at, : len(row)] = row
+    return found
+
+
+def _moved(source: Form, target: Form) -> Moved:
+    slots = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a != b)
+    before, after = (tuple(owed for owed in one[1] if owed not in other[1]) for one, other in ((source, target), (target, source)))
+    return slots, before, after
+
+
+def _reduction(form: Form, axis: str) -> int:
+    return REDUCTIONS.index(dict(form[1]).get(axis, ""))

@@ -7,10 +7,11 @@ is taken: work and bytes of the whole, in the proportion of the tiles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import numpy as np
 from torch.fx import Node
 
 from meshc.cost import operators as roofline
@@ -24,7 +25,7 @@ from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Lowering
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.place.propagate import spread
-from meshc.passes.planner.space import Axes, Decision, Made, Option
+from meshc.passes.planner.space import Axes, Floats, Made, Option
 from meshc.program import packing
 
 
@@ -35,46 +36,56 @@ class Operators:
     sizes: Mapping[str, int]
     device: Device
     _lowered: dict[object, float] = field(default_factory=dict)
+    _parts: dict[tuple[int, Axes], float] = field(default_factory=dict)
 
-    def seconds(self, node: Node, labels: Mapping[object, int], decision: Decision, option: Option) -> float:
-        """Of one call under an option. `labels`: of each token, the decision's."""
+    def seconds(self, node: Node, labels: Mapping[object, int], options: Sequence[Option]) -> Floats:
+        """Of one call under each option. `labels`: of each token, the decision's."""
         if not runs(node):
-            return 0.0
+            return np.zeros(len(options))
         instance = self.factors.instances[node]
-        axes = {token: option.axes[labels[token]] for token in instance.size if token in labels}
+        tokens = [token for token in instance.size if token in labels]
         if instance.rule.lower is not None or op_name(node) in roofline.ATTENTION:
-            key = node, tuple(axes.items())
-            if key not in self._lowered:
-                self._lowered[key] = self._written_out(instance, axes)
-            return self._lowered[key]
-        part = {token: self.part(instance.size[token], axes.get(token, ())) for token in instance.size}
-        moved = self._moved(instance, part)
+            return np.array([self._written_out(instance, {token: option.axes[labels[token]] for token in tokens}) for option in options])
+        part: dict[Token, Floats | float] = dict.fromkeys(instance.size, 1.0)
+        for token in tokens:
+            part[token] = np.array([self.part(instance.size[token], option.axes[labels[token]]) for option in options])
+        work = flops(node) * prod(part.values(), start=np.ones(len(options)))
         rate = self.device.rate(roofline._dtype(node))
-        work = flops(node) * prod(part.values())
-        return max(work / rate, moved / self.device.bytes_per_s) + self.device.launch_s
+        found: Floats = np.maximum(work / rate, self._moved(instance, part) / self.device.bytes_per_s) + self.device.launch_s
+        return found
 
     def part(self, size: int, axes: Axes) -> float:
         """What a rank has of a factor, padding included."""
-        return tile_sizes(size, [self.sizes[axis] for axis in axes])[-1] / size if axes else 1.0
+        found = self._parts.get((size, axes))
+        if found is None:
+            found = self._parts[size, axes] = tile_sizes(size, [self.sizes[axis] for axis in axes])[-1] / size if axes else 1.0
+        return found
 
     def held(self, made: Made, form: tuple[Axes, ...]) -> float:
         """Bytes of a value on a rank."""
         return made.elements * made.itemsize * prod(self.part(size, axes) for size, axes in zip(made.sizes, form, strict=True) if axes)
 
-    def _moved(self, instance: Instance, part: Mapping[Token, float]) -> float:
+    def _moved(self, instance: Instance, part: Mapping[Token, Floats | float]) -> Floats | float:
         node = instance.node
-        made = sum(_whole(node, index) * tiles(dims, part) for index, dims in enumerate(instance.results))
+        made: Floats | float = sum(_whole(node, index) * tiles(dims, part) for index, dims in enumerate(instance.results))
         if op_name(node) in roofline.MAKE_NOTHING:
-            made = 0
+            made = 0.0
         total, picked = made, roofline.GATHERS.get(op_name(node))
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             if value in instance.values[:index]:
                 continue
             read = min(_whole(*value), _looked_at(value)) * tiles(dims, part)
-            total += min(made, read) if index == picked else read
+            total = total + (np.minimum(made, read) if index == picked else read)
         return total
 
     def _written_out(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
+        key = instance.node, tuple(axes.items())
+        found = self._lowered.get(key)
+        if found is None:
+            found = self._lowered[key] = self._lower(instance, axes)
+        return found
+
+    def _lower(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
         build = Builder(self.sizes)
         operands = []
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
@@ -100,7 +111,7 @@ class Operators:
         return Sharding(tuple(tuple(Part(f"{factor}", self.factors.size[factor]) for factor in row) for row in self.factors.dims[value]))
 
 
-def tiles(dims: tuple[tuple[Token, ...], ...], part: Mapping[Token, float]) -> float:
+def tiles(dims: tuple[tuple[Token, ...], ...], part: Mapping[Token, Floats | float]) -> Floats | float:
     return prod(part[token] for row in dims for token in row)
 
 

@@ -15,10 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.fx import Node
 
 from meshc.passes.phases.factors import Value
 
+Floats: TypeAlias = NDArray[np.float64]
+Numbers: TypeAlias = NDArray[np.intp]
 Axes: TypeAlias = tuple[str, ...]
 Key: TypeAlias = "Node | tuple[str, str]"
 """An operator, a placeholder; or ("parameter", name), ("state", name): how a parameter, or its state, is stored."""

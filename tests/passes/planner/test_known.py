@@ -39,16 +39,19 @@ def test_a_large_model_and_fast_links_give_tensor_parallelism_inside_the_node() 
 
 
 def test_a_tight_budget_splits_what_is_stored() -> None:
-    placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: batch\ntp: auto")
-    search = Search(placed, slow(), ["tp"])
+    """Data parallelism, with whole parameters as long as they fit: what splits them costs their gathers."""
+    placed = two(1 << 18, 4096, 16384, "dp=8", "dp: auto")
+    search = Search(placed, slow())
     (free,) = search.found()
     budget = 0.97 * free.certificate.held
     tight = search.found(budget)[0]
     assert tight.certificate.held <= budget < free.certificate.held
-    assert tight.certificate.seconds >= free.certificate.seconds >= tight.certificate.bound - 1e-9
+    assert tight.certificate.seconds >= tight.certificate.bound >= free.certificate.seconds - 1e-9
     assert tight.certificate.gap < 0.01
-    assert not free.choices.storage["down.weight", "parameter"].split_axes()
-    assert tight.choices.storage["down.weight", "parameter"].split_axes() == {"tp"}
+    for found, split in ((free, set()), (tight, {"dp"})):
+        assert all(found.choices.storage[name, "parameter"].split_axes() == split for name in ("up.weight", "down.weight"))
+        assert all(found.choices.storage[name, "state"].split_axes() == {"dp"} for name in ("up.weight", "down.weight"))
+        assert products(placed, found.choices) == [{"dp": "batch"}] * 5
 
 
 def test_what_no_choice_keeps_has_no_answer() -> None:

@@ -18,7 +18,7 @@ from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import build
 from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.operators import Operators
-from meshc.passes.planner.space import Decision, Option
+from meshc.passes.planner.space import Option
 from meshc.passes.planner.survey import searched_axes, survey
 from tests.graphs import trace
 from tests.passes.planner.known import two
@@ -72,10 +72,8 @@ def test_a_split_log_softmax_is_priced_as_it_will_be_written() -> None:
     tokens = tuple(instance.size)
     operators = Operators(factors, Mesh("tp=8"), {"tp": 8}, H100)
     labels: dict[object, int] = {token: at for at, token in enumerate(tokens)}
-    decision = Decision(node, tokens, tuple(instance.size.values()), ())
-    by_rows, by_columns = (
-        operators.seconds(node, labels, decision, Option(tuple(("tp",) if token == taken else () for token in tokens)))
-        for taken in tokens
+    by_rows, by_columns = operators.seconds(
+        node, labels, [Option(tuple(("tp",) if token == taken else () for token in tokens)) for taken in tokens]
     )
     assert by_columns > by_rows + 2 * H100.collective_s
 

@@ -1,0 +1,213 @@
+"""A bound on every choice by messages between classes, and what each option costs at least beyond it.
+
+Each leg sends its maker's class a message for each form that is given, and its reader's a message for each form that is wanted. What they
+take from each other is never more than the change of sharding costs, of legs that share a change together:
+
+    sum over legs of max(0, to_maker[a] + to_reader[b])  <=  price[a, b]                  to_maker, to_reader: of any sign
+
+Then no choice costs less than the sum over classes of the least of (own + messages). A sweep goes through the classes in the order of
+the graph and back: each takes from its legs behind all that there is, and gives to those ahead what it has beyond its least, in equal
+shares. The bound never falls. (Kolmogorov: Convergent tree-reweighted message passing, PAMI 28(10), 2006; of shared changes it is the dual
+ascent of facility location: Erlenkotter, Operations Research 26(6), 1978.)
+
+An option with which the bound is above what some choice costs is in no better one: it is dropped, and sweeps become shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshc.passes.planner.model import Group
+from meshc.passes.planner.space import Floats, Numbers
+from meshc.passes.planner.weighed import Weighed
+
+
+@dataclass
+class Side:
+    """One end of a leg.
+
+    number  its class;  forms  those of the group that its options take
+    at      of each option, which of them;  message  of each of them
+    """
+
+    number: int
+    forms: Numbers
+    at: Numbers
+    message: Floats
+
+    def __post_init__(self) -> None:
+        self.order = np.argsort(self.at, kind="stable")
+        self.starts = np.searchsorted(self.at[self.order], np.arange(len(self.forms)))
+
+    def least(self, costs: Floats) -> Floats:
+        """Of each form the least of its options."""
+        found: Floats = np.minimum.reduceat(costs[self.order], self.starts)
+        return found
+
+
+@dataclass
+class Edge:
+    """A leg between two classes, of the options that are left.
+
+    price   seconds of each given form and each wanted form, and what memory that it alone keeps alive costs (`extra`)
+    share   of a change that others may pay for too: what this leg takes of it
+    """
+
+    group: int
+    leg: int
+    maker: Side
+    reader: Side
+    price: Floats
+    extra: Floats | float
+    phase: str
+    share: Floats | None = None
+
+
+@dataclass
+class Common:
+    """What legs of a group take together of each change, by phase: what gathers is paid in each. `lasting`: what does not."""
+
+    taken: dict[str, Floats]
+    lasting: Floats
+
+
+class Ascent:
+    """Messages of a weighed model, some options of each class being left."""
+
+    def __init__(self, weighed: Weighed, left: Sequence[Numbers], start: Ascent | None = None) -> None:
+        self.weighed, self.left = weighed, list(left)
+        self.own = [own[row] for own, row in zip(weighed.own, self.left, strict=True)]
+        self.edges: list[Edge] = []
+        self.common: dict[int, Common] = {}
+        for number, group in enumerate(weighed.model.groups):
+            self._enter(number, group)
+        self.at: list[list[tuple[Edge, Side, Side]]] = [[] for _ in self.own]
+        for edge in self.edges:
+            self.at[edge.maker.number].append((edge, edge.maker, edge.reader))
+            self.at[edge.reader.number].append((edge, edge.reader, edge.maker))
+        self.behind = [
+            [[one for one in row if (one[2].number < number) == forward] for number, row in enumerate(self.at)] for forward in (False, True)
+        ]
+        self.least = np.array([own.min() for own in self.own])
+        self.keep = [np.ones(len(own), dtype=bool) for own in self.own]
+        if start is not None:
+            self._resume(start)
+
+    # ------------------------------------------------------------------------------------------------------------------------- set up
+
+    def _enter(self, number: int, group: Group) -> None:
+        legs = [(at, leg) for at, leg in enumerate(group.legs) if leg.reader != group.maker]
+        given, given_at = np.unique(group.given[self.left[group.maker]], return_inverse=True)
+        edges: list[Edge] = []
+        for at, leg in legs:
+            wanted, wanted_at = np.unique(leg.forms[self.left[leg.reader]], return_inverse=True)
+            price = self.weighed.price[number][at][np.ix_(given, wanted)]
+            more = self.weighed.extra[number][at]
+            extra: Floats | float = 0.0 if more is None else more[np.ix_(given, wanted)]
+            if price.any():
+                maker = Side(group.maker, given, given_at, np.zeros(len(given)))
+                reader = Side(leg.reader, wanted, wanted_at, np.zeros(len(wanted)))
+                edges.append(Edge(number, at, maker, reader, price, extra, leg.phase))
+        if len(edges) > 1:
+            self.common[number] = self._shared(group, given, edges)
+        self.edges += edges
+
+    def _shared(self, group: Group, given: Numbers, edges: Sequence[Edge]) -> Common:
+        """Memory that several legs keep alive each alone is taken in equal parts."""
+        covering = [edge for edge in edges if not isinstance(edge.extra, float)]
+        for edge in covering:
+            part = edge.extra / len(covering)
+            edge.price, edge.extra = edge.price - edge.extra + part, part
+        for edge in edges:
+            edge.share = np.zeros_like(edge.price)
+        shape = len(given), len(group.wants)
+        gathers = group.legs[0].gathers[given]
+        return Common({phase: np.zeros(shape) for phase in dict.fromkeys(edge.phase for edge in edges)}, np.where(gathers, 0.0, 1.0))
+
+    def _resume(self, start: Ascent) -> None:
+        """Messages of another ascent of the same model, as far as they are still allowed."""
+        known = {(edge.group, edge.leg): edge for edge in start.edges}
+        for edge in self.edges:
+            was = known.get((edge.group, edge.leg))
+            if was is None:
+                continue
+            for mine, other in ((edge.maker, was.maker), (edge.reader, was.reader)):
+                place = np.minimum(np.searchsorted(other.forms, mine.forms), len(other.forms) - 1)
+                mine.message = np.where(other.forms[place] == mine.forms, other.message[place], 0.0)
+            edge.reader.message = np.minimum(edge.reader.message, (self._room(edge) - edge.maker.message[:, None]).min(axis=0))
+            self._take(edge)
+        for number in range(len(self.own)):
+            self.least[number] = self.costs(number).min()
+
+    # ---------------------------------------------------------------------------------------------------------------------------- bound
+
+    @property
+    def bound(self) -> float:
+        """No choice of the options that are left costs less."""
+        return float(self.least.sum())
+
+    def costs(self, number: int) -> Floats:
+        """What the options of a class cost with the messages that it has; beyond the least of them it is beyond the bound."""
+        found = self.own[number].copy()
+        for _, mine, _ in self.at[number]:
+            found += mine.message[mine.at]
+        return found
+
+    def sweep(self, known: float = np.inf) -> None:
+        """Marks the options with which nothing costs less than what is `known`."""
+        for forward in (True, False):
+            numbers = range(len(self.own))
+            for number in numbers if forward else reversed(numbers):
+                self._visit(number, forward, known)
+
+    def _visit(self, number: int, forward: bool, known: float) -> None:
+        behind, ahead = self.behind[forward][number], self.behind[not forward][number]
+        for edge, mine, other in behind:
+            room = self._room(edge)
+            mine.message = (room - other.message).min(axis=1) if mine is edge.maker else (room - other.message[:, None]).min(axis=0)
+            self._take(edge)
+        costs = self.costs(number)
+        self.least[number] = costs.min()
+        beyond = costs - self.least[number]
+        self.keep[number] &= beyond <= known - self.bound
+        if ahead:
+            part = beyond / max(len(behind), len(ahead))
+            for edge, mine, _ in ahead:
+                mine.message = mine.message - mine.least(part)
+                self._take(edge)
+
+    def _room(self, edge: Edge) -> Floats:
+        """What there is for a leg's two messages together."""
+        if edge.share is None:
+            return edge.price
+        taken = self.common[edge.group].taken[edge.phase][:, edge.reader.forms]
+        return edge.price - taken + edge.share
+
+    def _take(self, edge: Edge) -> None:
+        if edge.share is None:
+            return
+        share = np.maximum(edge.maker.message[:, None] + edge.reader.message - edge.extra, 0.0)
+        change = share - edge.share
+        edge.share = share
+        common, columns = self.common[edge.group], edge.reader.forms
+        for phase, taken in common.taken.items():
+            taken[:, columns] += change if phase == edge.phase else change * common.lasting[:, columns]
+
+    # --------------------------------------------------------------------------------------------------------------------------- dropped
+
+    def beyond(self) -> list[Floats]:
+        """Of each class's options, what a choice with it costs at least beyond the bound."""
+        return [self.costs(number) - self.least[number] for number in range(len(self.own))]
+
+    def pairs(self) -> dict[tuple[int, int], Floats]:
+        """Likewise of each given form and each wanted form of a leg, by group and leg."""
+        beyond = self.beyond()
+        found: dict[tuple[int, int], Floats] = {}
+        for edge in self.edges:
+            slack = self._room(edge) - edge.maker.message[:, None] - edge.reader.message
+            ends = edge.maker.least(beyond[edge.maker.number])[:, None] + edge.reader.least(beyond[edge.reader.number])
+            found[edge.group, edge.leg] = slack + ends
+        return found

@@ -1,0 +1,145 @@
+"""A choice from messages, and made better a class at a time.
+
+Classes are decided in the order of the graph, each by what it costs beside those that are decided and by the
+messages of those that are not. Then each takes what is best beside all others, until none changes. What one class's options cost is
+exact, shared changes included; of memory that costs seconds, a form that is brought counts as long as the reader that keeps it longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from meshc.passes.planner.ascent import Ascent, Side
+from meshc.passes.planner.model import Leg, Pick
+from meshc.passes.planner.space import Floats
+
+ROUNDS: Final = 50
+OPEN: Final = -1
+"""A class that is not decided."""
+BETTER: Final = 1e-12
+"""Seconds by which a class's option must be better to be taken."""
+
+
+class Descent:
+    def __init__(self, ascent: Ascent) -> None:
+        self.ascent, self.left = ascent, ascent.left
+        weighed = ascent.weighed
+        self.plain = [own[row] for own, row in zip(weighed.plain, self.left, strict=True)]
+        self.messages: dict[tuple[int, int], tuple[Side, Side]] = {(e.group, e.leg): (e.maker, e.reader) for e in ascent.edges}
+        groups = weighed.model.groups
+        self.makes: list[list[int]] = [[] for _ in self.left]
+        self.reads: list[dict[int, list[int]]] = [{} for _ in self.left]
+        for number, group in enumerate(groups):
+            self.makes[group.maker].append(number)
+            for at, leg in enumerate(group.legs):
+                if leg.reader != group.maker:
+                    self.reads[leg.reader].setdefault(number, []).append(at)
+        self.groups = groups
+        self.price = weighed.price
+
+    def decided(self) -> Pick:
+        pick = [OPEN] * len(self.left)
+        for number in range(len(pick)):
+            pick[number] = int(self.left[number][self.costs(number, pick).argmin()])
+        return tuple(pick)
+
+    def improved(self, start: Sequence[int]) -> Pick:
+        pick = list(start)
+        waiting = dict.fromkeys(range(len(pick)))
+        for _ in range(ROUNDS * len(pick)):
+            if not waiting:
+                break
+            number = next(iter(waiting))
+            del waiting[number]
+            costs = self.costs(number, pick)
+            best = int(costs.argmin())
+            now = np.flatnonzero(self.left[number] == pick[number])
+            if not len(now) or costs[best] < costs[now[0]] - BETTER:
+                pick[number] = int(self.left[number][best])
+                waiting.update(dict.fromkeys(self._beside(number)))
+        return tuple(pick)
+
+    def _beside(self, number: int) -> Iterable[int]:
+        for group in self.makes[number]:
+            yield from (leg.reader for leg in self.groups[group].legs if leg.reader != number)
+        for group in self.reads[number]:
+            yield self.groups[group].maker
+            yield from (leg.reader for leg in self.groups[group].legs if leg.reader != number)
+
+    # ------------------------------------------------------------------------------------------------------------------ one class's options
+
+    def costs(self, number: int, pick: Sequence[int]) -> Floats:
+        """What each option that is left costs beside what is decided, and by messages beside what is not."""
+        found = self.plain[number].copy()
+        for group in self.makes[number]:
+            found += self._made(group, number, pick)
+        for group, legs in self.reads[number].items():
+            found += self._read(group, legs, number, pick)
+        return found
+
+    def _made(self, number: int, maker: int, pick: Sequence[int]) -> Floats:
+        group, left = self.groups[number], self.left[maker]
+        given = group.given[left]
+        found = np.zeros(len(left))
+        decided: dict[int, dict[str, int]] = {}
+        for at, leg in enumerate(group.legs):
+            if leg.reader == maker:
+                continue
+            if pick[leg.reader] == OPEN:
+                found += self._message(number, at, 0)
+            else:
+                decided.setdefault(int(leg.forms[pick[leg.reader]]), {}).setdefault(leg.phase, at)
+        for want, phases in decided.items():
+            legs = list(phases.values())
+            column = self.price[number][legs[0]][:, want]
+            for at in legs[1:]:
+                more = self.price[number][at][:, want]
+                column = np.where(group.legs[0].gathers[:, want], column + more, np.maximum(column, more))
+            found += column[given]
+        before: list[tuple[Leg, object]] = []
+        for at, leg in enumerate(group.legs):
+            if leg.reader == maker:
+                wants = leg.forms[left]
+                gathers = leg.gathers[given, wants]
+                paid = np.zeros(len(left), dtype=bool)
+                for want, phases in decided.items():
+                    paid |= (wants == want) & (~gathers | (leg.phase in phases))
+                for other, others in before:
+                    paid |= (wants == others) & (~gathers | (leg.phase == other.phase))
+                found += np.where(paid, 0.0, self.price[number][at][given, wants])
+                before.append((leg, wants))
+        return found
+
+    def _read(self, number: int, legs: Sequence[int], reader: int, pick: Sequence[int]) -> Floats:
+        group, left = self.groups[number], self.left[reader]
+        found = np.zeros(len(left))
+        if pick[group.maker] == OPEN:
+            for at in legs:
+                found += self._message(number, at, 1)
+            return found
+        given = int(group.given[pick[group.maker]])
+        for at in legs:
+            leg = group.legs[at]
+            row = self.price[number][at][given].copy()
+            for other_at, other in enumerate(group.legs):
+                if other.reader != reader and pick[other.reader] != OPEN:
+                    want = int(other.forms[pick[other.reader]])
+                    if other.phase == leg.phase or not leg.gathers[given, want]:
+                        row[want] = max(0.0, row[want] - self.price[number][other_at][given, want])
+            wants = leg.forms[left]
+            paid = np.zeros(len(left), dtype=bool)
+            for other_at in legs[: legs.index(at)]:
+                other = group.legs[other_at]
+                paid |= (other.forms[left] == wants) & (~leg.gathers[given, wants] | (other.phase == leg.phase))
+            found += np.where(paid, 0.0, row[wants])
+        return found
+
+    def _message(self, number: int, leg: int, side: int) -> Floats:
+        sides = self.messages.get((number, leg))
+        if sides is None:
+            return np.zeros(1)
+        return sides[side].message[sides[side].at]
+
