@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -234,7 +235,8 @@ class _Choosing:
         for within in (self.search.least, None) if self.best is None else ():
             for found in self.search.found(within)[:1]:
                 placed = with_text(self.placed, self.axes, found.choices)
-                self._try(self._found(FOUND, placed, found), placed)
+                with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
+                    self._try(self._found(FOUND, placed, found), placed)
 
     def _found(self, name: str, placed: Placed, found: Found) -> Weighed:
         plan = of_all_layers(placed.plan, self.placed.plan, self.placed.depth)

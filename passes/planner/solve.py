@@ -26,10 +26,8 @@ from meshc.passes.planner.space import Floats, Numbers
 
 MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
-GIGA: Final = 1e-9
-"""And bytes as gigabytes."""
 ITERATIONS: Final = 2_000_000
-NODES: Final = 200
+NODES: Final = 50
 GAP: Final = 1e-3
 SHARE: Final = 1e-6
 """What a column that is whole may lack of it."""
@@ -76,6 +74,8 @@ class Columns:
     budget: float = np.inf
 
     def __post_init__(self) -> None:
+        self.part = 1.0 / max(1.0, self.budget) if self.moments else 1.0
+        """Bytes are solved as parts of the budget."""
         self.cost: list[float] = []
         self.rows: list[tuple[float, float]] = []
         self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
@@ -92,7 +92,8 @@ class Columns:
         for at, group in enumerate(self.model.groups):
             self._group(at, group)
         for row in self.held:
-            self._row(-np.inf, (self.budget - self.memory.fixed) * GIGA, [(column, size * GIGA) for column, size in sorted(row.items())])
+            most = (self.budget - self.memory.fixed) * self.part
+            self._row(-np.inf, most, [(column, size * self.part) for column, size in sorted(row.items())])
 
     def _column(self, cost: float = 0.0) -> int:
         self.cost.append(float(cost))
@@ -204,7 +205,7 @@ class Columns:
         if found.status == 2:
             return None
         assert found.status == 0, found.message
-        weights = -found.ineqlin.marginals[len(limits) - len(self.moments) :] * GIGA / MILLI if self.moments else ()
+        weights = -found.ineqlin.marginals[len(limits) - len(self.moments) :] * self.part / MILLI if self.moments else ()
         return Relaxed(float(found.fun) / MILLI, self._of_classes(found.x), tuple(map(float, weights)))
 
     def whole(self, nodes: int = NODES, gap: float = GAP) -> tuple[Pick | None, float | None]:
