@@ -62,6 +62,7 @@ MARGIN: Final = 0.1
 FOUND: Final = "found"
 HIDES: Final = "found, hiding more"
 TOO_LARGE: Final = "more than a rank may hold"
+UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(depth="whole") takes them one by one'
 
 Lower = Callable[[Placed, "Hook | None"], Lowered]
 
@@ -101,7 +102,7 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
         choosing.try_recipes()
     taken = choosing.best
     if taken is None:
-        raise choosing.refusal()
+        raise choosing.unequal or choosing.refusal()
     taken.heard.tell(hook)
     left = as_asked(taken.lowered, placed, choosing.axes).noting(choosing.note(taken))
     left = replace(left, plan=of_all_layers(left.plan, placed.plan, placed.depth))
@@ -131,7 +132,7 @@ class _Choosing:
     """
     best      of those that keep the budget the fastest by the clock; of the others no program is kept
     lowered   what has been through all passes, with what its rank holds;  dropped  what has not
-    refused   what stood in the way of candidates that could not be
+    refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that cannot grow from a few layers
     picks     choices that have been through all passes;  overlapped  of the last its seconds with what can be hidden
     certificate  of the last that was found by the seconds of all
     near      whether the layers beside those that were not captured are held to decide as these
@@ -147,6 +148,7 @@ class _Choosing:
     lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
     dropped: list[Weighed] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
+    unequal: Unequal | None = None
     picks: dict[Pick, None] = field(default_factory=dict)
     certificate: Certificate | None = None
     overlapped: float = 0.0
@@ -244,7 +246,14 @@ class _Choosing:
 
     def _try(self, weighed: Weighed, placed: Placed) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason."""
-        found = attempt(partial(self._candidate, weighed, placed))
+        try:
+            found = attempt(partial(self._candidate, weighed, placed))
+        except Unequal as unequal:
+            if not self.near:
+                raise
+            self.unequal = unequal
+            self.dropped.append(replace(weighed, dropped=UNLIKE))
+            return None
         if isinstance(found, Refused):
             self.refused.append(found.error)
             self.dropped.append(replace(weighed, dropped=str(found)))

@@ -25,7 +25,7 @@ from meshc.passes.place.propagate import backward_map, deferring, may_defer, spr
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.planner.candidates import options
 from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Reading, Space
-from meshc.passes.planner.weights import neighbours, twins_of, weigh
+from meshc.passes.planner.weights import neighbours, stored_alike, twins_of, weigh
 from meshc.program import packing
 from meshc.program.program import Port
 
@@ -74,7 +74,8 @@ class _Survey:
         self._leave()
         weigh(self.made, self.standing)
         twins = twins_of(self.decisions, self.standing, self.parameters)
-        near = neighbours(self.made, self.standing, twins)
+        stored = stored_alike(self.decisions, self.standing, self.parameters)
+        near = neighbours(self.made, self.standing, twins, stored)
         return Space(self.axes, self.sizes, self.decisions, tuple(self.made.values()), self.updates, twins, near)
 
     # ---------------------------------------------------------------------------------------------------------- what enters and leaves

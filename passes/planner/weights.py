@@ -10,6 +10,7 @@ block 1; likewise in backward.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from torch.fx import Node
@@ -47,8 +48,11 @@ def twins_of(decisions: Collection[Key], standing: Standing, parameters: Mapping
     return found
 
 
-def neighbours(made: Mapping[Value, Made], standing: Standing, twins: Mapping[Key, Key]) -> dict[Key, Key]:
-    """Decisions of blocks 0 and 3 with those of block 1 that they should be like, where the two can be decided alike."""
+def neighbours(
+    made: Mapping[Value, Made], standing: Standing, twins: Mapping[Key, Key], stored: Mapping[Key, Key]
+) -> dict[Key, Key]:
+    """Decisions of blocks 0 and 3 with those of block 1 that they should be like, where the two can be decided alike. `stored`: what the
+    two store."""
     if not standing.twin:
         return {}
     other = {one: node for node, one in standing.twin.items()}
@@ -70,7 +74,22 @@ def neighbours(made: Mapping[Value, Made], standing: Standing, twins: Mapping[Ke
         for one, block, like, inside in pairs:
             for mine, theirs in zip(_by(one, block, standing), _by(like, inside, standing), strict=False):
                 found.setdefault(mine.reader, twins.get(theirs.reader, theirs.reader))
+    found.update(stored)  # the norm of all gradients adds up what they leave pending, layer by layer
     return {key: twin for key, twin in found.items() if key not in twins and key != twin}
+
+
+def stored_alike(decisions: Collection[Key], standing: Standing, parameters: Mapping[str, Node]) -> dict[Key, Key]:
+    """How blocks 0 and 3 store their parameters and states, with how block 1 does it. Equal blocks have theirs in one order."""
+    names: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, node in parameters.items():
+        if node in standing.block:
+            names[standing.block[node]].append(name)
+    return {
+        (kind, name): (kind, one)
+        for (stretch, block), mine in names.items() if block in (0, 3) and len(mine) == len(names.get((stretch, 1), ()))
+        for name, one in zip(mine, names[stretch, 1], strict=True)
+        for kind in ("parameter", "state") if (kind, name) in decisions and (kind, one) in decisions
+    }  # fmt: skip
 
 
 def _from(standing: Standing, node: Node, block: int) -> bool:

@@ -78,6 +78,7 @@ def test_weights_are_those_of_the_whole_model(name: str, layers: int) -> None:
         assert part.memory.walk(pick).max() == pytest.approx(whole.memory.walk(pick).max(), rel=1e-9)
 
 
+@pytest.mark.broad
 def test_what_fits_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model is not searched again: what was found is of all its layers."""
     searches: list[Search] = []
