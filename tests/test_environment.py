@@ -101,6 +101,9 @@ class Checks:
         self.wrong, self.error = wrong, error or VerifyError("mm_3 differs by 0.5")
         self.seen: list[str] = []
 
+    def check_calls(self, name: str, *model: Any) -> None:
+        self._check(f"{name}: calls", name)
+
     def check_graph(self, name: str, *graph: Any) -> None:
         self._check(f"{name}: graph", name)
 
@@ -122,8 +125,8 @@ def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(mon
     monkeypatch.setenv(environment.VERIFY, "1")
     recompiled(program, checks := Checks())
     assert checks.seen == [
-        "differentiate: graph", "update: graph", "partition: program", "microbatch: program", "collectives: program",
-        "fuse_updates: program", "memory: program",
+        "capture: calls", "raise: calls", "differentiate: graph", "update: graph", "partition: program", "microbatch: program",
+        "collectives: program", "fuse_updates: program", "memory: program",
     ]  # fmt: skip
     with pytest.raises(VerifyError, match="after the pass partition .*\n  mm_3 differs by 0.5"):
         recompiled(program, checks := Checks("partition"))
