@@ -144,8 +144,10 @@ class Compilations:
         made = self.general[general_key]
         with self.world.refusable():
             own = instance.fitting(made.program, dict(asked.shapes(*examples)))
-        session = self._load(own, made) if self.world.has_ranks else None
-        return Compilation(own, made if session is None or asked.step is None else made.updating(self.spec), session)
+        if not self.world.has_ranks:
+            return Compilation(own, made, None)
+        made = self.general[general_key] = self._adopt(own, made)
+        return Compilation(own, made, self._load(own, made))
 
     def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Made:
         asked = self.asked
@@ -161,8 +163,8 @@ class Compilations:
         self.seconds = dict(made.seconds or {})
         return made
 
-    def _load(self, compiled: PlainProgram, made: Made) -> Session:
-        """`compiled` at work on this rank: what was made, at some sizes."""
+    def _adopt(self, compiled: PlainProgram, made: Made) -> Made:
+        """Parameters, buffers and state become this rank's parts. Returns what was made without a hold on what they were."""
         asked, world = self.asked, self.world
         world.agree_on_program(compiled, asked.module)
         first = Store.of(asked.module) is None
@@ -176,6 +178,12 @@ class Compilations:
         if first:
             seed = torch.initial_seed() if asked.options.seed is None else asked.options.seed
             store.seed = world.from_rank_0(lambda: seed)
+        return made if asked.step is None else made.updating(self.spec)
+
+    def _load(self, compiled: PlainProgram, made: Made) -> Session:
+        """`compiled` at work on this rank: what was made, at some sizes."""
+        asked, world, store = self.asked, self.world, self.store
+        assert store is not None
         coordinates = asked.mesh.coordinates(dist.get_rank())
         executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
         make = partial(_specialised, world.board, compiled, made)

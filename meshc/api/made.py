@@ -56,9 +56,8 @@ class Made:
 
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
         """The same for what an optimizer has become when it was adopted."""
-        request = replace(self.request, optimizer=optimizer)
-        lowered = None if self.lowered is None else replace(self.lowered, request=request)
-        return replace(self, request=request, lowered=lowered)
+        lowered = None if self.lowered is None else self.lowered.updating(optimizer)
+        return replace(self, request=replace(self.request, optimizer=optimizer), lowered=lowered)
 
     def compiled_here(self) -> Lowered:
         """What the passes leave of it, for who looks into it on a rank where they have not run: that takes a compilation. Raises

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from meshc.frontend.capture import TorchGraph
+from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.traced import Joint
@@ -36,6 +38,9 @@ class Lowered(Outset):
     pipeline: Pipeline | None = None
     tried: tuple[Tried, ...] = ()
     weighed: tuple[Weighed, ...] = ()
+
+    def updating(self, optimizer: OptimizerSpec | None) -> Self:
+        return replace(super().updating(optimizer), placed=self.placed.updating(optimizer))
 
     @property
     def joint(self) -> Joint:

@@ -9,6 +9,7 @@ from typing import Any, Self
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.sizes import at
 from meshc.ir.spmd import MICROBATCH
+from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.depth import Depth
 from meshc.passes.phases.request import Opened, Request
 from meshc.plan.plan import Plan
@@ -50,6 +51,10 @@ class Outset:
         """The same under another request: its plan and its microbatches, whatever was opened stays open."""
         own = begin(request)
         return replace(self, request=request, plan=own.plan, sizes=own.sizes)
+
+    def updating(self, optimizer: OptimizerSpec | None) -> Self:
+        """The same for what an optimizer has become when it was adopted: what it was holds whole parameters."""
+        return replace(self, request=replace(self.request, optimizer=optimizer))
 
     @property
     def local_batch(self) -> tuple[str, ...]:

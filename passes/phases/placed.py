@@ -8,6 +8,7 @@ from typing import Self
 
 from torch.fx import Graph, Node
 
+from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Choices, Directed
 from meshc.passes.phases.factors import Factors, Value
@@ -67,6 +68,9 @@ class Placed(Outset):
         """How every value lies; that is known from `propagate` on."""
         assert self.assignment is not None, "propagate has not run"
         return self.assignment
+
+    def updating(self, optimizer: OptimizerSpec | None) -> Self:
+        return replace(super().updating(optimizer), traced=self.traced.updating(optimizer))
 
     def again(self, request: Request) -> Self:
         """What `factorize` left, for the passes after it under another request: of their own they keep nothing in it."""

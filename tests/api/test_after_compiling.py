@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import meshc
+from meshc.optimizer.spec import GroupSpec
 
 X, Y = torch.linspace(-1, 1, 32).reshape(4, 8), torch.ones(4, 3)
 
@@ -70,6 +72,23 @@ def test_what_is_changed_between_steps_counts_as_on_one_device(change: Callable[
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert isinstance(mine, DTensor)
         torch.testing.assert_close(mine.to_local(), theirs)
+
+
+@pytest.mark.parametrize("plan", ["dp: batch", "dp: auto"])
+def test_nothing_holds_what_parameters_and_their_state_were(plan: str, mesh: DeviceMesh) -> None:
+    """A rank has its part of them; the whole ones, and the state of an optimizer that has stepped, would lie in its memory beside that."""
+    model, _ = parts()
+    optimizer = torch.optim.AdamW(model.parameters())
+    F.mse_loss(model(X), Y).backward()
+    optimizer.step()
+    whole = list(model.parameters())
+    program = meshc.compile(meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss), mesh, plan=plan)
+    program(X, target=Y)
+    gc.collect()
+    holders = [group for group in gc.get_objects() if isinstance(group, GroupSpec) and any(p is q for p in group.params for q in whole)]
+    assert holders == []
+    asked = program.lowered.placed.traced.request.optimizer
+    assert asked is not None and [slot.value for group in asked.groups for slots in group.slots for slot in slots] == [None] * 12
 
 
 def test_an_optimizer_from_before_another_steps_compilation(mesh: DeviceMesh) -> None:
