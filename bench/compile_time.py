@@ -12,24 +12,21 @@ with `pp` there are two stages and four microbatches.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import resource
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of idle threads are no one's
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from carried import carry  # noqa: E402
+from own_process import in_a_process  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
 
-PAGE = Path(__file__).parents[1] / "docs" / "compile-time.md"
-BEGIN, END = "<!-- written by bench/compile_time.py -->", "<!-- to here -->"
 LAYERS, RANKS, TOKENS = (2, 8, 32, 80), (8, 64, 512, 4096), 8192
 SMALL: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -58,28 +55,13 @@ def compile_once(layers: int, ranks: int, stages: int) -> dict[str, float]:
     return found | dict(program.lowered.seconds)
 
 
-def _answer(pipe: Connection, *cell: int) -> None:
-    pipe.send(compile_once(*cell))
-
-
-def in_a_process(*cell: int) -> dict[str, float]:
-    context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe()
-    child = context.Process(target=_answer, args=(theirs, *cell))
-    child.start()
-    theirs.close()
-    found: dict[str, float] = mine.recv()
-    child.join()
-    return found
-
-
 def table(layers: list[int], ranks: list[int]) -> str:
     imports, resident = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rows: list[list[object]] = []
     for stages in (1, 2):
         for count in layers:
             for size in ranks:
-                found = in_a_process(count, size, stages)
+                found = in_a_process(compile_once, count, size, stages)
                 rest = found["all"] - sum(found.get(phase, 0.0) for phase in PHASES)
                 seconds = [f"{value:.1f}" for value in (*(found.get(phase, 0.0) for phase in PHASES), rest, found["all"])]
                 rows.append([count, size, mesh_of(size, stages), *seconds, f"{found['GB']:.2f}"])
@@ -101,8 +83,7 @@ def main() -> None:
     found = table(asked.layers, asked.ranks)
     print(found)
     if asked.write:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{rest.split(END)[1]}")
+        carry("compile-time.md", "bench/compile_time.py", found)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of id
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from carried import carry  # noqa: E402
+from own_process import in_a_process  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
@@ -38,8 +38,6 @@ from meshc.plan.plan import Plan  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "bench" / "results" / "plan-tables.json"
-PAGE = ROOT / "docs" / "planner.md"
-BEGIN, END = "<!-- written by bench/plan_tables.py -->", "<!-- to here -->"
 
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
@@ -176,21 +174,6 @@ def _least(refusal: str) -> str:
     return " ".join(line.strip() for line in refusal.splitlines()[:1])
 
 
-def _answer(pipe: Connection, name: str, size: str, small: bool) -> None:
-    pipe.send(measure(name, size, small))
-
-
-def in_a_process(name: str, size: str, small: bool) -> Row:
-    context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe()
-    child = context.Process(target=_answer, args=(theirs, name, size, small))
-    child.start()
-    theirs.close()
-    found: Row = mine.recv()
-    child.join()
-    return found
-
-
 def table(rows: list[Row]) -> str:
     heads = ("model", "ranks", "step", "best recipe", "ms", "found, ms", "of it", "gap, %", "holds, GB", "search, s", "")
     cells = [
@@ -227,15 +210,14 @@ def main() -> None:
                 key = f"{name} {size} {step}"
                 if key in rows and not asked.anew:
                     continue
-                rows[key] = in_a_process(name, size, step == "small")
+                rows[key] = in_a_process(measure, name, size, step == "small")
                 print(key, asdict(rows[key]), flush=True)
                 KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
     order = [f"{name} {size} {step}" for name in MODELS for size in MESHES for step in ("large", "small")]
     shown = table([rows[key] for key in order if key in rows])
     print(shown)
     if asked.write:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{shown}\n\n{END}{rest.split(END)[1]}")
+        carry("planner.md", "bench/plan_tables.py", shown)
 
 
 if __name__ == "__main__":

@@ -288,7 +288,8 @@ class _Choosing:
 
     def note(self, taken: Candidate) -> str:
         said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found within the budget'}"
-        if self.certificate is None:
+        found = [most for one, most in self.lowered if one.name in (FOUND, HIDES)]
+        if not any(self.budget is None or most.total <= self.budget for most in found):  # none fits, or none could grow
             return f"{said}; {taken.weighed.name} is taken"
         name = "what hides more of its communication" if taken.weighed.name == HIDES else taken.weighed.name
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"

@@ -15,8 +15,6 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
-from meshc.ir.mesh import role
-from meshc.ir.sharding import tile_sizes
 from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.names import Names
@@ -24,6 +22,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.place.operators import named_operators
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.propagate import may_defer
+from meshc.passes.place.store_lines import too_many
 from meshc.plan.entries import NOTHING, PENDING, OperatorPin
 
 
@@ -59,7 +58,7 @@ def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, nam
             return f"{name} has {have}: {again} {split.factor!r}"
         if token in instance.whole:
             return f"{split.factor} stays whole in {name}: what it computes needs all of it"
-        fault = _too_many(split.axes, placed.real(instance.size[token]), placed)
+        fault = too_many(split.axes, placed.real(instance.size[token]), placed, how="split", why="")
         if fault:
             return f"{split.factor} of {name} {fault}"
         tokens[token] = split.axes
@@ -75,18 +74,6 @@ def token_called(factor: str, number: int, instance: Instance, names: Names) -> 
     own = [token for token, each in instance.factor.items() if fnmatchcase(names.of[each], factor)]
     tokens = own or [token for token, each in instance.factor.items() if any(fnmatchcase(name, factor) for name in names.also[each])]
     return tokens[number - 1] if number <= len(tokens) else None
-
-
-def _too_many(axes: Sequence[str], size: int, placed: Placed) -> str:
-    """Why these axes cannot split a factor of this size, one after the other; "" if they can, be it with padding."""
-    for at, axis in enumerate(axes):
-        if role(axis) == "pp":
-            return f"cannot be split by {axis}, which cuts the model into stages"
-        tile = tile_sizes(size, [placed.sizes[earlier] for earlier in axes[:at]])[-1]
-        if tile < 2 and placed.sizes[axis] > 1:
-            gone = f", of which {'/'.join(axes[:at])} leaves 1 to a rank" if at else ""
-            return f"has size {size}{gone}: nothing is left for {axis}"
-    return ""
 
 
 def _unknown(pin: OperatorPin, named: Mapping[str, Instance]) -> str:

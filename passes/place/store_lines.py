@@ -9,10 +9,11 @@ whose store clauses say so. An axis that a line names has left whatever else of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Final
 
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import role
@@ -25,6 +26,8 @@ from meshc.plan.plan import contradictions
 
 Stored = Mapping[tuple[str, str], Slots]
 """(parameter, what of it: parameter, gradient or state) -> what lines say of its dims."""
+STAGES_STORE: Final = ": what a stage needs lies on its ranks"
+"""Why the axis of stages splits no storage."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed:
             left.remove(place)
             if part.axes or part.whole:
                 chosen[(dim, place)] = part.axes
-            fault = _too_many(part.axes, placed.real(placed.factors.size[factors[place]]), placed)
+            fault = too_many(part.axes, placed.real(placed.factors.size[factors[place]]), placed)
             if fault:
                 return {}, f"{part.factor} of {name} {fault}"
     return chosen, ""
@@ -89,11 +92,12 @@ def _answers(names: Names, factor: int, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in {*names.also[factor], names.of[factor]})
 
 
-def _too_many(axes: tuple[str, ...], size: int, placed: Placed) -> str:
-    """Why these axes cannot store a factor of this size split, one after the other; "" if they can, be it with padding."""
+def too_many(axes: Sequence[str], size: int, placed: Placed, how: str = "stored split", why: str = STAGES_STORE) -> str:
+    """Why these axes cannot split a factor of this size, one after the other; "" if they can, be it with padding. `how` they would, and
+    `why` the axis of stages cannot."""
     for at, axis in enumerate(axes):
         if role(axis) == "pp":
-            return f"cannot be stored split by {axis}, which cuts the model into stages: what a stage needs lies on its ranks"
+            return f"cannot be {how} by {axis}, which cuts the model into stages{why}"
         tile = tile_sizes(size, [placed.sizes[earlier] for earlier in axes[:at]])[-1]
         if tile < 2 and placed.sizes[axis] > 1:
             gone = f", of which {'/'.join(axes[:at])} leaves 1 to a rank" if at else ""

@@ -13,9 +13,12 @@ from meshc.cost.devices import Link, device, for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
-from meshc.passes.driver import choose, pipeline
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.driver import choose, compile, pipeline
 from meshc.passes.driver.run import run
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import Hook
 from meshc.passes.planner.overlap import overlapped_seconds
 from meshc.passes.planner.search import Search
 from meshc.plan.combinations import combinations
@@ -74,6 +77,23 @@ def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -
     assert taken.weighed[0].name == "fsdp" and memory.worst(taken.as_program()).total <= budget
     assert str(taken.plan) == "dp: batch; store params, grads, state"
     assert any("dp: searched; nothing was found within the budget; fsdp is taken" in note for note in taken.notes)
+
+
+def test_a_recipe_stands_in_for_what_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing that is found could be said of all layers: there is a certificate, and no program to be slower than the recipe's."""
+    captured = Captured(models.mlp(), train=True, double=False)
+    real = compile._lowered
+
+    def lowered(placed: Placed, hook: Hook | None) -> Lowered:
+        if placed.choices is not None:
+            raise Unequal("the first layer is another")
+        return real(placed, hook)
+
+    monkeypatch.setattr("meshc.passes.driver.compile._lowered", lowered)
+    taken = left(captured, "dp=4", **adam(captured))
+    assert {one.dropped for one in taken.weighed if one.name in (choose.FOUND, choose.HIDES)} == {choose.UNLIKE}
+    (note,) = (note for note in taken.notes if "searched;" in note)
+    assert note.startswith("dp: searched; ") and "by the model" in note and note.endswith(f" options; {taken.weighed[0].name} is taken")
 
 
 def test_nothing_fits_and_what_would() -> None:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import meshc
 from meshc.errors import PlanError
 from meshc.passes.place.operators import named_operators
-from tests.passes.place.trained import adamw, captured
+from tests.passes.place.trained import Head, adamw, captured
 
 ENTRIES = "dp: batch\ntp: ffn\n"
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 8, bias=False), nn.Linear(8, 10, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
 
 
 def step(plan: str, mesh: str = "dp=2,tp=2") -> meshc.Program:

@@ -9,27 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import meshc
 from meshc.program.program import PlainProgram
 from meshc.report.summary import collectives
 from tests.broad import broad
 from tests.meaning.checks import one_rank
-from tests.passes.place.trained import adamw, captured, momentum
+from tests.passes.place.trained import Head, adamw, captured, momentum
 
 PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text()
-
-
-class Head(nn.Module):
-    """Small enough that what moves can be counted by hand: 12 to 8, 8 to 10."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 8, bias=False), nn.Linear(8, 10, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
 
 
 def step(mesh: str, plan: str) -> meshc.Program:

@@ -1,13 +1,26 @@
-"""Models that tests of storage train, each captured once, and their optimizers: one with two slots of state, one with one."""
+"""Models that tests of storage and of pins train, each captured once; one small enough to count by hand; and their optimizers: one with
+two slots of state, one with one."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+from torch import nn
 
 from tests import models
 from tests.captured import Captured
+
+
+class Head(nn.Module):
+    """Small enough that what moves can be counted by hand: 12 to 8, 8 to 10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 8, bias=False), nn.Linear(8, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
 
 
 @cache
