@@ -163,7 +163,7 @@ class Asked:
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
-            depth=self.options.depth,
+            depth=self.options.depth, remat=self.options.remat,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 

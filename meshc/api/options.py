@@ -10,6 +10,8 @@ from meshc.frontend import dynamic
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
 
+REMAT = ("none", "cheap", "selective", "layer", "sqrt")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -33,6 +35,8 @@ class Options:
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
+    remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
+                   but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -48,6 +52,7 @@ class Options:
     local_loss: str | None = None
     check_indices: bool = True
     depth: str = "auto"
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_budget, str):
@@ -65,6 +70,8 @@ class Options:
         dynamic.read(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
+        if self.remat not in REMAT:
+            raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(REMAT)}")
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
 

@@ -27,6 +27,7 @@ from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.place.find_factors import find_factors
 from meshc.passes.place.lay_ports import lay_ports
+from meshc.passes.recompute.remake import recompute
 from meshc.passes.stages.cut_stages import cut_stages
 from meshc.passes.trace.append_update import append_update
 from meshc.passes.trace.capture import capture
@@ -64,6 +65,9 @@ PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 GROW: Final[Pass[Lowered, Lowered]] = Pass(
     "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, bundles, liveness"
 )
+RECOMPUTE: Final[Pass[Lowered, Lowered]] = Pass(
+    "recompute", recompute, "once local bytes and collectives are known; before microbatch and stages, which save what is still read"
+)
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
     "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
 )
@@ -84,6 +88,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (GROW, MICROBATCH, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (GROW, RECOMPUTE, MICROBATCH, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

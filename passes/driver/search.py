@@ -261,7 +261,7 @@ class Search:
     def _uncut(self, request: Request) -> Uncut:
         placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
         partitioned = run(pipeline.PARTITION, placed, self.last.hook)
-        lowered = run_all((pipeline.GROW, pipeline.MICROBATCH), partitioned, self.last.hook)
+        lowered = run_all((pipeline.GROW, pipeline.RECOMPUTE, pipeline.MICROBATCH), partitioned, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             uncut = Uncut(lowered)
             self.tried += refused(uncut.shapes, request.count, uncut.gathered)

@@ -38,6 +38,7 @@ class Request:
     backend       what will run the program
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
+    remat         what backward makes again of forward: a policy's name
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
@@ -71,6 +72,7 @@ class Request:
     backend: str = "eager"
     searched: Known | None = None
     depth: str = "auto"
+    remat: str = "none"
 
     @property
     def count(self) -> int:

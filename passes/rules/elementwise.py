@@ -59,14 +59,17 @@ UNTAGGED = {
 }
 
 
-def tagged(node: Node, tensors: list[Node]) -> Rule | None:
+def is_pointwise(node: Node) -> bool:
     """Whatever torch itself tags as pointwise, out of place."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    if target not in UNTAGGED and torch.Tag.pointwise not in target.tags:
-        return None
-    if target._schema.is_mutable:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return target in UNTAGGED or torch.Tag.pointwise in target.tags
+
+
+def tagged(node: Node, tensors: list[Node]) -> Rule | None:
+    """A pointwise operator's."""
+    if not is_pointwise(node):
         return None
     return pointwise(node, tensors, linear=linear_in(node, len(tensors)), defers=defers(node))
 

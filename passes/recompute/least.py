@@ -1,0 +1,70 @@
+"""Least: which values of forward to keep so that backward has all it needs and the least bytes are kept.
+
+    x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be made again of h, so h is kept and a is not
+
+A minimum cut (Ford and Fulkerson, 1956; as in torch's partitioner, He and Yu, MLSys 2023): what is there flows from all that may not be
+made again to all that backward reads, through each value at the price of its bytes. Of cuts of equal bytes the one closest to backward is
+taken, so that least is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_flow
+from torch.fx import Node
+
+_MOST: Final = 2**31 - 1
+"""No cut goes through here; the flow's numbers are 32-bit."""
+_TOTAL: Final = 2**30
+
+
+def least_kept(
+    values: Sequence[Node], operands: Mapping[Node, Sequence[Node]], bytes_of: Callable[[Node], int | None], wanted: Collection[Node]
+) -> set[Node]:
+    """The values to keep.
+
+    values    of forward, in order
+    operands  of the values that may be made again, those among `values`; what is not there may not be
+    bytes_of  None: it takes no memory of its own, and is never kept (a view, an integer, what is made of parameters alone)
+    wanted    what backward reads
+    """
+    if not wanted:
+        return set()
+    place = {node: 2 * index + 2 for index, node in enumerate(values)}  # where it comes in; it leaves one further
+    source, sink = 0, 1
+    sizes = {node: bytes_of(node) for node in values}
+    unit = max(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
+    edges: dict[tuple[int, int], int] = {}
+    for node, at in place.items():
+        size = sizes[node]
+        edges[at, at + 1] = _MOST if size is None else max(1, size // unit)
+        if node not in operands:
+            edges[source, at] = _MOST
+        for operand in operands.get(node, ()):
+            edges[place[operand] + 1, at] = _MOST
+        if node in wanted:
+            edges[at + 1, sink] = _MOST
+    rows, columns = zip(*edges, strict=True)
+    shape = (2 * len(values) + 2,) * 2
+    capacity = csr_matrix((np.fromiter(edges.values(), np.int32), (rows, columns)), shape)
+    flow = maximum_flow(capacity, source, sink).flow
+    late = _reaching(sink, capacity - flow)
+    return {node for node, at in place.items() if at + 1 in late and at not in late}
+
+
+def _reaching(sink: int, left: csr_matrix) -> set[int]:
+    """Places from which more could flow to the sink."""
+    behind = csr_matrix(left.T)
+    found, work = {sink}, [sink]
+    while work:
+        at = work.pop()
+        row = slice(behind.indptr[at], behind.indptr[at + 1])
+        for other in behind.indices[row][behind.data[row] > 0].tolist():
+            if other not in found:
+                found.add(other)
+                work.append(other)
+    return found

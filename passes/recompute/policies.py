@@ -1,0 +1,110 @@
+"""Policies: what backward may make again, by name.
+
+    none       nothing
+    cheap      what takes little beside products: pointwise operators, casts, norms, views, dropout by its number, masks
+    selective  all but matrix products, convolutions and attention, collectives too
+    layer      all of a layer but what other layers have made (Chen et al., arXiv:1604.06174)
+    sqrt       the same with about as many layers at a time as there are such groups (likewise); over a pipeline, whose stages are cut later
+               and hold few layers each, that is `layer`
+
+Whoever makes a value again makes it of what is kept. What is made of parameters alone is never kept: a gathered parameter is gathered
+again, as without any policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from meshc.cost.flops import flops
+from meshc.ir import op_name, records, spmd
+from meshc.passes.rules.elementwise import is_pointwise
+from meshc.program.packing import is_view
+
+CHEAP: Final = frozenset({
+    "aten.clone", "aten.expand", "aten._to_copy", "aten.cat", "aten.stack", "aten.slice", "aten.constant_pad_nd", "aten.arange",
+    "aten.full", "aten.zeros", "aten.ones", "aten.scalar_tensor", "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var",
+    "aten.var_mean", "aten.native_layer_norm", "aten.native_group_norm", "aten._softmax", "aten._log_softmax", "aten.tril", "aten.triu",
+    "meshc.dropout", "meshc.uniform", "meshc.normal", "meshc.take", "aten.select", "aten.repeat", "aten.flip", "aten.roll",
+})  # fmt: skip
+"""Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
+
+_MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """
+    may    whether a value may be made again
+    ahead  how many products of backward may lie between where a value is made again and where it is last read; None: any number
+    """
+
+    may: Callable[[Node], bool]
+    ahead: int | None
+
+
+AHEAD: Final = 8
+"""A norm, a gate or a projection of several parts is done with by then; a sum that goes through all layers is not, and is kept."""
+
+
+def is_cheap(node: Node) -> bool:
+    """Whether an operator takes little beside a product."""
+    if spmd.is_collective(node.target):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return is_view(node) or is_pointwise(node) or _family(node) in CHEAP
+
+
+def _family(node: Node) -> str:
+    """`aten.slice` of `aten.slice.Tensor`."""
+    return ".".join(op_name(node).split(".")[:2])
+
+
+def is_no_product(node: Node) -> bool:
+    """Whether an operator is no product, convolution or attention."""
+    return flops(node) == 0
+
+
+def layer_of(node: Node) -> str:
+    """The outermost member of a list of modules in which a node was written: `model.layers.3`; "" beside them."""
+    found = _MEMBER.match(records(node)[0].source.module)
+    return found.group() if found else ""
+
+
+def _within(groups: Mapping[str, int]) -> Callable[[Node], bool]:
+    """What only its own group of layers reads."""
+
+    def may(node: Node) -> bool:
+        group = groups.get(layer_of(node))
+        return group is not None and all(
+            groups.get(layer_of(user)) == group for user in node.users if user.op == "call_function" and records(user)[0].phase == "forward"
+        )
+
+    return may
+
+
+def _layers(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> Policy:
+    """`together`: of so many layers, how many are made again at a time."""
+    names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
+    size = together(len(names))
+    return Policy(_within({name: number // size for number, name in enumerate(names)}), None)
+
+
+def _square_root(count: int) -> int:
+    return max(1, ceil(sqrt(count)))
+
+
+def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
+    """A policy for a graph's forward calls."""
+    if name == "cheap":
+        return Policy(is_cheap, AHEAD)
+    if name == "selective":
+        return Policy(is_no_product, AHEAD)
+    return _layers(forward, _square_root) if name == "sqrt" and not pipeline else _layers(forward)

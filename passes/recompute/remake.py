@@ -1,0 +1,147 @@
+"""Recompute: what backward reads of forward, and may make again, it makes again.
+
+    forward   h = mm(x, w);  a = gelu(h);  y = mm(a, v)             h = mm(x, w);  a = gelu(h);  y = mm(a, v)
+    backward  gv = mm(t(a), gy)                            becomes  a_1 = gelu(h);  gv = mm(t(a_1), gy)
+
+A policy (`policies.py`) says what may be made again, a minimum cut (`least.py`) what is kept for it. A copy stands before its first reader
+in backward and belongs to that phase, so that all passes after this one save what is still read, and no more. Nothing about the numbers
+changes: random draws go by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from meshc.cost.flops import flops
+from meshc.ir import KEY, is_getitem, is_integer, local_bytes, record, records, set_record, spmd
+from meshc.ir.graph import made_of, made_only_of
+from meshc.ir.keys import is_a
+from meshc.ir.nodes import op_name
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.recompute.least import least_kept
+from meshc.passes.recompute.policies import Policy, policy_of
+from meshc.program.packing import is_view
+
+
+def recompute(lowered: Lowered) -> Lowered:
+    """Of programs with a backward."""
+    request = lowered.request
+    if not request.grad or request.remat == "none":
+        return lowered
+    (stage,) = lowered.stages.values()
+    keys = stage.keys()
+    written = {key for key in stage.results() if is_a(key, "buffer")}
+    policy = policy_of(request.remat, _forward(stage.graph), lowered.mesh.pipeline_axis is not None)
+    remake(stage.graph, keys, policy, {node for node, key in keys.items() if key in written})
+    return lowered
+
+
+def remake(graph: Graph, keys: Mapping[Node, str], policy: Policy, written: Collection[Node] = ()) -> None:
+    """`written`: buffers that a step writes; by the time of backward, another microbatch may have."""
+    forward, backward = _forward(graph), _of_phase(graph, "backward")
+    learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
+    among = set(forward)
+    wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
+    operands = _remakable(forward, backward, wanted, learned, set(written), policy)
+
+    def bytes_of(node: Node) -> int | None:
+        if node in operands and (node in learned or is_integer(node) or (is_view(node) and not is_getitem(node))):
+            return None
+        return None if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
+
+    kept = least_kept(forward, operands, bytes_of, wanted)
+    _write(graph, backward, {node: turn for turn, node in enumerate(forward) if node not in kept and node in operands})
+
+
+def _forward(graph: Graph) -> list[Node]:
+    return _of_phase(graph, "forward")
+
+
+def _of_phase(graph: Graph, phase: str) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == phase]
+
+
+def _remakable(
+    forward: list[Node], backward: list[Node], wanted: Collection[Node], learned: set[Node], written: set[Node], policy: Policy
+) -> dict[Node, list[Node]]:
+    """What may be made again, and of what."""
+    among = set(forward)
+    may: set[Node] = set()
+    for node in forward:
+        if is_getitem(node):
+            allowed = node.all_input_nodes[0] in may
+        else:
+            allowed = (node in learned or policy.may(node)) and written.isdisjoint(node.all_input_nodes) and not _is_a_check(node)
+        if allowed:
+            may.add(node)
+    if policy.ahead is not None:
+        may -= _too_far_ahead(forward, wanted, may.difference(learned), backward, policy.ahead)
+        may -= {node for node in may if is_getitem(node) and node.all_input_nodes[0] not in may}
+    return {node: [operand for operand in node.all_input_nodes if operand in among] for node in forward if node in may}
+
+
+def _is_a_check(node: Node) -> bool:
+    return op_name(node).startswith("meshc.check_")
+
+
+def _too_far_ahead(
+    forward: Iterable[Node], wanted: Collection[Node], may: Collection[Node], backward: list[Node], ahead: int
+) -> set[Node]:
+    """What would be made again long before it is last read: for another value that is made of it, or as all layers read it."""
+    first: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    products = 0
+    for node in backward:
+        for operand in node.all_input_nodes:
+            if operand in wanted:
+                first.setdefault(operand, products)
+                last[operand] = products
+        products += flops(node) > 0
+    far: set[Node] = set()
+    for node in reversed(list(forward)):
+        for user in node.users:  # whatever is made again of it needs it then, and a view of it is it
+            if user in may and user not in far and user in first:
+                first[node] = min(first.get(node, first[user]), first[user])
+                if is_view(user) and user in last:
+                    last[node] = max(last.get(node, 0), last[user])
+        if node in may and not is_view(node) and node in last and last[node] - first[node] > ahead:
+            far.add(node)
+    return far
+
+
+def _write(graph: Graph, backward: list[Node], again: Mapping[Node, int]) -> None:
+    """`again`: what is made again -> its place in forward."""
+    copies: dict[Node, Node] = {}
+    made: dict[tuple[object, ...], Node] = {}
+    targets = {node.target for node in again}
+    for reader in backward:
+        read = [operand for operand in reader.all_input_nodes if operand in again]
+        missing = made_of(read, through=lambda node: node in again and node not in copies)
+        with graph.inserting_before(reader):
+            for node in sorted((node for node in missing if node in again and node not in copies), key=again.__getitem__):
+                copies[node] = _copy(graph, node, copies)
+                made[_call(copies[node])] = copies[node]
+        for operand in reader.all_input_nodes:
+            if operand in copies:
+                reader.replace_input_with(operand, copies[operand])
+        twin = made.get(_call(reader)) if reader.target in targets else None  # backward has gathered a parameter itself
+        if twin is not None:
+            reader.replace_all_uses_with(twin)
+            graph.erase_node(reader)
+    for node in sorted(copies, key=again.__getitem__, reverse=True):
+        if not node.users and not spmd.is_collective(node.target):
+            graph.erase_node(node)
+
+
+def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
+    copy = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+    own = tuple(replace(one, phase="backward", returned_by=()) for one in records(node))
+    set_record(copy, own if isinstance(node.meta[KEY], tuple) else own[0])
+    return copy
+
+
+def _call(node: Node) -> tuple[object, ...]:
+    return node.target, repr(node.args), repr(sorted(node.kwargs.items()))
