@@ -9,8 +9,7 @@ from meshc.errors import PlanError
 from meshc.frontend import dynamic
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
-
-REMAT = ("none", "cheap", "selective", "layer", "sqrt")
+from meshc.plan.remat_lines import POLICIES
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Options:
         dynamic.read(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
-        if self.remat not in REMAT:
-            raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(REMAT)}")
+        if self.remat not in POLICIES:
+            raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(POLICIES)}")
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
 

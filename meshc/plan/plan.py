@@ -7,6 +7,8 @@
     pin lm_head.weight: vocab/tp, _  only          one entry a dim of the tensors that a glob names
     pin op:lm_head/backward: batch/dp, -/tp        what axes do in the operators that a glob names
     store lm_head.weight state: vocab/dp/tp, _     how what parameters need lies between steps, over and above the store clauses
+    remat model.layers.*: cheap                    what backward makes again of what modules do
+    keep value:model.layers.*.mlp                  what it does not
 
 ``Plan(text)`` reads, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. What the entries mean is
 in ``docs/plans.md``.
@@ -27,13 +29,15 @@ from meshc.ir.mesh import Mesh
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
+from meshc.plan.remat_lines import KeepLine, RematLine
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, and store lines.
+    """Axis entries, pins of tensors and of operators, store lines, and what backward makes again.
 
-    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin`` and ``store`` each hold a list.
+    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``
+    and ``keep`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -41,10 +45,12 @@ class Plan:
     pins: tuple[Pin, ...]
     stores: tuple[StoreLine, ...]
     operators: tuple[OperatorPin, ...]
+    remats: tuple[RematLine, ...]
+    kept: tuple[KeepLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         if isinstance(lines, Plan):
-            self._fill(lines.axes, lines.pins, lines.stores, lines.operators)
+            self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept)
         else:
             self._fill(*read_entries(numbered(lines), "this plan"))
 
@@ -55,15 +61,20 @@ class Plan:
         pins: Iterable[Pin] = (),
         stores: Iterable[StoreLine] = (),
         operators: Iterable[OperatorPin] = (),
+        remats: Iterable[RematLine] = (),
+        kept: Iterable[KeepLine] = (),
     ) -> Plan:
-        """The plan of these entries, pins and store lines."""
+        """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
-        plan._fill(tuple(axes), tuple(pins), tuple(stores), tuple(operators))
+        plan._fill(tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept))
         return plan
 
-    def having(self, axes: Iterable[AxisEntry]) -> Plan:
-        """The same lines beside other entries."""
-        return Plan.of(axes, self.pins, self.stores, self.operators)
+    def having(
+        self, axes: Iterable[AxisEntry], stores: Iterable[StoreLine] | None = None, operators: Iterable[OperatorPin] | None = None
+    ) -> Plan:
+        """The same lines beside other entries; with other store lines or pins of operators, where they are given."""
+        stores = self.stores if stores is None else stores
+        return Plan.of(axes, self.pins, stores, self.operators if operators is None else operators, self.remats, self.kept)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -87,13 +98,16 @@ class Plan:
         file_to_write(path).write_text(f"{self}\n", encoding="utf-8")
 
     def _fill(
-        self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...], operators: tuple[OperatorPin, ...]
-    ) -> None:
+        self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...], operators: tuple[OperatorPin, ...],
+        remats: tuple[RematLine, ...], kept: tuple[KeepLine, ...],
+    ) -> None:  # fmt: skip
         refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "pins", pins)
         object.__setattr__(self, "stores", stores)
         object.__setattr__(self, "operators", operators)
+        object.__setattr__(self, "remats", remats)
+        object.__setattr__(self, "kept", kept)
 
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
@@ -120,11 +134,16 @@ class Plan:
 
     def __add__(self, other: Plan) -> Plan:
         return Plan.of(
-            self.axes + other.axes, self.pins + other.pins, self.stores + other.stores, self.operators + other.operators
-        )
+            self.axes + other.axes, self.pins + other.pins, self.stores + other.stores, self.operators + other.operators,
+            self.remats + other.remats, self.kept + other.kept,
+        )  # fmt: skip
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.axes, *self.pins, *self.operators, *self.stores)))
+        return "\n".join(map(str, (*self.axes, *self.lines())))
+
+    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine, ...]:
+        """What stands beside the entries, in the order in which it is printed."""
+        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept)
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"

@@ -15,14 +15,11 @@ from meshc.plan import operator_pins
 from meshc.plan.cursor import FACTOR, GLOB, Fault, Line
 from meshc.plan.entries import AUTO, STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
 from meshc.plan.faults import refuse_faults, suggest
+from meshc.plan.remat_lines import KeepLine, RematLine, read_keep_line, read_remat_line
 
 WORDS: Final = ("pin", *RESERVED)
 """What lines begin with that are no entry of an axis. Those that are reserved are no axis's name either."""
-TO_COME: Final = {
-    "remat": "what backward makes again is not a plan's to say yet",
-    "keep": "what backward makes again is not a plan's to say yet, so every value is kept",
-    "offload": "nothing lies on the host yet",
-}
+TO_COME: Final = {"offload": "nothing lies on the host yet"}
 """Words that lines will begin with, and what there is instead."""
 
 
@@ -122,7 +119,9 @@ _PIN: Final = re.compile(r"pin\s+(?=[^\s:])")
 _AUTO: Final = re.compile(rf"{AUTO}(?![\w.-])")
 _RESERVED: Final = re.compile(rf"(?:{'|'.join(RESERVED)})\b")
 
-Entries: TypeAlias = tuple[tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...]]
+Entries: TypeAlias = tuple[
+    tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...], tuple[RematLine, ...], tuple[KeepLine, ...]
+]
 
 
 def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
@@ -130,6 +129,8 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
     pins: list[Pin] = []
     stores: list[StoreLine] = []
     operators: list[OperatorPin] = []
+    remats: list[RematLine] = []
+    kept: list[KeepLine] = []
     faults: list[str] = []
     for index, (number, raw) in enumerate(lines, 1):
         if index > MOST_PLAN_LINES:
@@ -146,6 +147,10 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
                     operators.append(operator_pins.read_operator_pin(line, number))
                 else:
                     pins.append(_read_pin(line, number))
+            elif line.accept(r"remat\b") is not None:
+                remats.append(read_remat_line(line, number))
+            elif line.accept(r"keep\b") is not None:
+                kept.append(read_keep_line(line, number))
             elif (word := line.accept(_RESERVED)) is not None:
                 stores.append(_read_store_line(line, number, word))
             else:
@@ -155,7 +160,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
     doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
     refuse_faults(f"{name} cannot be read", faults + doubled)
-    return tuple(axes), tuple(pins), tuple(stores), tuple(operators)
+    return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept)
 
 
 def _read_axis(line: Line, number: int) -> AxisEntry:

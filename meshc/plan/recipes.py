@@ -116,7 +116,7 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
 
 
 def explain(plan: PlanLike, mesh: Mesh) -> str:
-    """A table of what each axis does and where that comes from, then the pins and store lines."""
+    """A table of what each axis does and where that comes from, then the plan's other lines."""
     resolved = resolve(plan, mesh)
     rows = [("axis", "ranks", "splits", "stores split", "from")]
     for axis, entry in zip(mesh.axes, resolved.axes, strict=True):
@@ -124,7 +124,7 @@ def explain(plan: PlanLike, mesh: Mesh) -> str:
         rows.append((axis.name, str(axis.size), entry.splits, ", ".join(entry.store) or "-", source))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *map(str, (*resolved.pins, *resolved.operators, *resolved.stores))])
+    return "\n".join([*lines, *map(str, resolved.lines())])
 
 
 def _recipes(text: str, mesh: Mesh) -> list[Recipe]:

@@ -60,7 +60,7 @@ def of_all_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:
         names = [(line, (line.pattern,) if line in known else whole_names(depth, line.pattern)) for line in lines]
         return tuple(replace(line, pattern=name) for line, row in names for name in row)
 
-    return Plan.of(plan.axes, plan.pins, whole(plan.stores, given.stores), whole(plan.operators, given.operators))
+    return plan.having(plan.axes, whole(plan.stores, given.stores), whole(plan.operators, given.operators))
 
 
 def _no_text(axes: Sequence[str], why: str) -> str:

@@ -14,7 +14,7 @@ again, as without any policy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Final
@@ -25,6 +25,7 @@ from torch.fx import Node
 from meshc.cost.flops import flops
 from meshc.ir import op_name, records, spmd
 from meshc.passes.rules.elementwise import is_pointwise
+from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view
 
 CHEAP: Final = frozenset({
@@ -103,8 +104,26 @@ def _square_root(count: int) -> int:
 
 def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
     """A policy for a graph's forward calls."""
+    if name == "none":
+        return Policy(lambda node: False, None)
     if name == "cheap":
         return Policy(is_cheap, AHEAD)
     if name == "selective":
         return Policy(is_no_product, AHEAD)
     return _layers(forward, _square_root) if name == "sqrt" and not pipeline else _layers(forward)
+
+
+class Policies:
+    """Which policy each forward call follows: that of the last line of the plan about its module, or the usual one."""
+
+    def __init__(self, usual: str, lines: Sequence[RematLine], forward: Sequence[Node], pipeline: bool) -> None:
+        self.usual, self.lines = usual, lines
+        self._by_name = {name: policy_of(name, forward, pipeline) for name in {usual, *(line.policy for line in lines)}}
+        self._of_module: dict[str, Policy] = {}
+
+    def of(self, node: Node) -> Policy:
+        module = records(node)[0].source.module
+        if module not in self._of_module:
+            name = next((line.policy for line in reversed(self.lines) if line.covers(module)), self.usual)
+            self._of_module[module] = self._by_name[name]
+        return self._of_module[module]

@@ -10,42 +10,70 @@ changes: random draws go by their number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
-from meshc.ir import KEY, is_getitem, is_integer, local_bytes, record, records, set_record, spmd
+from meshc.ir import KEY, has_record, is_getitem, is_integer, local_bytes, record, records, set_record, spmd, value_of
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.least import least_kept
-from meshc.passes.recompute.policies import Policy, policy_of
+from meshc.passes.recompute.policies import Policies
+from meshc.plan.faults import refuse_faults
 from meshc.program.packing import is_view
 
 
 def recompute(lowered: Lowered) -> Lowered:
-    """Of programs with a backward."""
-    request = lowered.request
-    if not request.grad or request.remat == "none":
+    """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
+    request, plan = lowered.request, lowered.plan
+    if not request.grad or (request.remat == "none" and not plan.remats):
         return lowered
     (stage,) = lowered.stages.values()
+    forward = _forward(stage.graph)
+    modules = {records(node)[0].source.module for node in forward}
+    faults = [f"{line.where}: the model has no such module" for line in plan.remats if not any(map(line.covers, modules))]
+    kept, more = _kept_by_name(lowered)
+    refuse_faults("the plan does not fit this model", faults + more)
     keys = stage.keys()
     written = {key for key in stage.results() if is_a(key, "buffer")}
-    policy = policy_of(request.remat, _forward(stage.graph), lowered.mesh.pipeline_axis is not None)
-    remake(stage.graph, keys, policy, {node for node, key in keys.items() if key in written})
+    fixed = {node for node in forward if records(node)[0].of in kept}
+    policies = Policies(request.remat, plan.remats, forward, lowered.mesh.pipeline_axis is not None)
+    remake(stage.graph, keys, policies, fixed, {node for node, key in keys.items() if key in written})
     return lowered
 
 
-def remake(graph: Graph, keys: Mapping[Node, str], policy: Policy, written: Collection[Node] = ()) -> None:
-    """`written`: buffers that a step writes; by the time of backward, another microbatch may have."""
+def _kept_by_name(lowered: Lowered) -> tuple[set[str], list[str]]:
+    """What lines of the plan keep, as records name it, and faults."""
+    kept, faults = set(), []
+    for line in lowered.plan.kept:
+        found = {
+            f"{value.name}.{index}"
+            for node in lowered.joint.graph.nodes
+            for index, one in enumerate(records(node) if has_record(node) else ())
+            for value, index in [value_of(node) if is_getitem(node) else (node, index)]
+            if any(fnmatchcase(path, line.pattern) for path in one.returned_by)
+        }
+        if not found:
+            faults.append(f"{line.where}: the model has no module that returns such a value")
+        kept |= found
+    return kept, faults
+
+
+def remake(
+    graph: Graph, keys: Mapping[Node, str], policies: Policies, fixed: Collection[Node] = (), written: Collection[Node] = ()
+) -> None:
+    """`fixed`: what is not made again. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
     forward, backward = _forward(graph), _of_phase(graph, "backward")
     learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
     among = set(forward)
     wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
-    operands = _remakable(forward, backward, wanted, learned, set(written), policy)
+    never = {node for node in forward if node in fixed or _is_a_check(node) or not set(written).isdisjoint(node.all_input_nodes)}
+    operands = _remakable(forward, backward, wanted, learned, never, policies)
 
     def bytes_of(node: Node) -> int | None:
         if node in operands and (node in learned or is_integer(node) or (is_view(node) and not is_getitem(node))):
@@ -65,21 +93,17 @@ def _of_phase(graph: Graph, phase: str) -> list[Node]:
 
 
 def _remakable(
-    forward: list[Node], backward: list[Node], wanted: Collection[Node], learned: set[Node], written: set[Node], policy: Policy
+    forward: list[Node], backward: list[Node], wanted: Collection[Node], learned: set[Node], never: set[Node], policies: Policies
 ) -> dict[Node, list[Node]]:
     """What may be made again, and of what."""
     among = set(forward)
     may: set[Node] = set()
     for node in forward:
-        if is_getitem(node):
-            allowed = node.all_input_nodes[0] in may
-        else:
-            allowed = (node in learned or policy.may(node)) and written.isdisjoint(node.all_input_nodes) and not _is_a_check(node)
-        if allowed:
+        producer = value_of(node)[0]
+        if node not in never and (producer in may if producer is not node else node in learned or policies.of(node).may(node)):
             may.add(node)
-    if policy.ahead is not None:
-        may -= _too_far_ahead(forward, wanted, may.difference(learned), backward, policy.ahead)
-        may -= {node for node in may if is_getitem(node) and node.all_input_nodes[0] not in may}
+    may -= _too_far_ahead(forward, backward, wanted, may.difference(learned), policies)
+    may -= {node for node in may if is_getitem(node) and node.all_input_nodes[0] not in may}
     return {node: [operand for operand in node.all_input_nodes if operand in among] for node in forward if node in may}
 
 
@@ -88,7 +112,7 @@ def _is_a_check(node: Node) -> bool:
 
 
 def _too_far_ahead(
-    forward: Iterable[Node], wanted: Collection[Node], may: Collection[Node], backward: list[Node], ahead: int
+    forward: list[Node], backward: list[Node], wanted: Collection[Node], may: Collection[Node], policies: Policies
 ) -> set[Node]:
     """What would be made again long before it is last read: for another value that is made of it, or as all layers read it."""
     first: dict[Node, int] = {}
@@ -101,14 +125,16 @@ def _too_far_ahead(
                 last[operand] = products
         products += flops(node) > 0
     far: set[Node] = set()
-    for node in reversed(list(forward)):
+    for node in reversed(forward):
         for user in node.users:  # whatever is made again of it needs it then, and a view of it is it
             if user in may and user not in far and user in first:
                 first[node] = min(first.get(node, first[user]), first[user])
                 if is_view(user) and user in last:
                     last[node] = max(last.get(node, 0), last[user])
-        if node in may and not is_view(node) and node in last and last[node] - first[node] > ahead:
-            far.add(node)
+        if node in may and not is_view(node) and node in last:
+            ahead = policies.of(node).ahead
+            if ahead is not None and last[node] - first[node] > ahead:
+                far.add(node)
     return far
 
 

@@ -40,7 +40,7 @@ def write(placed: Placed, axes: Sequence[str]) -> Plan:
     clauses, lines = stores(walked, decided.storage, axes, given)
     stored = {axis: replace(entry, store=clauses[axis]) for axis, entry in found.items()}
     mine = _entered(placed.plan, stored)
-    return Plan.of(mine.axes, mine.pins, (*mine.stores, *lines), (*mine.operators, *told))
+    return mine.having(mine.axes, (*mine.stores, *lines), (*mine.operators, *told))
 
 
 def difference(placed: Placed) -> str:

@@ -267,8 +267,12 @@ def test_every_bad_line_is_shown() -> None:
         ("store fc.weight state ffn", 22, "then comes a colon"),
         ("store fc.weight: ffn/tp, _  only", 28, "separate dims by `,`"),
         ("store fc.weight: ffn!/tp", 17, "`ffn!` is kept whole"),
-        ("remat layers.*: cheap", 0, "lines that begin with remat are reserved"),
-        ("keep layers.0", 0, "lines that begin with keep are reserved"),
+        ("remat layers.*: cheep", 16, "cheep is no policy (did you mean cheap?)"),
+        ("remat layers.*", 14, "then comes a colon, and a policy: none, cheap, selective, layer, sqrt"),
+        ("remat: cheap", 5, "a remat line names modules, with * for any text, and a policy"),
+        ("remat layers.*: cheap, layer", 21, "a remat line ends after its policy"),
+        ("keep layers.0", 5, "a keep line names what modules return, with * for any text"),
+        ("keep value:layers.0, value:layers.1", 19, "a keep line ends after the name of a value"),
         ("offload state", 0, "lines that begin with offload are reserved"),
         ("pin op:lm_head/backwards: batch/dp", 7, "backwards is no phase (did you mean backward?)"),
         ("pin op:a/forward/mm/2: batch/dp", 7, "a pin of operators names MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR"),
@@ -376,8 +380,17 @@ def test_reserved_words() -> None:
             Mesh(f"{word}=2")
         with pytest.raises(PlanError, match="this plan cannot be read"):
             resolve(f"{word} layers", Mesh("dp=2"))
-    with pytest.raises(PlanError, match="lines that begin with keep are reserved"):
-        Plan({"dp": "batch", "keep": ["layers.*"]})
+    with pytest.raises(PlanError, match="lines that begin with offload are reserved"):
+        Plan({"dp": "batch", "offload": ["state"]})
+
+
+def test_what_backward_makes_again_is_said_in_lines() -> None:
+    plan = Plan("remat *: cheap\ndp: batch\nkeep value:layers.*.mlp\nremat layers.3: none")
+    assert str(plan) == "dp: batch\nremat *: cheap\nremat layers.3: none\nkeep value:layers.*.mlp"
+    assert Plan(str(plan)) == plan and plan.remats[1].line == 4
+    assert Plan({"remat": ["*: cheap", {"layers.3": "none"}], "keep": "value:layers.*.mlp", "dp": "batch"}) == plan
+    assert plan.having(plan.axes) == plan and (plan + Plan("remat a: layer")).remats[2].policy == "layer"
+    assert [plan.remats[1].covers(module) for module in ("layers.3", "layers.3.mlp", "layers.30", "layers")] == [True, True, False, False]
 
 
 def test_an_axis_may_be_left_to_the_search_but_not_stages() -> None:

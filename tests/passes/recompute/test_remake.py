@@ -114,6 +114,30 @@ def test_a_module_in_autograd_saves_less() -> None:
     meshc.verify(again, dtype=torch.float64)
 
 
+def test_lines_of_a_plan_say_it_of_modules_and_of_values() -> None:
+    """The second of two layers keeps what it made; of the first, what its activation returns is kept, of which its product is not."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4)) for _ in range(2)))
+    saved = []
+    for lines in ("", "remat *: cheap\nremat 1: none", "remat *: cheap\nremat 1: none\nkeep value:0.1", "remat 0: cheap"):
+        program = meshc.compile(model, meshc.Mesh("dp=2"), args=(torch.randn(4, 4),), plan=f"dp: batch\n{lines}")
+        saved.append([key.removeprefix("saved:") for key in program.compiled.stages["forward"].outputs if key.startswith("saved:")])
+        meshc.verify(program, dtype=torch.float64)
+    assert saved[0] == ["shard", "addmm_default", "softplus_default", "addmm_default_1", "addmm_default_2", "softplus_default_1"]
+    assert saved[1] == saved[3] == ["addmm_default", "addmm_default_1", "addmm_default_2", "softplus_default_1"]
+    assert saved[2] == ["addmm_default", "softplus_default", "addmm_default_1", "addmm_default_2", "softplus_default_1"]
+
+
+def test_lines_about_nothing_are_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan = "dp: batch\nremat layers.*: cheap\nkeep value:mlp"
+        meshc.compile(nn.Linear(4, 4), meshc.Mesh("dp=2"), args=(torch.randn(4, 4),), plan=plan)
+    assert str(caught.value) == (
+        "the plan does not fit this model:\n"
+        "  line 2, `remat layers.*: cheap`: the model has no such module\n"
+        "  line 3, `keep value:mlp`: the model has no module that returns such a value"
+    )
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PlanError, match=r"Options\(remat='all'\): use one of none, cheap, selective, layer, sqrt"):
         meshc.Options(remat="all")

@@ -1,0 +1,79 @@
+"""What a plan says of backward, a line each: which policy modules follow, and which values are never made again.
+
+    remat model.layers.*: selective
+    keep value:model.layers.*.mlp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Final
+
+from meshc.plan.cursor import GLOB, Line
+from meshc.plan.faults import suggest
+
+POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
+"""What backward may make again in place of reading what forward has kept, least first; docs/memory.md says what each means."""
+_VALUE: Final = "value:"
+
+
+@dataclass(frozen=True, slots=True)
+class RematLine:
+    """What the modules that ``pattern`` names, and those in them, may make again; of several lines the last one counts."""
+
+    pattern: str
+    policy: str
+    line: int = field(default=0, compare=False)
+    text: str = field(default="", compare=False)
+
+    def covers(self, module: str) -> bool:
+        """Whether the line is about what is called in the module at this path."""
+        return fnmatchcase(module, self.pattern) or fnmatchcase(module, f"{self.pattern}.*")
+
+    @property
+    def where(self) -> str:
+        """The line as messages cite it."""
+        return f"line {self.line}, `{self.text}`" if self.line else f"`{self}`"
+
+    def __str__(self) -> str:
+        return f"remat {self.pattern}: {self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLine:
+    """What the modules that ``pattern`` names return is never made again. ``pattern`` is of module paths."""
+
+    pattern: str
+    line: int = field(default=0, compare=False)
+    text: str = field(default="", compare=False)
+
+    @property
+    def where(self) -> str:
+        """The line as messages cite it."""
+        return f"line {self.line}, `{self.text}`" if self.line else f"`{self}`"
+
+    def __str__(self) -> str:
+        return f"keep {_VALUE}{self.pattern}"
+
+
+def read_remat_line(line: Line, number: int) -> RematLine:
+    names = "a remat line names modules, with * for any text, and a policy: `remat model.layers.*: selective`"
+    pattern = line.expect(GLOB, names)
+    line.expect(":", f"then comes a colon, and a policy: {', '.join(POLICIES)}")
+    start = line.at
+    policy = line.expect(r"\w+", f"a policy belongs here: {', '.join(POLICIES)}")
+    if policy not in POLICIES:
+        line.fail(f"{policy} is no policy{suggest(policy, POLICIES)}", start)
+    if not line.done:
+        line.fail("a remat line ends after its policy")
+    return RematLine(pattern, policy, number, line.text.strip())
+
+
+def read_keep_line(line: Line, number: int) -> KeepLine:
+    names = "a keep line names what modules return, with * for any text: `keep value:model.layers.*.mlp`"
+    line.expect(_VALUE, names)
+    pattern = line.expect(GLOB, names)
+    if not line.done:
+        line.fail("a keep line ends after the name of a value; write one line for each")
+    return KeepLine(pattern, number, line.text.strip())
