@@ -48,14 +48,21 @@ class Layers:
         self.faces = [_Face.of(path, number, module, log, values, said) for number, module in enumerate(modules)]
 
     def runs(self) -> list[Run]:
-        """In order; each run is the one from its first layer that leaves out most."""
+        """In order; each run is the one from its first layer that leaves out most, unless one from the next layer on leaves out more: then
+        its first layer stands alone (of T5's it alone makes what all others are given)."""
         found: list[Run] = []
         first = 0
         while first < len(self.faces):
-            best = max(self._from(first), key=lambda run: (run.left_out * run.period, -run.period))
+            best = self._best(first)
+            if 0 < best.left_out * best.period < (after := self._best(first + 1)).left_out * after.period:
+                found, best = [*found, Run(first, 1, 1)], after
             found.append(best)
-            first += best.blocks * best.period
+            first = best.first + best.blocks * best.period
         return found
+
+    def _best(self, first: int) -> Run:
+        """The run from a layer on that leaves out most."""
+        return max(self._from(first), key=lambda run: (run.left_out * run.period, -run.period))
 
     def _from(self, first: int) -> list[Run]:
         count = len(self.faces)

@@ -74,6 +74,29 @@ def test_what_layers_are_given_tells_them_apart() -> None:
     assert stretches(Alternating([16] * 12)) == [(0, 2, 2)]
 
 
+class Makes(Layer):
+    """The first makes what the others are given, each of the one before it."""
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        bias = (self.down.bias * 2).exp() if bias is None else bias * 1
+        return super().forward(x, bias), bias
+
+
+class Handed(Stack):
+    def __init__(self, hidden: list[int]) -> None:
+        super().__init__(hidden, layer=Makes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.embed(ids), None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return torch.nn.functional.linear(x, self.embed.weight)
+
+
+def test_a_layer_that_alone_makes_what_the_others_are_given_stands_alone() -> None:
+    assert stretches(Handed([16] * 12)) == [(1, 1, 7)]
+
+
 class Mean(Stack):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) / len(self.layers)
