@@ -1,4 +1,4 @@
-"""Planning: the same model searched on several meshes, of devices that are not there. It is traced once."""
+"""Planning: the same model searched on several meshes, of devices that are not there. It is traced once, and its factors are found once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver.nothing_fits import NothingFits
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.placed import Placed
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike
 from meshc.plan.weighed import Weighed
@@ -29,7 +29,8 @@ from meshc.program.program import PlainProgram
 class Planned:
     """
     plan      what is taken, with the program that comes of it;  weighed  it and what it was compared with
-    seconds   of CPU time that the search took
+    seconds   of CPU time that the search took: choices, and the candidates that were not taken
+    solved_s  of these, choices alone
     refused   why there is none
     """
 
@@ -38,35 +39,38 @@ class Planned:
     program: PlainProgram | None = None
     weighed: tuple[Weighed, ...] = ()
     seconds: float = 0.0
+    solved_s: float = 0.0
     refused: MeshcError | None = None
 
 
 class Planner:
-    """A model, and the device that every rank is to have. `grad`: a module's backward too."""
+    """A model. `grad`: a module's backward too."""
 
-    def __init__(
-        self, what: Any, args: Sequence[object], kwargs: Mapping[str, object], device: Device, options: Options, grad: bool = False
-    ) -> None:  # fmt: skip
-        self.what, self.args, self.kwargs, self.device, self.options = what, tuple(args), dict(kwargs), device, options
+    def __init__(self, what: Any, args: Sequence[object], kwargs: Mapping[str, object], grad: bool = False) -> None:
+        self.what, self.args, self.kwargs = what, tuple(args), dict(kwargs)
         step = what if isinstance(what, TrainStep) else None
         self.grad = grad or step is not None
         self.spec = None if step is None else describe(step.optimizers)
-        self._traced: Traced | None = None
+        self._placed: Placed | None = None
 
-    def on(self, mesh: Mesh, plan: PlanLike = "auto") -> Planned:
-        """What is found on a mesh. Raises MeshcError for what no other mesh would change."""
-        asked = Asked(self.what, mesh, plan, "global", "plain", "eager", None, self.options)
-        with assumed(self.device), torch.set_grad_enabled(self.grad):
-            request = asked.request(*asked.by_name(self.args, self.kwargs), self.spec, None)
-            if self._traced is None:
-                self._traced = driver.trace(request)
+    def on(
+        self, mesh: Mesh, plan: PlanLike = "auto", *, device: Device, options: Options, beaten_s: float | None = None
+    ) -> Planned:  # fmt: skip
+        """What is found on a mesh whose ranks have this device each. `beaten_s`: of a plan on another mesh; what cannot be faster is
+        refused as Beaten. Raises MeshcError for what no other mesh would change."""
+        asked = Asked(self.what, mesh, plan, "global", "plain", "eager", None, options)
+        with assumed(device), torch.set_grad_enabled(self.grad):
+            request = asked.request(*asked.by_name(self.args, self.kwargs), self.spec, None, beaten_s=beaten_s)
+            if self._placed is None:
+                self._placed = driver.place(request)
             try:
-                program, left = driver.compile_beside(self._traced, request)
+                program, left = driver.compile_beside(self._placed, request)
             except (CompileError, PlanError, ScheduleError) as error:
                 return Planned(mesh, refused=error)
-            weighed = left.weighed or (weigh(Weighed("as given", str(left.plan)), program, self.device)[0],)
-            holds, budget = int(weighed[0].holds or 0), self.options.memory_budget
+            weighed = left.weighed or (weigh(Weighed("as given", str(left.plan)), program, device)[0],)
+            holds, budget = int(weighed[0].holds or 0), options.memory_budget
             if isinstance(budget, int) and holds > budget:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"
-                return Planned(mesh, refused=NothingFits(said, holds))
-            return Planned(mesh, left.plan, program, weighed, left.seconds.get("choose", 0.0))
+                return Planned(mesh, weighed=weighed, refused=NothingFits(said, holds))
+            seconds = [left.seconds.get(each, 0.0) for each in ("choose", "solve")]
+            return Planned(mesh, left.plan, program, weighed, sum(seconds), seconds[1])

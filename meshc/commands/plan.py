@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 from meshc.api.options import Options
@@ -13,14 +15,15 @@ from meshc.api.planning import Planned, Planner
 from meshc.commands.target import harmless, load_target, read_plan
 from meshc.cost import devices
 from meshc.cost.devices import Device
-from meshc.errors import MeshcError, PlanError
+from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.ir.quantities import read_bytes
-from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.driver.beaten import Beaten
+from meshc.passes.driver.nothing_fits import NothingFits, rounded, times
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.factorizations import factorizations
 from meshc.report.ranked import Ranked, ideal_seconds, ranked, text
-from meshc.report.summary import bytes_text, seconds_text
+from meshc.report.summary import bytes_text, seconds_text, table
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
@@ -36,38 +39,124 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is planned for inference")
 
 
+@dataclass(frozen=True)
+class Looked:
+    """A mesh that was looked into, and its plans that keep the budget, the fastest first."""
+
+    found: Planned
+    rows: list[Ranked]
+
+    @property
+    def mesh(self) -> str:
+        return str(Mesh.from_axes(self.found.mesh.axes))
+
+    @property
+    def why(self) -> str:
+        """Why it has no plan."""
+        return str(self.found.refused).splitlines()[0]
+
+
 def run(options: argparse.Namespace) -> None:
+    if options.top < 1:
+        raise PlanError(f"--top {options.top}: at least one plan is listed")
     device = _device(options)
     budget = int(device.memory_bytes) if options.memory is None else read_bytes(options.memory, "--memory")
     meshes = _meshes(options, device)
     what, args, kwargs = load_target(options.target)
-    asked = Options(memory_budget=budget)
-    planner = Planner(what, args, kwargs, device, asked, options.grad)
-    found: list[tuple[Planned, list[Ranked]]] = []
-    for mesh in meshes:
-        one = planner.on(mesh, read_plan(options.plan))
-        ideal = None if one.program is None else ideal_seconds(one.program, device)
-        rows = ranked(str(Mesh.from_axes(mesh.axes)), one.weighed, ideal)
-        found.append((one, rows))
-        print(harmless(_progress(one, rows)), file=sys.stderr, flush=True)
-    fitting = [(one, rows) for one, rows in found if rows]
+    looked = _look(options, Planner(what, args, kwargs, options.grad), meshes, device, budget)
+    fitting = [one for one in looked if one.rows]
     if not fitting:
-        raise _nothing(found)
-    best, rows = min(fitting, key=lambda pair: _order(pair[1][0]))
-    listed = sorted((row for _, each in fitting for row in each if _keeps(row, budget)), key=_order)[: options.top]
-    assert best.plan is not None and best.program is not None
+        raise _nothing(looked, budget, meshes[0].world_size)
+    best = min(fitting, key=lambda one: _order(one.rows[0]))
+    listed = sorted((row for one in fitting for row in one.rows), key=_order)[: options.top]
     if options.json:
-        told = {"mesh": rows[0]["mesh"], "plan": str(best.plan).splitlines(), "notes": best.program.notes, "plans": listed}
-        print(json.dumps(told, indent=1))
-        return
-    ranks = best.mesh.world_size
-    where = f"{ranks} x {device.name}, {min(device.ranks_per_node, ranks)} a node, {bytes_text(budget)} each"
-    weighed = sum(len(one.weighed) for one, _ in found)
-    print(harmless(text(listed, f"{where}: {weighed} plans weighed on {len(found)} mesh{'es' * (len(found) > 1)}")))
-    print(harmless(f"\nbest: {rows[0]['plan']} on mesh {rows[0]['mesh']}"))
-    print(harmless("\n".join(f"  {line}" for line in str(best.plan).splitlines())))
-    searched = [note for note in best.program.notes if "searched;" in note]
-    print(harmless("\n".join(["notes", *(f"  {note}" for note in searched)])))
+        print(json.dumps(_told(best, listed, looked), indent=1))
+    else:
+        ranks = best.found.mesh.world_size
+        where = f"{ranks} x {device.name}, {min(device.ranks_per_node, ranks)} a node, {bytes_text(budget)} each"
+        print(harmless("\n".join(_said(best, listed, looked, where))))
+
+
+def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh], device: Device, budget: int) -> list[Looked]:
+    """Meshes of so many devices are looked into as long as they may have a faster plan than those before; those that are named, all."""
+    looked: list[Looked] = []
+    known = inf
+    for mesh in meshes:
+        start, beaten = time.process_time(), None if options.mesh is not None or known == inf else known
+        found = planner.on(mesh, read_plan(options.plan), device=device, options=Options(memory_budget=budget), beaten_s=beaten)
+        ideal = None if found.program is None else ideal_seconds(found.program, device)
+        rows = ranked(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
+        looked.append(Looked(found, [row for row in rows if row["holds_bytes"] <= budget]))
+        known = min([known, *(row["step_s"] for row in looked[-1].rows)])
+        print(harmless(_progress(looked[-1], time.process_time() - start)), file=sys.stderr, flush=True)
+    return looked
+
+
+def _progress(one: Looked, seconds: float) -> str:
+    said = f"{seconds_text(one.rows[0]['step_s'])} by {one.rows[0]['plan']}" if one.rows else one.why
+    return f"{one.mesh}: {said}; {seconds:.1f} s"
+
+
+# --------------------------------------------------------------------------------------------------------------------------- what is said
+
+
+def _said(best: Looked, listed: list[Ranked], looked: list[Looked], where: str) -> list[str]:
+    weighed = sum(len(one.found.weighed) for one in looked)
+    lines = [text(listed, f"{where}: {weighed} plans weighed on {len(looked)} mesh{'es' * (len(looked) > 1)}"), ""]
+    without = [one for one in looked if not one.rows]
+    if without:
+        rows = [(one.mesh, one.why.partition("; a plan of")[0] if isinstance(one.found.refused, Beaten) else one.why) for one in without]
+        lines += [table(rows, ["mesh", "why it has none"], "meshes without a plan that fits and could be faster"), ""]
+    assert best.found.program is not None
+    lines.append(f"best: {best.rows[0]['plan']} on mesh {best.mesh}")
+    lines += [f"  {line}" for line in str(best.found.plan).splitlines()]
+    searched = [note for note in best.found.program.notes if "searched;" in note]
+    return [*lines, *(["notes", *(f"  {note}" for note in searched)] if searched else [])]
+
+
+def _told(best: Looked, listed: list[Ranked], looked: list[Looked]) -> dict[str, object]:
+    assert best.found.program is not None
+    without = [
+        {"mesh": one.mesh, "why": one.why, "at_best_s": one.found.refused.least_s if isinstance(one.found.refused, Beaten) else None}
+        for one in looked if not one.rows
+    ]  # fmt: skip
+    return {
+        "mesh": best.mesh, "plan": str(best.found.plan).splitlines(), "notes": best.found.program.notes, "plans": listed,
+        "without": without,
+    }  # fmt: skip
+
+
+def _order(row: Ranked) -> tuple[float, int]:
+    """Of plans that take the same, those of fewer axes first."""
+    return round(row["step_s"], 7), row["mesh"].count(",")
+
+
+def _nothing(looked: list[Looked], budget: int, ranks: int) -> PlanError:
+    """The mesh on which least is held, and what it would take there, the cheapest change first."""
+    closest = min(looked, key=lambda one: _least(one.found))
+    error, least = closest.found.refused, _least(closest.found)
+    many = f"none of {len(looked)} meshes has" if len(looked) > 1 else f"the mesh {closest.mesh} does not have"
+    if least == inf:
+        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        return PlanError(f"{many} a plan; of {closest.mesh}:\n{lines}")
+    held = f"; the least that one was found to hold is {rounded(least)} a rank, on {closest.mesh}"
+    parts, cheapest = (error.parts, error.cheapest) if isinstance(error, NothingFits) else ("", "")
+    advice = [
+        *([cheapest] if cheapest else []), f"--memory {rounded(least)}, where a device has that",
+        f"about {times(budget, least) * ranks} devices, if they split what is held", "smaller inputs, or checkpointed layers",
+    ]  # fmt: skip
+    lines = "".join(f"\n  {line}" for line in ([parts] if parts else []))
+    return PlanError(f"{many} a plan that fits {rounded(budget)}{held}{':' if parts else ''}{lines}\n  what to do: {'; or '.join(advice)}")
+
+
+def _least(found: Planned) -> float:
+    error = found.refused
+    if isinstance(error, DoesNotFit):
+        return error.need.most.total
+    return error.least or inf if isinstance(error, NothingFits) else inf
+
+
+# --------------------------------------------------------------------------------------------------------------------------- what is asked
 
 
 def _device(options: argparse.Namespace) -> Device:
@@ -93,33 +182,3 @@ def _meshes(options: argparse.Namespace, device: Device) -> list[Mesh]:
     if options.devices < 1:
         raise PlanError(f"--devices {options.devices}: at least one")
     return [Mesh.from_axes(axes, device=kind) for axes in factorizations(options.devices, device.ranks_per_node)]
-
-
-def _progress(one: Planned, rows: list[Ranked]) -> str:
-    mesh = Mesh.from_axes(one.mesh.axes)
-    if rows:
-        return f"{mesh}: {seconds_text(rows[0]['step_s'])} by {rows[0]['plan']}, after {one.seconds:.1f} s"
-    return f"{mesh}: {str(one.refused).splitlines()[0]}"
-
-
-def _order(row: Ranked) -> tuple[float, int]:
-    """Of plans that take the same, those of fewer axes first."""
-    return round(row["step_s"], 7), row["mesh"].count(",")
-
-
-def _keeps(row: Ranked, budget: int) -> bool:
-    return row["holds_bytes"] <= budget
-
-
-def _nothing(found: list[tuple[Planned, list[Ranked]]]) -> PlanError:
-    """The mesh on which least is held, and what it would take there."""
-    refused = [one for one, _ in found if one.refused is not None]
-    closest = min(refused, key=lambda one: _least(one.refused))
-    lines = "\n".join(f"  {line}" for line in str(closest.refused).splitlines())
-    return PlanError(f"none of {len(found)} meshes has a plan that fits; the closest is {Mesh.from_axes(closest.mesh.axes)}:\n{lines}")
-
-
-def _least(error: MeshcError | None) -> float:
-    if isinstance(error, DoesNotFit):
-        return error.need.most.total
-    return error.least or inf if isinstance(error, NothingFits) else inf

@@ -26,7 +26,7 @@ from meshc.plan.recipes import RECIPES
 DATA: Final = "data"
 OF_ROLE: Final[Mapping[str | None, tuple[str, ...]]] = {
     **dict.fromkeys(DATA_ROLES, (DATA,)),
-    "tp": ("megatron", "megatron_sp", DATA),
+    "tp": ("megatron", "megatron_sp", "ulysses", DATA),
     "sp": ("megatron_sp", DATA),
     "cp": ("ulysses", DATA),
     None: (DATA, "megatron", "megatron_sp", "ulysses"),

@@ -17,6 +17,7 @@ class Weighed:
     holds      bytes of the rank that needs most; of what was not lowered, by the model
     microbatches, schedule  of what was lowered
     dropped    why it is not taken; "" of the one that is
+    estimated  seconds by the planner's model with what can be hidden behind computing
     """
 
     name: str
@@ -30,3 +31,4 @@ class Weighed:
     microbatches: int = 1
     schedule: str = ""
     dropped: str = ""
+    estimated: float | None = None

@@ -12,6 +12,8 @@ keeps the budget by its own walk the one that the clock likes best is taken. Whe
 asked again for as much less. It is asked twice over: once all seconds count, once communication that may be hidden behind computing counts
 less. The recipes that an expert would try are candidates too: the model prices them all, and those that may be the best by it go through
 all passes as well. The plan of what was found is its text (`found_text.py`).
+
+Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh (`beaten.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from meshc.cost.weigh import weigh
 from meshc.errors import MeshcError
 from meshc.frontend.faults import phase as part
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import pipeline
+from meshc.passes.driver import beaten, pipeline
+from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.found_text import as_asked, of_all_layers, with_text
 from meshc.passes.driver.nothing_fits import nothing_fits
 from meshc.passes.driver.run import run, run_all
@@ -93,6 +96,7 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
     start = time.process_time()
     with part("searching for a plan"):
         asked = placed, lower, open_axes(placed.plan), may_hold(placed.request)
+        _refuse_beaten(placed, asked[2])
         choosing = _Choosing(*asked)
         try:
             choosing.find()
@@ -107,8 +111,20 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
     left = as_asked(taken.lowered, placed, choosing.axes).noting(choosing.note(taken))
     left = replace(left, plan=of_all_layers(left.plan, placed.plan, placed.depth))
     left = replace(left, weighed=tuple(choosing.table(taken)))
-    spent = sum(left.seconds.values()) - sum(placed.seconds.values())
-    return replace(left, seconds={**left.seconds, "choose": max(0.0, time.process_time() - start - spent)})
+    spent = sum(left.seconds.values()) - sum(placed.seconds.values()) + choosing.solved_s
+    seconds = {"solve": choosing.solved_s, "choose": max(0.0, time.process_time() - start - spent)}
+    return replace(left, seconds={**left.seconds, **seconds})
+
+
+def _refuse_beaten(placed: Placed, axes: tuple[str, ...]) -> None:
+    """Where no plan can be as fast as the one that is known. Stages share the work of a step at best in equal parts."""
+    beaten_s, pipeline_axis = placed.request.beaten_s, placed.mesh.pipeline_axis
+    if beaten_s is None:
+        return
+    least_s = float(Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes).hiding().least_s)
+    least_s /= pipeline_axis.size if pipeline_axis is not None else 1
+    if least_s > beaten_s * (1 + beaten.MARGIN):
+        raise Beaten(least_s, beaten_s, beaten.BY_MODEL)
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,7 @@ class _Recipe:
 
     @property
     def weighed(self) -> Weighed:
-        return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds)
+        return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.overlapped)
 
 
 @dataclass
@@ -133,10 +149,11 @@ class _Choosing:
     best      of those that keep the budget the fastest by the clock; of the others no program is kept
     lowered   what has been through all passes, with what its rank holds;  dropped  what has not
     refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that cannot grow from a few layers
-    picks     choices that have been through all passes;  overlapped  of the last its seconds with what can be hidden
+    picks     choices that have been through all passes
     certificate  of the last that was found by the seconds of all
     near      whether the layers beside those that were not captured are held to decide as these
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
+    solved_s  CPU seconds of choices: the model, and its solutions
     """
 
     placed: Placed
@@ -151,10 +168,10 @@ class _Choosing:
     unequal: Unequal | None = None
     picks: dict[Pick, None] = field(default_factory=dict)
     certificate: Certificate | None = None
-    overlapped: float = 0.0
+    solved_s: float = 0.0
 
     def __post_init__(self) -> None:
-        request = self.placed.request
+        request, start = self.placed.request, time.process_time()
         self.apart = request.mesh.pipeline_axis is not None or request.count > 1
         recipes = list(self._recipes())
         priced = self._assigned(recipes) if set(self.axes) == set(searched_axes(self.placed)) else {}
@@ -165,6 +182,7 @@ class _Choosing:
                 modelled, hidden = self.search.model.seconds(pick), overlapped_seconds(self.search.model, pick)
                 recipes[at] = replace(recipe, modelled=float(modelled), overlapped=hidden, holds=self.search.held(pick))
         self.recipes = sorted(recipes, key=lambda one: (one.overlapped is None, one.overlapped or 0.0, not one.own))
+        self.solved_s = time.process_time() - start
 
     def _recipes(self) -> Iterator[_Recipe]:
         given = {entry.axis: entry for entry in self.placed.plan.axes}
@@ -193,7 +211,7 @@ class _Choosing:
         within = None if self.budget is None or self.apart else float(self.budget)
         for _ in range(ROUNDS + self.apart):
             tried: list[tuple[float, float]] = []
-            some = search.found(within)[:BEST]
+            some = self._solved(search, within)[:BEST]
             if not some and within is not None and self.search.least is not None:
                 within = None  # the model may read more bytes than the program has: what is best without a budget says how many
                 continue
@@ -202,7 +220,6 @@ class _Choosing:
                     return
                 self.picks[found.pick] = None
                 self.certificate = found.certificate if name == FOUND else self.certificate
-                self.overlapped = overlapped_seconds(self.search.model, found.pick)
                 placed = with_text(self.placed, self.axes, found.choices)
                 holds = self._try(self._found(name, placed, found), placed)
                 if holds is None or self.budget is None or holds <= self.budget:
@@ -213,20 +230,32 @@ class _Choosing:
             least, modelled = min(tried, key=lambda one: one[0] - one[1])
             within = self.budget * modelled / least if least < modelled else self.budget - (least - modelled)
 
+    def _solved(self, search: Search, within: float | None) -> list[Found]:
+        start = time.process_time()
+        found = search.found(within)
+        self.solved_s += time.process_time() - start
+        return found
+
     def try_recipes(self) -> None:
-        """Those that may be faster than what was found; where nothing fits, the one that holds least."""
-        ratio = (self.lowered[-1][0].seconds or 0.0) / self.overlapped if self.lowered and self.overlapped else 1.0
+        """Those that may be faster than what was found, and than what is known; where nothing fits, the one that holds least."""
+        last = self.lowered[-1][0] if self.lowered else None
+        ratio = last.seconds / last.estimated if last is not None and last.seconds and last.estimated else 1.0
         tried: list[_Recipe] = []
         for recipe in self.recipes:
-            slow = recipe.overlapped is not None and self.best is not None and recipe.overlapped * ratio > self.best.seconds * (1 + MARGIN)
+            slow = recipe.overlapped is not None and recipe.overlapped * ratio > self._most()
             large = self.budget is not None and not self.apart and recipe.holds is not None and recipe.holds > self.budget
             if len(tried) < RECIPES and not slow and not large:
                 tried.append(recipe)
                 self._try(recipe.weighed, self._under(recipe.plan))
             else:
                 self.dropped.append(replace(recipe.weighed, dropped=f"{TOO_LARGE}, by the model" if large else SLOWER))
-        if self.best is None:
+        if self.best is None and not self._beaten():
             self._try_smallest(tried)
+
+    def _most(self) -> float:
+        """Seconds that a recipe may be estimated to take."""
+        known = self.placed.request.beaten_s
+        return min(inf if self.best is None else self.best.seconds * (1 + MARGIN), inf if known is None else known)
 
     def _try_smallest(self, tried: Sequence[_Recipe]) -> None:
         """The recipe that holds least by the model; if that is too large as well, choices, so that it is known what they would take."""
@@ -235,14 +264,15 @@ class _Choosing:
             self.dropped = [one for one in self.dropped if one.name != least.name]
             self._try(least.weighed, self._under(least.plan))
         for within in (self.search.least, None) if self.best is None else ():
-            for found in self.search.found(within)[:1]:
+            for found in self._solved(self.search, within)[:1]:
                 placed = with_text(self.placed, self.axes, found.choices)
                 with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
                     self._try(self._found(FOUND, placed, found), placed)
 
     def _found(self, name: str, placed: Placed, found: Found) -> Weighed:
         plan = of_all_layers(placed.plan, self.placed.plan, self.placed.depth)
-        return Weighed(name, str(plan), float(self.search.model.seconds(found.pick)))
+        seconds, hidden = self.search.model.seconds(found.pick), overlapped_seconds(self.search.model, found.pick)
+        return Weighed(name, str(plan), float(seconds), estimated=hidden)
 
     def _try(self, weighed: Weighed, placed: Placed) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason."""
@@ -274,15 +304,21 @@ class _Choosing:
 
     def refusal(self) -> MeshcError:
         """Why there is none."""
+        if slower := self._beaten():
+            return min(slower, key=lambda one: one.least_s)
         needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
         if self.refused and not needs:
             return self.refused[0]
-        return nothing_fits(self.placed, self.axes, self.budget or 0, self.search.least, needs)
+        return nothing_fits(self.placed, self.axes, self.budget or 0, self.search.least, needs, tuple(self.table(None)))
 
-    def table(self, taken: Candidate) -> Iterator[Weighed]:
-        yield taken.weighed
+    def _beaten(self) -> list[Beaten]:
+        return [one for one in self.refused if isinstance(one, Beaten)]
+
+    def table(self, taken: Candidate | None) -> Iterator[Weighed]:
+        if taken is not None:
+            yield taken.weighed
         for one, most in sorted(self.lowered, key=lambda one: one[0].seconds or 0.0):
-            if one is not taken.weighed:
+            if taken is None or one is not taken.weighed:
                 yield replace(one, dropped=TOO_LARGE if self.budget is not None and most.total > self.budget else SLOWER)
         yield from sorted(self.dropped, key=lambda one: one.modelled or inf)
 

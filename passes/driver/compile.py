@@ -46,7 +46,10 @@ def compile_program(request: Request, hook: Hook | None = None, traced: Traced |
 
 
 def _compiled(traced: Traced, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
-    placed = factored(traced, hook)
+    return _of_factors(factored(traced, hook), hook)
+
+
+def _of_factors(placed: Placed, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
     if placed.depth is not None:
         if opened(placed) is not None:
             raise Unequal("its batch has one row, which is to be split")
@@ -67,11 +70,17 @@ def trace(request: Request) -> Traced:
         return at_depth(_traced, request, None)
 
 
-def compile_beside(traced: Traced, request: Request) -> tuple[PlainProgram, Lowered]:
-    """What was traced for another mesh and plan under this request: tracing knows nothing of either."""
+def place(request: Request) -> Placed:
+    """What passes leave that know of no mesh and no plan, for `compile_beside`."""
+    with given_up(), fewer_collections():
+        return at_depth(lambda outset, hook: factored(_traced(outset, hook), hook), request, None)
+
+
+def compile_beside(placed: Placed, request: Request) -> tuple[PlainProgram, Lowered]:
+    """What has its factors, on a mesh and by a plan of this request."""
     with given_up(), fewer_collections():
         with contextlib.suppress(Unequal):
-            return _compiled(traced.beside(request), None)
+            return _of_factors(placed.again(request), None)
         return compile_program(replace(request, depth="whole"))
 
 

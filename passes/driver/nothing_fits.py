@@ -14,46 +14,67 @@ from math import ceil
 from meshc.cost.memory import RankBytes
 from meshc.errors import PlanError
 from meshc.passes.phases.placed import Placed
+from meshc.plan.weighed import Weighed
 
 
 class NothingFits(PlanError):
-    """`least`: the fewest bytes that any candidate was found to hold; None: none was made."""
+    """
+    least    the fewest bytes that any candidate was found to hold; None: none was made
+    parts    what they are made of, in words;  cheapest  the change that asks for no other devices; "" where there is none
+    weighed  the candidates
+    """
 
-    def __init__(self, text: str, least: float | None) -> None:
+    def __init__(
+        self, text: str, least: float | None, parts: str = "", cheapest: str = "", weighed: Sequence[Weighed] = ()
+    ) -> None:  # fmt: skip
         super().__init__(text)
-        self.least = least
+        self.least, self.parts, self.cheapest, self.weighed = least, parts, cheapest, tuple(weighed)
 
 
-def nothing_fits(placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes]) -> NothingFits:
-    """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made."""
+def nothing_fits(
+    placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes], weighed: Sequence[Weighed] = ()
+) -> NothingFits:  # fmt: skip
+    """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates."""
     said = "the device's memory" if placed.request.memory_budget is None else f"Options(memory_budget={placed.request.memory_budget})"
     start = f"no plan for {', '.join(axes)} keeps a rank within {budget:,} bytes ({said})"
     closest = min(holds, key=lambda one: one.total, default=None)
     if closest is None:
         found = "" if least is None else f"; the least that one was found to need is {int(least):,}, by the planner's model"
         advice = [*([_budget(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
-        return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least)
+        return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least, weighed=weighed)
     kept, grown = sum(closest.kept.values()), closest.peak.gradients
     made = closest.peak.total - grown
+    cheapest = _in_parts(placed, budget, kept + grown, made)
     parts = f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
     return NothingFits(
         f"{start}; the least that one was found to need is {closest.total:,}:\n  {parts}\n"
-        f"  what to do: {'; or '.join(_advice(placed, budget, kept + grown, made))}",
-        closest.total,
-    )
+        f"  what to do: {'; or '.join(_advice(budget, closest.total, cheapest))}",
+        closest.total, parts, cheapest, weighed,
+    )  # fmt: skip
 
 
-def _advice(placed: Placed, budget: int, stays: int, made: int) -> Iterator[str]:
-    """The cheapest change first. `stays`: bytes that more microbatches do not change; `made`: those that they do."""
-    request = placed.request
-    if request.train:
-        left = budget - stays
-        count = _divisor(placed, ceil(request.count * made / left)) if left > 0 else None
-        if count is not None:
-            yield f"TrainStep(microbatches={count}), which makes {made * request.count // count:,} of these {made:,} at a time"
-    yield _budget(stays + made)
-    yield f"about {max(2, ceil((stays + made) / budget))} times the ranks, if they split what is held"
+def _advice(budget: int, least: int, cheapest: str) -> Iterator[str]:
+    """The cheapest change first."""
+    if cheapest:
+        yield cheapest
+    yield _budget(least)
+    yield f"about {times(budget, least)} times the ranks, if they split what is held"
     yield "smaller inputs"
+
+
+def times(budget: int, least: float) -> int:
+    """How many times the ranks would do, if they split what is held."""
+    return max(2, ceil(least / max(1, budget)))
+
+
+def _in_parts(placed: Placed, budget: int, stays: int, made: int) -> str:
+    """The number of microbatches that would do. `stays`: bytes that more of them do not change; `made`: those that they do."""
+    request = placed.request
+    left = budget - stays
+    count = _divisor(placed, ceil(request.count * made / left)) if request.train and left > 0 else None
+    if count is None:
+        return ""
+    return f"TrainStep(microbatches={count}), which makes {made * request.count // count:,} of these {made:,} at a time"
 
 
 def _divisor(placed: Placed, least: int) -> int | None:
@@ -63,5 +84,10 @@ def _divisor(placed: Placed, least: int) -> int | None:
 
 
 def _budget(size: float) -> str:
-    said = f'"{ceil(size / 1e8) / 10:g}GB"' if size >= 1e8 else str(ceil(size))
+    said = f'"{rounded(size)}"' if size >= 1e8 else rounded(size)
     return f"Options(memory_budget={said}), where a rank has that"
+
+
+def rounded(size: float) -> str:
+    """No less than so many bytes: `9.7GB`."""
+    return f"{ceil(size / 1e8) / 10:g}GB" if size >= 1e8 else str(ceil(size))

@@ -32,6 +32,7 @@ from meshc.frontend.faults import phase as part
 from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.driver import pipeline
+from meshc.passes.driver.beaten import BY_STAGES, Beaten
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
@@ -78,10 +79,12 @@ def has_choice(request: Request) -> bool:
 def search(placed: Placed, hook: Hook | None) -> Lowered:
     """What `stages` leaves, of what `factorize` left. `hook` is told of the passes that led there, in their order.
 
-    Raises DoesNotFit, or what is in the way of the first candidate, if nothing can be.
+    Raises DoesNotFit, or what is in the way of the first candidate, if nothing can be; Beaten if nothing is estimated to be as fast as what
+    is known.
     """
     start = time.process_time()
-    request, found = placed.request, Search(placed, budget_of(placed.request))
+    request = placed.request
+    found = Search(placed, budget_of(request), inf if request.beaten_s is None else request.beaten_s)
     with part("searching for the stages"):
         answers = found.among(_counts(placed))
     fitting = [answer for answer in answers.values() if isinstance(answer, Fitting)]
@@ -89,6 +92,8 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
         found.last.tell(hook)
         if found.needs:
             raise DoesNotFit(least(found.needs), request)
+        if request.beaten_s is not None and any(each.estimated for each in found.tried):
+            raise Beaten(min(each.seconds for each in found.tried if each.seconds is not None), request.beaten_s, BY_STAGES)
         raise next(answer.error for _, answer in sorted(answers.items()) if isinstance(answer, Refused))
     taken = min(fitting, key=lambda each: (each.seconds, each.lowered.request.count))
     taken.heard.tell(hook)
@@ -198,12 +203,14 @@ def refused(shapes: Shapes, count: int, once: bool) -> list[Tried]:
 class Search:
     """
     budget  bytes that a rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
+    beaten_s  seconds of a plan elsewhere: what is estimated to be slower is not cut
     tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
     _lowered  the first number of microbatches that could be, by which the others are estimated;  _asked  that number
     """
 
     placed: Placed
     budget: int | None
+    beaten_s: float = inf
     tried: list[Tried] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     last: Heard = field(default_factory=Heard)
@@ -213,14 +220,14 @@ class Search:
     def among(self, counts: list[int]) -> dict[int, Answered]:
         """What came of the numbers of microbatches that have been lowered."""
         first = counts[0] if len(counts) == 1 else _likely(self.placed, counts)
-        answers = {first: self.of_count(first)}
+        answers = {first: self.of_count(first, self.beaten_s)}
         left, by = set(counts) - {first}, self._lowered
         estimates = self._estimates(sorted(left))
         while left and not self._is_one():
             if by is not self._lowered:
                 by, estimates = self._lowered, self._estimates(sorted(left))
             count = min(left, key=lambda each: (estimates[each].least, each))
-            best = min((answer.seconds for answer in answers.values() if isinstance(answer, Fitting)), default=inf)
+            best = min((answer.seconds for answer in answers.values() if isinstance(answer, Fitting)), default=self.beaten_s)
             if estimates[count].least > best * (1 + MARGIN):
                 break
             left.remove(count)

@@ -39,6 +39,7 @@ class Request:
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     remat         what backward makes again of forward: a policy's name
+    beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
@@ -73,6 +74,7 @@ class Request:
     searched: Known | None = None
     depth: str = "auto"
     remat: str = "none"
+    beaten_s: float | None = None
 
     @property
     def count(self) -> int:

@@ -79,6 +79,11 @@ class Search:
         other._free = None
         return other
 
+    @property
+    def least_s(self) -> float:
+        """No choice takes fewer seconds, whatever it holds."""
+        return self._unbounded().bound
+
     def pick_of(self, plan: Assignment) -> Pick:
         """The options that a plan takes, one of those `beside`: of a class what its first member does."""
         first = (self.space.decisions[members[0]] for members in self.folded.members)

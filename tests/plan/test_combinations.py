@@ -20,6 +20,7 @@ def test_what_has_a_name_is_what_the_name_means() -> None:
 def test_two_axes() -> None:
     assert list(named("dp", "tp")) == [
         "ddp+megatron", "zero1+megatron", "fsdp+megatron", "ddp+megatron_sp", "zero1+megatron_sp", "fsdp+megatron_sp",
+        "ddp; ulysses over tp", "zero1; ulysses over tp", "fsdp; ulysses over tp",
         "ddp over dp, tp", "zero1 over dp, tp", "fsdp over dp, tp", "ddp; fsdp over tp",
     ]  # fmt: skip
     assert named("dp", "tp")["ddp; fsdp over tp"] == "batch; batch; store params, grads, state"
@@ -29,6 +30,7 @@ def test_a_module_has_no_state_of_its_own_and_a_part_of_the_batch_stays_on_axes_
     assert list(named("dp", step=False)) == ["ddp", "fsdp"]
     assert list(named("dp", "tp", local=True)) == [
         "ddp+megatron", "zero1+megatron", "fsdp+megatron", "ddp+megatron_sp", "zero1+megatron_sp", "fsdp+megatron_sp",
+        "ddp; ulysses over tp", "zero1; ulysses over tp", "fsdp; ulysses over tp",
     ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
     captured = Captured(models.mlp(), train=True, double=False)
     table = left(captured, "dp=2,tp=2", **adam(captured)).weighed
     recipes = [one for one in table if one.name != choose.FOUND]
-    assert len(recipes) == 10 and all(one.modelled is not None and one.holds for one in recipes)
+    assert len(recipes) == 13 and all(one.modelled is not None and one.holds for one in recipes)
     assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
 
 
