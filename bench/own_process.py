@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -12,15 +12,27 @@ Answer = TypeVar("Answer")
 
 def in_a_process(measure: Callable[..., Answer], *asked: object) -> Answer:
     """`measure(*asked)`. Raises EOFError if the process ends without an answer."""
-    context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe()
-    child = context.Process(target=_answer, args=(theirs, measure, *asked))
-    child.start()
-    theirs.close()
-    found: Answer = mine.recv()
-    child.join()
+    (found,) = each_in_a_process(_one, measure, *asked)
     return found
 
 
-def _answer(pipe: Connection, measure: Callable[..., object], *asked: object) -> None:
-    pipe.send(measure(*asked))
+def each_in_a_process(measures: Callable[..., Iterator[Answer]], *asked: object) -> Iterator[Answer]:
+    """What `measures(*asked)` yields, as it comes. Raises EOFError if the process ends without the last of it."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    child = context.Process(target=_answer, args=(theirs, measures, *asked))
+    child.start()
+    theirs.close()
+    while (found := mine.recv()) is not None:
+        yield found[0]
+    child.join()
+
+
+def _one(measure: Callable[..., Answer], *asked: object) -> Iterator[Answer]:
+    yield measure(*asked)
+
+
+def _answer(pipe: Connection, measures: Callable[..., Iterator[object]], *asked: object) -> None:
+    for found in measures(*asked):
+        pipe.send((found,))
+    pipe.send(None)

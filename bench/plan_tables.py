@@ -6,8 +6,13 @@
     python bench/plan_tables.py --write                               # and docs/planner.md carries what is there
 
 A row is a model, a mesh and a number of tokens: 64 x 8192 a step (4096 ranks: 512 x 8192), or the shorter sequences that the model takes,
-and a smaller step that fits without recomputation. Every recipe and combination of recipes goes through all passes under the same memory;
-the best of them by the clock stands beside what the search finds. Each row is a process of its own; weights are on the meta device.
+and a smaller step that fits without recomputation. Every recipe and combination of recipes is weighed under the same memory; the best of
+them by the clock stands beside what the search finds. A recipe goes through all passes unless the planner's model says that it holds LARGE
+times the memory, or takes SLOW_BY times what the best recipe takes by the clock, with what can be hidden behind computing hidden. How far
+that estimate was from the clock, of what went through all passes, stands in each row.
+
+The rows of one model are one process, and those of one number of tokens one capture, with its factors: neither knows of the mesh. Weights
+are on the meta device.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,24 +31,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of id
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from carried import carry  # noqa: E402
-from own_process import in_a_process  # noqa: E402
+from own_process import each_in_a_process  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
 from meshc.api.planning import Planned, Planner  # noqa: E402
 from meshc.cost.devices import Device, Link, device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
+from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
 from meshc.plan.combinations import combinations  # noqa: E402
 from meshc.plan.plan import Plan  # noqa: E402
+from meshc.plan.weighed import Weighed  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "bench" / "results" / "plan-tables.json"
+LARGE, SLOW_BY = 1.5, 1.25
 
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
 
 def _causal(config: Any, batch: int, tokens: int) -> Built:
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    config.use_cache = False  # training fills no cache
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
@@ -74,8 +83,9 @@ def _gemma2(batch: int, tokens: int) -> Built:
 
 def _t5(batch: int, tokens: int) -> Built:
     sizes = dict(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_decoder_layers=24, num_heads=128)
+    said = dict(decoder_start_token_id=0, pad_token_id=0, use_cache=False)
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).to(torch.bfloat16)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **said)).to(torch.bfloat16)
     return model, {"input_ids": ids, "labels": ids[:, : tokens // 4]}
 
 
@@ -113,6 +123,14 @@ SLOW = Link(latency_s=30e-6, bandwidth_Bps=1.25e9)
 
 @dataclass(frozen=True)
 class Row:
+    """
+    recipe    the best by the clock of those that fit;  found_ms  what the search takes;  taken  what that is
+    gap       per cent that a better choice could save at most, by the model;  least_gb  where nothing fits: what the least holds
+    choices_s CPU seconds of the search's choices;  search_s  with the candidates that it did not take;  all_s  of the row
+    lowered   candidates that went through all passes;  left_out  recipes that did not
+    off       the least and the most that the clock was of the estimate
+    """
+
     model: str
     mesh: str
     step: str
@@ -125,66 +143,130 @@ class Row:
     search_s: float
     all_s: float
     said: str = ""
+    least_gb: float | None = None
+    choices_s: float | None = None
+    lowered: int | None = None
+    left_out: int | None = None
+    off: tuple[float, float] | None = None
 
 
 def device_of(mesh: str) -> Device:
     return replace(device("a100"), between_nodes=SLOW) if mesh.endswith("a100") else device("h100")
 
 
-def measure(name: str, size: str, small: bool) -> Row:
-    start = time.process_time()
-    model, ranks = MODELS[name], Mesh(MESHES[size]).world_size
-    if small:
-        sequences, tokens = max(ranks, model.small[0] * ranks // 64), model.small[1]
-    else:
-        tokens = model.tokens
-        sequences = (512 if ranks == 4096 else 64) * 8192 // tokens
-    with torch.device("meta"):
-        module, inputs = model.build(sequences, tokens)
-    module.train()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
-    step = meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0)
-    on, mesh = device_of(size), Mesh(MESHES[size], device="cuda")
-    planner = Planner(step, (), inputs, on, meshc.Options(memory_budget=int(on.memory_bytes)))
-    found = planner.on(mesh)
-    recipe, recipe_s = best_recipe(planner, mesh, found, int(on.memory_bytes))
-    note = next((note for note in (found.program.notes if found.program else ()) if "searched;" in note), "")
-    gap = float(note.partition("a gap of ")[2].partition("%")[0]) if "a gap of " in note else None
-    taken = found.weighed[0] if found.weighed else None
-    return Row(
-        name, size, f"{sequences} x {tokens}", recipe, None if recipe_s is None else 1e3 * recipe_s,
-        None if taken is None or taken.seconds is None else 1e3 * taken.seconds, "" if taken is None else taken.name, gap,
-        None if taken is None or taken.holds is None else taken.holds / 1e9, found.seconds, time.process_time() - start,
-        "" if found.refused is None else _least(str(found.refused)),
-    )  # fmt: skip
+class Rows:
+    """The rows of one model."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, MODELS[name]
+        self._planners: dict[tuple[int, int], Planner] = {}
+
+    def step(self, size: str, small: bool) -> tuple[int, int]:
+        """Sequences, and tokens of each."""
+        ranks, tokens = Mesh(MESHES[size]).world_size, self.model.tokens
+        if small:
+            return max(ranks, self.model.small[0] * ranks // 64), self.model.small[1]
+        return (512 if ranks == 4096 else 64) * 8192 // tokens, tokens
+
+    def planner(self, sequences: int, tokens: int) -> Planner:
+        """Of one number of tokens, whatever the mesh."""
+        key = sequences, tokens
+        if key not in self._planners:
+            with torch.device("meta"):
+                module, inputs = self.model.build(sequences, tokens)
+            module.train()
+            optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
+            self._planners[key] = Planner(meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0), (), inputs)
+        return self._planners[key]
+
+    def measure(self, size: str, small: bool) -> Row:
+        start = time.process_time()
+        sequences, tokens = self.step(size, small)
+        on, mesh, planner = device_of(size), Mesh(MESHES[size], device="cuda"), self.planner(sequences, tokens)
+        budget = int(on.memory_bytes)
+
+        def planned(plan: Plan | str) -> Planned:
+            return planner.on(mesh, plan, device=on, options=meshc.Options(memory_budget=budget))
+
+        found = planned("auto")
+        weighed = found.refused.weighed if isinstance(found.refused, NothingFits) else found.weighed
+        recipes, left_out = weigh_recipes(weighed, mesh, planned, budget)
+        fitting = [one for one in recipes if (one.holds or 0) <= budget]
+        best = min(fitting, key=lambda one: one.seconds or 0.0, default=None)
+        note = next((note for note in (found.program.notes if found.program else ()) if "searched;" in note), "")
+        taken = found.weighed[0] if found.program is not None else None
+        before = {one.name for one in weighed if one.seconds is not None}
+        lowered = sum(one.seconds is not None for one in weighed) + sum(one.name not in before for one in recipes)
+        off = [one.seconds / one.estimated for one in (*weighed, *recipes) if one.seconds and one.estimated]
+        least = [found.refused.least] if isinstance(found.refused, NothingFits) and found.refused.least else []
+        least += [one.holds for one in recipes if one.holds is not None]
+        return Row(
+            self.name, size, f"{sequences} x {tokens}", "none fits" if best is None else best.name, _ms(best), _ms(taken),
+            "" if taken is None else taken.name, float(note.partition("a gap of ")[2].partition("%")[0]) if "a gap of " in note else None,
+            None if taken is None or taken.holds is None else taken.holds / 1e9, found.seconds, time.process_time() - start,
+            _why_none(found), min(least) / 1e9 if least and found.program is None else None,
+            found.solved_s, lowered, left_out, (min(off), max(off)) if off else None,
+        )  # fmt: skip
 
 
-def best_recipe(planner: Planner, mesh: Mesh, found: Planned, budget: int) -> tuple[str, float | None]:
-    """Of all that fit, by the clock: those that the search has lowered already are not lowered again."""
-    known = {one.name: one for one in found.weighed if one.seconds is not None}
-    best: tuple[str, float | None] = "none fits", None
-    for name, entries in combinations([axis.name for axis in mesh.axes if axis.size > 1]):
-        one = known[name] if name in known else next(iter(planner.on(mesh, Plan.of(entries)).weighed), None)
-        if one is not None and one.seconds is not None and (one.holds or 0) <= budget and (best[1] is None or one.seconds < best[1]):
-            best = name, one.seconds
-    return best
+def _why_none(found: Planned) -> str:
+    return "nothing fits" if isinstance(found.refused, NothingFits) else str(found.refused or "").partition("\n")[0]
 
 
-def _least(refusal: str) -> str:
-    return " ".join(line.strip() for line in refusal.splitlines()[:1])
+def _ms(one: Weighed | None) -> float | None:
+    return None if one is None or one.seconds is None else 1e3 * one.seconds
+
+
+def weigh_recipes(
+    weighed: tuple[Weighed, ...], mesh: Mesh, planned: Callable[[Plan], Planned], budget: int
+) -> tuple[list[Weighed], int]:  # fmt: skip
+    """Recipes by the clock, and how many were left out. Those that the search has lowered already are not lowered again."""
+    known = {one.name: one for one in weighed}
+    combined = {name: Plan.of(entries) for name, entries in combinations([axis.name for axis in mesh.axes if axis.size > 1])}
+    found = [known[name] for name in combined if name in known and known[name].seconds is not None]
+    left_out = 0
+    for name in sorted(combined.keys() - {one.name for one in found}, key=lambda name: (_estimate(known.get(name)), name)):
+        best = min((one.seconds or 0.0 for one in found if (one.holds or 0) <= budget), default=float("inf"))
+        one = known.get(name)
+        if one is not None and (_estimate(one) > SLOW_BY * best or (one.holds or 0) > LARGE * budget):
+            left_out += 1
+            continue
+        made = next(iter(planned(combined[name]).weighed), None)
+        if made is not None:
+            found.append(replace(made, name=name, estimated=None if one is None else one.estimated))
+    return found, left_out
+
+
+def _estimate(one: Weighed | None) -> float:
+    return 0.0 if one is None or one.estimated is None else one.estimated
+
+
+def rows_of(name: str, asked: list[tuple[str, bool]]) -> Iterator[Row]:
+    rows = Rows(name)
+    for size, small in asked:
+        yield rows.measure(size, small)
 
 
 def table(rows: list[Row]) -> str:
-    heads = ("model", "ranks", "step", "best recipe", "ms", "found, ms", "of it", "gap, %", "holds, GB", "search, s", "")
+    heads = (
+        "model", "ranks", "step", "best recipe", "ms", "found, ms", "of it", "gap, %", "holds, GB", "clock of estimate", "choices, s",
+        "row, s", "",
+    )  # fmt: skip
     cells = [
         [
             row.model, row.mesh, row.step, row.recipe, _number(row.recipe_ms), _number(row.found_ms),
             f"{row.found_ms / row.recipe_ms:.3f}" if row.found_ms and row.recipe_ms else "", _number(row.gap, 2), _number(row.holds_gb),
-            f"{row.search_s:.1f}", row.said or (f"{row.taken} is taken" if row.taken not in ("", "found") else ""),
+            "" if row.off is None else f"{row.off[0]:.2f} to {row.off[1]:.2f}", _number(row.choices_s), _number(row.all_s), _told(row),
         ]
         for row in rows
     ]  # fmt: skip
     return str(tabulate(cells, heads, tablefmt="github", disable_numparse=True))
+
+
+def _told(row: Row) -> str:
+    if row.least_gb is not None:
+        return f"{row.said}; the least holds {row.least_gb:.1f} GB"
+    return row.said or (f"{row.taken} is taken" if row.taken not in ("", "found") else "")
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -193,6 +275,10 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def kept() -> dict[str, Row]:
     return {key: Row(**row) for key, row in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
+
+
+def _key(name: str, size: str, small: bool) -> str:
+    return f"{name} {size} {'small' if small else 'large'}"
 
 
 def main() -> None:
@@ -205,14 +291,12 @@ def main() -> None:
     asked = parser.parse_args()
     rows = kept()
     for name in asked.models:
-        for size in asked.meshes:
-            for step in asked.steps:
-                key = f"{name} {size} {step}"
-                if key in rows and not asked.anew:
-                    continue
-                rows[key] = in_a_process(measure, name, size, step == "small")
-                print(key, asdict(rows[key]), flush=True)
-                KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
+        steps = [(size, step == "small") for step in asked.steps for size in asked.meshes]
+        left = [(size, small) for size, small in steps if asked.anew or _key(name, size, small) not in rows]
+        for (size, small), row in zip(left, each_in_a_process(rows_of, name, left), strict=True):
+            rows[_key(name, size, small)] = row
+            print(_key(name, size, small), asdict(row), flush=True)
+            KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
     order = [f"{name} {size} {step}" for name in MODELS for size in MESHES for step in ("large", "small")]
     shown = table([rows[key] for key in order if key in rows])
     print(shown)
