@@ -1,7 +1,7 @@
 """Beaten: on this mesh no plan can be faster than one that is known, so that its programs are not made.
 
     dp=64,tp=8     140.2 ms by the clock
-    dp=512         at best 152.0 ms by the model, what can be hidden behind computing at a tenth: not looked into
+    dp=512         at best 152.0 ms by the model, if all is hidden behind computing that can be: not looked into
     pp=8,dp=8      at best 161.3 ms by its stages' estimate: not cut
 """
 
@@ -13,7 +13,7 @@ from meshc.errors import PlanError
 
 MARGIN: Final = 0.05
 """By how much a bound must be above what is known: the clock joins updates and small messages, which the model counts one by one."""
-BY_MODEL: Final = "by the model, what can be hidden behind computing at a tenth"
+BY_MODEL: Final = "by the model, if all is hidden behind computing that can be"
 BY_STAGES: Final = "by what its stages are estimated to take"
 
 

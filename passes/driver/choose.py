@@ -121,7 +121,7 @@ def _refuse_beaten(placed: Placed, axes: tuple[str, ...]) -> None:
     beaten_s, pipeline_axis = placed.request.beaten_s, placed.mesh.pipeline_axis
     if beaten_s is None:
         return
-    least_s = float(Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes).hiding().least_s)
+    least_s = float(Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes).hiding(0.0).least_s)
     least_s /= pipeline_axis.size if pipeline_axis is not None else 1
     if least_s > beaten_s * (1 + beaten.MARGIN):
         raise Beaten(least_s, beaten_s, beaten.BY_MODEL)

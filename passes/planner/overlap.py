@@ -20,10 +20,10 @@ HIDDEN: Final = 0.1
 """What counts in the second objective of what can be hidden: of two plans that hide all, the one that sends less is better still."""
 
 
-def hiding(model: Model) -> Model:
-    """The second objective."""
+def hiding(model: Model, part: float = HIDDEN) -> Model:
+    """The second objective, what can be hidden counting for this part of its price; for nothing, its bound is one of `overlapped_seconds`."""
     groups = [
-        replace(group, legs=tuple(replace(leg, price=leg.price * HIDDEN) if _hides(model, group, leg) else leg for leg in group.legs))
+        replace(group, legs=tuple(replace(leg, price=leg.price * part) if _hides(model, group, leg) else leg for leg in group.legs))
         for group in model.groups
     ]
     return replace(model, groups=groups)

@@ -71,10 +71,10 @@ class Search:
         fitting = [one for one in picks if self.held(one) <= budget]
         return [self._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (self.model.seconds(one), one))]
 
-    def hiding(self) -> Search:
-        """The same search, in which what can be hidden behind computing counts less."""
+    def hiding(self, part: float = overlap.HIDDEN) -> Search:
+        """The same search, in which what can be hidden behind computing counts for this part of its price."""
         other = copy(self)
-        other.model = overlap.hiding(self.model)
+        other.model = overlap.hiding(self.model, part)
         other.memory = Memory(other.model, self.placed)
         other._free = None
         return other

@@ -143,4 +143,5 @@ def test_what_can_be_hidden_counts_as_far_as_it_exceeds_computing() -> None:
         computing = float(sum(own[option] for own, option in zip(search.model.own, pick, strict=True)))
         seconds = overlapped_seconds(search.model, pick)
         assert computing <= seconds <= search.model.seconds(pick)
+        assert search.hiding(0.0).least_s <= seconds
         assert (seconds < computing * 1.01) == hides
