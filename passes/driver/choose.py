@@ -98,11 +98,7 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
         asked = placed, lower, open_axes(placed.plan), may_hold(placed.request)
         _refuse_beaten(placed, asked[2])
         choosing = _Choosing(*asked)
-        try:
-            choosing.find()
-        except Unequal:  # the first or the last layers were to lie otherwise than those that the others are grown from
-            choosing = _Choosing(*asked, near=True)
-            choosing.find()
+        choosing.find()
         choosing.try_recipes()
     taken = choosing.best
     if taken is None:
@@ -148,10 +144,9 @@ class _Choosing:
     """
     best      of those that keep the budget the fastest by the clock; of the others no program is kept
     lowered   what has been through all passes, with what its rank holds;  dropped  what has not
-    refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that cannot grow from a few layers
-    picks     choices that have been through all passes
+    refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that fits and cannot grow from a few layers
+    picks     choices that have been through all passes, and whether layers were held to decide alike
     certificate  of the last that was found by the seconds of all
-    near      whether the layers beside those that were not captured are held to decide as these
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
     solved_s  CPU seconds of choices: the model, and its solutions
     """
@@ -160,13 +155,12 @@ class _Choosing:
     lower: Lower
     axes: tuple[str, ...]
     budget: int | None
-    near: bool = False
     best: Candidate | None = None
     lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
     dropped: list[Weighed] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
-    picks: dict[Pick, None] = field(default_factory=dict)
+    picks: dict[tuple[bool, Pick], None] = field(default_factory=dict)
     certificate: Certificate | None = None
     solved_s: float = 0.0
 
@@ -175,7 +169,8 @@ class _Choosing:
         self.apart = request.mesh.pipeline_axis is not None or request.count > 1
         recipes = list(self._recipes())
         priced = self._assigned(recipes) if set(self.axes) == set(searched_axes(self.placed)) else {}
-        self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(priced.values()), self.near)
+        self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(priced.values()))
+        self._near: Search | None = None
         for at, recipe in enumerate(recipes):
             if recipe.name in priced:
                 pick = self.search.pick_of(priced[recipe.name])
@@ -203,25 +198,41 @@ class _Choosing:
 
     def find(self) -> None:
         """By each of the two objectives."""
-        self._find(self.search, FOUND)
-        self._find(self.search.hiding(), HIDES)
+        for name in (FOUND, HIDES):
+            try:
+                self._find(name, near=False)
+            except Unequal:
+                self._find(name, near=True)
 
-    def _find(self, search: Search, name: str) -> None:
+    def _searched(self, near: bool) -> Search:
+        """`near`: the layers beside those that were not captured are held to decide as these. Else the first or the last may come to lie
+        otherwise than those that the others are grown from."""
+        if not near:
+            return self.search
+        if self._near is None:
+            start = time.process_time()
+            self._near = replace(self.search, near=True)
+            self.solved_s += time.process_time() - start
+        return self._near
+
+    def _find(self, name: str, near: bool) -> None:
         """The best of what is found within the budget; where their programs hold more, of what is found within less."""
+        plain = self._searched(near)
+        search = plain if name == FOUND else plain.hiding()
         within = None if self.budget is None or self.apart else float(self.budget)
         for _ in range(ROUNDS + self.apart):
             tried: list[tuple[float, float]] = []
             some = self._solved(search, within)[:BEST]
-            if not some and within is not None and self.search.least is not None:
+            if not some and within is not None and plain.least is not None:
                 within = None  # the model may read more bytes than the program has: what is best without a budget says how many
                 continue
             for found in some:
-                if found.pick in self.picks:
+                if (near, found.pick) in self.picks:
                     return
-                self.picks[found.pick] = None
+                self.picks[near, found.pick] = None
                 self.certificate = found.certificate if name == FOUND else self.certificate
                 placed = with_text(self.placed, self.axes, found.choices)
-                holds = self._try(self._found(name, placed, found), placed)
+                holds = self._try(self._found(name, placed, found, plain), placed, near)
                 if holds is None or self.budget is None or holds <= self.budget:
                     return
                 tried.append((float(holds), found.certificate.held))
@@ -263,25 +274,27 @@ class _Choosing:
         if least is not None and least not in tried:
             self.dropped = [one for one in self.dropped if one.name != least.name]
             self._try(least.weighed, self._under(least.plan))
-        for within in (self.search.least, None) if self.best is None else ():
+        for within in (self._least(), None) if self.best is None else ():
             for found in self._solved(self.search, within)[:1]:
                 placed = with_text(self.placed, self.axes, found.choices)
                 with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
-                    self._try(self._found(FOUND, placed, found), placed)
+                    self._try(self._found(FOUND, placed, found, self.search), placed, near=False)
 
-    def _found(self, name: str, placed: Placed, found: Found) -> Weighed:
+    def _found(self, name: str, placed: Placed, found: Found, search: Search) -> Weighed:
         plan = of_all_layers(placed.plan, self.placed.plan, self.placed.depth)
-        seconds, hidden = self.search.model.seconds(found.pick), overlapped_seconds(self.search.model, found.pick)
-        return Weighed(name, str(plan), float(seconds), estimated=hidden)
+        seconds, hidden = search.model.seconds(found.pick), overlapped_seconds(search.model, found.pick)
+        return Weighed(name, str(plan), float(seconds), holds=found.certificate.held, estimated=hidden)
 
-    def _try(self, weighed: Weighed, placed: Placed) -> int | None:
-        """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason."""
+    def _try(self, weighed: Weighed, placed: Placed, near: bool = True) -> int | None:
+        """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless
+        layers were held to decide alike (`near`)."""
         try:
             found = attempt(partial(self._candidate, weighed, placed))
         except Unequal as unequal:
-            if not self.near:
+            if not near:
                 raise
-            self.unequal = unequal
+            if self.apart or self.budget is None or (weighed.holds or 0) <= self.budget:
+                self.unequal = unequal
             self.dropped.append(replace(weighed, dropped=UNLIKE))
             return None
         if isinstance(found, Refused):
@@ -309,7 +322,11 @@ class _Choosing:
         needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
         if self.refused and not needs:
             return self.refused[0]
-        return nothing_fits(self.placed, self.axes, self.budget or 0, self.search.least, needs, tuple(self.table(None)))
+        return nothing_fits(self.placed, self.axes, self.budget or 0, self._least(), needs, tuple(self.table(None)))
+
+    def _least(self) -> float | None:
+        """The fewest bytes that any choice holds by the model, of those that were found."""
+        return min((one.least for one in (self.search, self._near) if one is not None and one.least is not None), default=None)
 
     def _beaten(self) -> list[Beaten]:
         return [one for one in self.refused if isinstance(one, Beaten)]

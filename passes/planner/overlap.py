@@ -21,7 +21,7 @@ HIDDEN: Final = 0.1
 
 
 def hiding(model: Model, part: float = HIDDEN) -> Model:
-    """The second objective, what can be hidden counting for this part of its price; for nothing, its bound is one of `overlapped_seconds`."""
+    """The second objective, what can be hidden counting for this part of its price: for none, its bound is one of `overlapped_seconds`."""
     groups = [
         replace(group, legs=tuple(replace(leg, price=leg.price * part) if _hides(model, group, leg) else leg for leg in group.legs))
         for group in model.groups
