@@ -48,7 +48,7 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, s
     graph = copied(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
-    for one in bundle(stage, sizes, level, targets=[spmd.all_reduce], apart=reductions(stage, sums)):
+    for one in bundle(stage, sizes, level, targets=[spmd.all_reduce], apart=frozenset(reductions(stage, sums))):
         level[one.sent] = level[one.members[0]]
     for node in graph.nodes:
         if node.op == "call_function" and node not in level:

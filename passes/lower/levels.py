@@ -46,7 +46,7 @@ def _stored(stage: Stage) -> set[Node]:
 
 
 class _Levels:
-    """found    node -> level
+    """found    node -> level;  highest  of all of these
     windows    gather -> number of its window
     starts     number of a window -> the level of its first gather
     read       the number of the window that is being read
@@ -61,7 +61,7 @@ class _Levels:
         self.windows = {gather: number for number, gathers in enumerate(windows(stage.graph, window)) for gather in gathers}
         self.starts: dict[int, int] = {}
         self.read = -1
-        self.floor = self.joined = 0
+        self.floor = self.joined = self.highest = 0
         self.found: dict[Node, int] = {}
         self.after: dict[Node, int] = {}
         for node in stage.graph.nodes:
@@ -69,6 +69,7 @@ class _Levels:
                 self.found[node] = 0
             elif node.op == "call_function":
                 self.found[node] = self._level(node)
+                self.highest = max(self.highest, self.found[node])
 
     def _level(self, node: Node) -> int:
         if is_getitem(node):
@@ -79,7 +80,7 @@ class _Levels:
         self._reads(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
         level = max(self.floor, behind)
         if writes(node):
-            level = max(level, *self.found.values())
+            level = max(level, self.highest)
             self.after |= dict.fromkeys(_memory(node), level + 1)
         if spmd.is_collective(node.target) and spmd.joins_stages(node):
             level = self.joined = max(level, self.joined)
@@ -93,7 +94,7 @@ class _Levels:
     def _reads(self, window: int) -> None:
         """What follows is of a later level than all before, if it reads a window that nothing has read."""
         if window > self.read:
-            self.read, self.floor = window, max(self.found.values()) + 1
+            self.read, self.floor = window, self.highest + 1
 
     def _behind(self, operand: Node) -> int:
         return max(self.found[operand] + runs_alone(operand, self.changing), self.after.get(operand, 0))

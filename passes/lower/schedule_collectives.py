@@ -17,7 +17,7 @@ order. When reductions of sums over microbatches start is in `start_early.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,12 +41,12 @@ def schedule_collectives(lowered: Lowered) -> Lowered:
     """Reorders each stage; values do not change."""
     late = sums_of_late_stages(lowered)
     for stage in lowered.stages.values():
-        early = reductions(stage, late.get(stage.name, ()))
+        early = frozenset(reductions(stage, late.get(stage.name, ())))
         scheduled(stage, lowered.sizes, ALONE.get(lowered.mesh.device_type, ALONE["cuda"]), early=early)
     return lowered
 
 
-def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None, early: Sequence[Node] = ()) -> None:
+def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None, early: Collection[Node] = ()) -> None:
     """A stage in place. `sizes`: of the mesh's axes; `alone`: bytes of what travels alone; `window`: of what does together; `early`: what
     may start before the stage does, which waits for none that may not."""
     graph = stage.graph

@@ -95,20 +95,21 @@ def _taken_out(late: Stage, found: Sequence[Node]) -> tuple[list[Stage], Stage]:
     rank = late.name.removeprefix("after").lstrip("_")
     names = {node: f"{rank}_{node.name}" if rank else node.name for node in found}
     early = {node: key_of("early", name) for node, name in names.items()}
-    return [_alone(late, node, f"start_{name}", early[node]) for node, name in names.items()], _rest(late, {**late.keys(), **early})
+    keys, turn = late.keys(), {node: turn for turn, node in enumerate(late.graph.nodes)}
+    alone = [_alone(keys, turn, node, f"start_{name}", early[node]) for node, name in names.items()]
+    return alone, _rest(late, {**keys, **early})
 
 
-def _alone(late: Stage, wanted: Node, name: str, key: str) -> Stage:
-    """A collective, with what prepares it."""
-    needed, keys = made_of([wanted]), late.keys()
+def _alone(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, name: str, key: str) -> Stage:
+    """A collective, with what prepares it, from a stage with these keys and turns of its nodes."""
+    needed = sorted(made_of([wanted]), key=turn.__getitem__)
     graph = Graph()
     env: dict[Node, Node] = {}
-    for node in late.graph.nodes:
-        if node in needed:
-            env[node] = graph.node_copy(node, lambda operand: env[operand])
-            env[node].meta.pop(REGION, None)  # it runs beside another stage's regions, a line at a time
+    for node in needed:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta.pop(REGION, None)  # it runs beside another stage's regions, a line at a time
     graph.output((env[wanted],))
-    return Stage(name, graph, tuple(key for node, key in keys.items() if node in needed), (key,))
+    return Stage(name, graph, tuple(keys[node] for node in needed if node in keys), (key,))
 
 
 def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
@@ -138,10 +139,13 @@ def _by_run(
 ) -> dict[int, list[Stage]]:
     """What starts within which run, by its position: in the order in which the last of their sums become whole."""
     found: dict[int, list[tuple[int, Stage]]] = {}
+    taken: dict[str, dict[str, int]] = {}
     for stage in alone:
         position = max(sums[key] for key in stage.inputs)
-        taken = taken_in(stages[steps[position].stage])
-        found.setdefault(position, []).append((max(taken.index(key) for key in stage.inputs if sums[key] == position), stage))
+        run = steps[position].stage
+        if run not in taken:
+            taken[run] = {key: turn for turn, key in enumerate(taken_in(stages[run]))}
+        found.setdefault(position, []).append((max(taken[run][key] for key in stage.inputs if sums[key] == position), stage))
     return {position: [stage for _, stage in sorted(found[position], key=lambda one: one[0])] for position in sorted(found)}
 
 
