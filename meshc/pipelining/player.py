@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from meshc.errors import ScheduleError
 from meshc.pipelining.schedule import Action, Message, Recv, Schedule, Send
 
 Place: TypeAlias = tuple[int, int]
@@ -58,6 +59,12 @@ class Player:
                     self.at[rank] += 1
                     moved = True
         return [rank for rank, items in enumerate(self.schedule.lists) if self.at[rank] < len(items)]
+
+    def finish(self, observer: Observer) -> None:
+        """Goes on to the end. ScheduleError: ranks wait for ever (`check` says for what)."""
+        if stopped := self.play(observer):
+            stuck = ", ".join(f"rank {rank} at {self.schedule.lists[rank][self.at[rank]]}" for rank in stopped)
+            raise ScheduleError(f"the schedule stops before its end: {stuck}; `check` says what each of them waits for")
 
     def awaited(self, rank: int) -> Message | None:
         """The message for which the action at which the rank stands waits."""

@@ -124,10 +124,8 @@ def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None =
 
     start_s  when each rank begins; all at 0 if not given
     """
-    player, clock = Player(schedule), _Clock(costs, start_s or [0.0] * schedule.ranks)
-    if stopped := player.play(clock):
-        stuck = ", ".join(f"rank {rank} at {schedule.lists[rank][player.at[rank]]}" for rank in stopped)
-        raise ScheduleError(f"the schedule stops before its end: {stuck}; `check` says what each of them waits for")
+    clock = _Clock(costs, start_s or [0.0] * schedule.ranks)
+    Player(schedule).finish(clock)
     return Timeline(tuple(clock.events), schedule.ranks, schedule.name)
 
 

@@ -51,4 +51,5 @@ SCHEDULE = Kind(
     "DeepSeek's DualPipe (README and dualpipev.py of github.com/deepseek-ai/DualPipe); Sea AI Lab, hackmd.io/@ufotalent/r1lVXsa9Jg",
     stages_per_rank=2,
     splits_backward=True,
+    by_costs=False,
 )

@@ -19,4 +19,4 @@ def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> li
     return [[Action(op, rank, microbatch) for op in "FB" for microbatch in range(microbatches)] for rank in range(ranks)]
 
 
-SCHEDULE = Kind("gpipe", lists, "Huang et al. 2019, GPipe, arXiv 1811.06965")
+SCHEDULE = Kind("gpipe", lists, "Huang et al. 2019, GPipe, arXiv 1811.06965", by_costs=False)

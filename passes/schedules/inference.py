@@ -21,4 +21,4 @@ def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> li
     return [[action for action in actions if action.op == "F"] for actions in trained]
 
 
-SCHEDULE = Kind("inference", lists, "the forward half of GPipe, arXiv 1811.06965", stages_per_rank=None, trains=False)
+SCHEDULE = Kind("inference", lists, "the forward half of GPipe, arXiv 1811.06965", stages_per_rank=None, trains=False, by_costs=False)

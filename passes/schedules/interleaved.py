@@ -44,4 +44,10 @@ def _rank(rank: int, ranks: int, chunks: int, groups: list[range]) -> list[Actio
     return actions + backward[len(forward) - ahead :]
 
 
-SCHEDULE = Kind("interleaved", lists, "Narayanan et al. 2021, section 2.2 of arXiv 2104.04473 (Megatron-LM)", stages_per_rank=None)
+SCHEDULE = Kind(
+    "interleaved",
+    lists,
+    "Narayanan et al. 2021, section 2.2 of arXiv 2104.04473 (Megatron-LM)",
+    stages_per_rank=None,
+    by_costs=False,
+)

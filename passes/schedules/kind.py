@@ -24,6 +24,7 @@ class Kind:
     stages_per_rank  how many stages each rank has; None: the same number for all, of the user's choice
     splits_backward  whether backwards may be cut into I and W
     trains           whether there are backwards at all
+    by_costs         whether the lists go by the costs; if not, they are made once and played under any
     """
 
     name: str
@@ -32,6 +33,7 @@ class Kind:
     stages_per_rank: int | None = 1
     splits_backward: bool = False
     trains: bool = True
+    by_costs: bool = True
 
     def stages(self, ranks: int) -> int:
         """How many stages a model is cut into where the user does not say; two a rank where any number will do."""

@@ -25,4 +25,4 @@ def _rank(stage: int, ahead: int, microbatches: int) -> list[Action]:
     return numbered([forward] * ahead + [forward, backward] * (microbatches - ahead) + [backward] * ahead)
 
 
-SCHEDULE = Kind("1f1b", lists, "PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503; figure 4 of arXiv 2104.04473")
+SCHEDULE = Kind("1f1b", lists, "PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503; figure 4 of arXiv 2104.04473", by_costs=False)

@@ -32,4 +32,10 @@ def _rank(stage: int, ahead: int, microbatches: int) -> list[Action]:
     return numbered(steps + [("W", stage)] * min(stage, microbatches))
 
 
-SCHEDULE = Kind("zb_h1", lists, "Qi et al. 2023, section 2.3 of arXiv 2401.10241 (ZB-H1; ZB1P in later papers)", splits_backward=True)
+SCHEDULE = Kind(
+    "zb_h1",
+    lists,
+    "Qi et al. 2023, section 2.3 of arXiv 2401.10241 (ZB-H1; ZB1P in later papers)",
+    splits_backward=True,
+    by_costs=False,
+)

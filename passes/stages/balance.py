@@ -12,8 +12,8 @@ Points are numbered in order, the beginning and the end among them; a table has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,38 +32,54 @@ def best_cuts(
     send_s   at each point, of what a cut there sends, one way
     may      for each stage, between which points it may lie
     """
+    ways = ways_to_cut(seconds, send_s, stages, (slack,), may)
+    return ways[0] if ways else None
 
-    def allowed(stage: int, table: Numbers) -> Numbers:
-        return table if may is None else np.where(may[stage], table, np.inf)
 
-    slower = np.maximum(seconds, send_s)
-    found = _search(stages, lambda stage, score: np.maximum(score, allowed(stage, slower)), seconds)
+def ways_to_cut(
+    seconds: Numbers, send_s: Numbers, stages: int, slacks: Sequence[float], may: Sequence[NDArray[np.bool_]] | None = None
+) -> list[tuple[list[int], float]]:
+    """The best cuts with each slack; none, if there are none with any."""
+    slower = _by_end(np.maximum(seconds, send_s))
+    allowed = None if may is None else [one.T for one in may]
+
+    def tables(table: Numbers) -> list[Numbers]:
+        return [table] * stages if allowed is None else [np.where(one, table, np.inf) for one in allowed]
+
+    found = _search(np.maximum, tables(slower))
     if found is None:
-        return None
-    bound = found[1] * (1 + slack)
-    sends = np.where(slower <= bound, send_s, np.inf)
-    cheap = _search(stages, lambda stage, score: score + allowed(stage, sends), seconds)
-    cuts = (cheap or found)[0]
-    ends = [0, *cuts, len(send_s) - 1]
-    return cuts, max(float(seconds[a, b]) for a, b in zip(ends, ends[1:], strict=False))
+        return []
+    ways = []
+    for slack in slacks:
+        sends = np.where(slower <= found[1] * (1 + slack), send_s[:, None], np.inf)
+        cuts = (_search(np.add, tables(sends)) or found)[0]
+        ends = [0, *cuts, len(send_s) - 1]
+        ways.append((cuts, max(float(seconds[a, b]) for a, b in zip(ends, ends[1:], strict=False))))
+    return ways
 
 
 def least_cuts(stages: int, sizes: Sequence[Numbers]) -> tuple[list[int], float] | None:
     """The points of the cuts under which the largest stage is as small as can be, and its size. `sizes`: of each stage."""
-    return _search(stages, lambda stage, score: np.maximum(score, sizes[stage]), sizes[0])
+    return _search(np.maximum, [_by_end(sizes[stage]) for stage in range(stages)])
 
 
-def _search(stages: int, joined: Callable[[int, Numbers], Numbers], table: Numbers) -> tuple[list[int], float] | None:
-    """The points of the cuts with the least score: that of the stages so far, a column, `joined` with the next between any two points."""
+def _by_end(table: Numbers) -> Numbers:
+    """A row for each end, as the search goes through it; infinite where a stage would end before it begins."""
     count = len(table)
-    later: Any = np.triu(np.ones((count, count), dtype=bool), 1)
+    return np.where(np.tri(count, k=-1, dtype=bool), table.T, np.inf)
+
+
+def _search(join: np.ufunc, tables: Sequence[Numbers]) -> tuple[list[int], float] | None:
+    """The points of the cuts with the least score, of the stages so far joined with the next; a table a stage, by end and beginning."""
+    count = len(tables[0])
+    every, made = np.arange(count), np.empty((count, count))
     score = np.full(count, np.inf)
     score[0] = 0.0
     origins = []
-    for stage in range(stages):
-        made = np.where(later, joined(stage, score[:, None]), np.inf)
-        origins.append(made.argmin(0))
-        score = made.min(0)
+    for table in tables:
+        join(table, score, out=made)
+        origins.append(made.argmin(1))
+        score = made[every, origins[-1]]
     if score[-1] == np.inf:
         return None
     cuts, point = [], count - 1

@@ -138,7 +138,7 @@ class Cutter:
         ways = self._ways(parts)
         crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
         stages = self._halves(each, parts, ways, crossings)
-        messages = messages_of(next(iter(crossings.values())), self.ranks, shape.schedule(()).actions)
+        messages = messages_of(next(iter(crossings.values())), self.ranks, shape.actions)
         owners = Owners(lowered, stages, self.ranks, before)
         made = {whole[1]: self.ranks[half.stage] for key, (_, half) in parts.made.items() if (whole := whole_of(key))}
         made, returned = owners.returned(parts.after, made)

@@ -83,7 +83,7 @@ class Owners:
     def written(self, shape: Shape) -> list[Move]:
         """Buffers that each microbatch writes, on the stage that does, are sent to all ranks in the end."""
         moves = []
-        forwards = [item for items in shape.schedule(()).actions for item in items if item.op == "F"]
+        forwards = [item for items in shape.actions for item in items if item.op == "F"]
         for stage, key in [(one, key) for one in self.stages for key in one.outputs if is_a(key, "buffer")]:
             number = int(stage.name.rpartition("_")[2])
             others = [other.name for other in self.stages if other is not stage and key in other.inputs]

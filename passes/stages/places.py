@@ -83,9 +83,16 @@ class Work:
 
     def seconds(self, halved: bool) -> Numbers:
         """Of stages between any two points, with backward in two or in one."""
-        ops = HALVES if halved else ("F", WHOLE)
-        points = np.array(self.points)
-        return sum((self.halves[op].table(points) for op in ops if op in self.halves), np.zeros((len(points), len(points))))
+        if halved not in self._tables:
+            ops = HALVES if halved else ("F", WHOLE)
+            points = np.array(self.points)
+            tables = (self.halves[op].table(points) for op in ops if op in self.halves)
+            self._tables[halved] = sum(tables, np.zeros((len(points), len(points))))
+        return self._tables[halved]
+
+    @cached_property
+    def _tables(self) -> dict[bool, Numbers]:
+        return {}
 
 
 class Cuttable:

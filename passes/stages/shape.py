@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Final
 
 from meshc.errors import CompileError, PlanError
@@ -17,12 +17,13 @@ from meshc.passes import schedules
 from meshc.passes.phases.request import Request
 from meshc.passes.schedules.kind import Kind, Lists
 from meshc.passes.stages.attempt import Refused, attempt
-from meshc.passes.stages.balance import best_cuts
+from meshc.passes.stages.balance import SLACK, ways_to_cut
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.stage_assignment import Kinds
 from meshc.pipelining.cut import STAGE_NAMES
-from meshc.pipelining.schedule import Link, Schedule, chain, connect, parse
-from meshc.pipelining.timing import Costs, simulate
+from meshc.pipelining.rehearsed import Rehearsed
+from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
+from meshc.pipelining.timing import Costs
 
 SLACKS: Final = (0.03, 0.01, 0.0)
 """Stages of equal time are cut with each of these; the schedule is played over all, and the fastest is taken."""
@@ -76,7 +77,12 @@ class Shape:
     @cached_property
     def graphs(self) -> frozenset[tuple[str, int]]:
         """What the schedule runs: (forward, backward, input or weight, stage)."""
-        return frozenset((STAGE_NAMES[item.op], item.stage) for items in self.schedule(()).actions for item in items)
+        return frozenset((STAGE_NAMES[item.op], item.stage) for items in self.actions for item in items)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """Each rank's, as they are where nothing is known of costs."""
+        return self.schedule(()).actions
 
     def schedule(self, links: Collection[Link], costs: Costs | None = None) -> Schedule:
         """Each rank's list, with the messages that the links ask for."""
@@ -87,8 +93,16 @@ class Shape:
 
     def seconds(self, work: Work) -> float:
         """What the microbatches are estimated to take."""
-        costs = work.costs(self.cuts)
-        return simulate(self.schedule(chain(len(self.ranks)), costs), costs).makespan_s
+        costs, links = work.costs(self.cuts), chain(len(self.ranks))
+        by_costs = isinstance(self.kind, Kind) and self.kind.by_costs
+        played = Rehearsed(self.schedule(links, costs)) if by_costs else _rehearsed(replace(self, cuts=()), links)
+        return played.makespan_s(costs)
+
+
+@lru_cache(maxsize=64)
+def _rehearsed(shape: Shape, links: frozenset[Link]) -> Rehearsed:
+    """The schedule of a shape that goes by no costs, wherever its cuts are."""
+    return Rehearsed(shape.schedule(links))
 
 
 @dataclass(frozen=True)
@@ -150,7 +164,8 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
     left = ACTIONS // max(1, sum(map(len, schedule.actions)))
     at = [0, *(bisect_left(work.points, cut) for cut in shape.cuts), len(work.points) - 1]
     messages_s = work.messages_s(shape.cuts)
-    best = simulate(schedule, first).makespan_s * _toll(messages_s, messages_s)
+    played = Rehearsed(schedule)
+    best = played.makespan_s(first) * _toll(messages_s, messages_s)
     inner = range(1, len(at) - 1)
     scanned = min(SCANNED, left // (2 * max(1, len(inner))))
     for step, cut in itertools.product((0, *STEPS), inner):
@@ -164,7 +179,7 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
                 costs = work.costs(cuts)
                 if _busiest(shape, costs) > most:
                     continue
-                seconds = simulate(schedule, costs).makespan_s * _toll(work.messages_s(cuts), messages_s)
+                seconds = played.makespan_s(costs) * _toll(work.messages_s(cuts), messages_s)
                 if seconds < best * (1 - GAIN):
                     at, best = ways, seconds
     other = replace(shape, cuts=tuple(work.points[point] for point in at[1:-1]))
@@ -264,8 +279,8 @@ def _balanced_cuts(work: Work, stages: int, halved: bool) -> tuple[tuple[int, ..
     """Ways to cut into stages of equal time, those that send less first."""
     table = work.seconds(halved)
     waiting = table + 2 * (work.sends[:, None] + work.sends[None, :])  # few microbatches wait for messages as ranks for operators
-    found = [best_cuts(waiting, work.sends, stages), *(best_cuts(table, work.sends, stages, slack=slack) for slack in SLACKS)]
-    ways = [tuple(work.points[point] for point in best[0]) for best in found if best is not None]
+    found = [*ways_to_cut(waiting, work.sends, stages, (SLACK,)), *ways_to_cut(table, work.sends, stages, SLACKS)]
+    ways = [tuple(work.points[point] for point in cuts) for cuts, _ in found]
     if not ways:
         raise CompileError(
             f"the model has {len(work.points) - 2} places to cut it, which is too few for {stages} stages\n"

@@ -82,7 +82,7 @@ class Held:
 def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
     """Cuts that may hold no more than the budget, the faster first. `needed`: what a rank holds under the shape's own."""
     stages = range(len(shape.ranks))
-    lists = shape.schedule(()).actions
+    lists = shape.actions
     waiting = [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]
     share = [shape.ranks.count(rank) for rank in shape.ranks]
     ends = [0, *shape.cuts, work.points[-1]]

@@ -1,0 +1,86 @@
+"""Rehearsed: a schedule that is played under many costs. What happens in which order follows from the lists alone (`player.py` knows no
+clock), so it is found out once, as numbers, and only the clock runs again.
+
+    0: F0.0 SEND:F0.0>1           ran F of stage 0    posted 0    posted 1    carried by channel 0    ran F of stage 1, reads message 0
+    1: RECV:F0.0>1 F1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from meshc.pipelining.player import Observer, Place, Player
+from meshc.pipelining.schedule import Action, Link, Message, Schedule
+from meshc.pipelining.timing import Costs
+
+Thing = TypeVar("Thing")
+
+
+class Rehearsed:
+    """A schedule, and what happens when it is played. Raises ScheduleError if ranks would wait for ever."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._script = _Script()
+        Player(schedule).finish(self._script)
+
+    def makespan_s(self, costs: Costs) -> float:
+        """What `simulate(schedule, costs).makespan_s` is."""
+        script = self._script
+        takes = [costs.of(action) for action in script.actions.values()]
+        wires = [costs.of(message) for message in script.messages.values()]
+        now = [0.0] * self.schedule.ranks
+        posts, arrived, free = ([0.0] * len(found) for found in (script.places, script.arrivals, script.channels))
+        first = last = None
+        for ran, rank, what, reads in script.steps:
+            if ran:
+                start = now[rank]
+                for message in reads:
+                    start = max(start, arrived[message])
+                now[rank] = end = start + takes[what]
+                first = start if first is None else min(first, start)
+                last = end if last is None else max(last, end)
+            elif not reads:
+                posts[what] = now[rank]
+            else:
+                sent, taken, channel, message = reads
+                free[channel] = arrived[message] = max(posts[sent], posts[taken], free[channel]) + wires[what]
+        return 0.0 if first is None or last is None else last - first
+
+
+class _Script(Observer):
+    """
+    steps     an action: True, its rank, which of `actions` it is like, the messages that it reads; a post: False, its rank, its place;
+              a transfer: False, .., which of `messages` it is like, (where it is sent, where it is taken, its channel, its message)
+    actions   one of each op and stage;  messages  one of each link
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[bool, int, int, tuple[int, ...]]] = []
+        self.actions: dict[tuple[str, int], Action] = {}
+        self.messages: dict[Link, Message] = {}
+        self.places: dict[Place, int] = {}
+        self.arrivals: dict[tuple[int, Message], int] = {}
+        self.channels: dict[tuple[int, int], int] = {}
+        self._kinds: dict[tuple[str, int], int] = {}
+        self._links: dict[Link, int] = {}
+
+    def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
+        kind = action.op, action.stage
+        self.actions.setdefault(kind, action)
+        self.steps.append((True, rank, _number(self._kinds, kind), tuple(self.arrivals[rank, message] for message in read)))
+
+    def posted(self, place: Place) -> None:
+        self.steps.append((False, place[0], _number(self.places, place), ()))
+
+    def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
+        link, source, target = message.link, sent[0], taken[0]
+        self.messages.setdefault(link, message)
+        arrival = _number(self.arrivals, (target, message)) if comes else _number(self.arrivals, (-1, message))
+        ends = self.places[sent], self.places[taken], _number(self.channels, (source, target)), arrival
+        self.steps.append((False, source, _number(self._links, link), ends))
+
+
+def _number(known: dict[Thing, int], one: Thing) -> int:
+    return known.setdefault(one, len(known))
