@@ -22,6 +22,7 @@ from meshc.cost.fused import is_fused
 from meshc.ir import sharing
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import local_shape
+from meshc.ir.sharing import Words
 from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
 from meshc.program import packing
@@ -111,22 +112,23 @@ def value_bytes(program: PlainProgram) -> dict[str, int]:
     return found
 
 
-def by_rank(program: PlainProgram) -> list[RankBytes]:
-    """Each rank of the pipeline axis; one, like which all are, where there is none."""
+def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
+    """Each rank of the pipeline axis; one, like which all are, where there is none. `words`: of each value, what memory it shares."""
     found = []
+    given = _Given(program, words)
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
         coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
         kept: Counter[str] = Counter()
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
                 kept[port.kind] += port_bytes(port, program.axis_sizes)
-        found.append(RankBytes(rank, kept, _peak(program, coordinates)))
+        found.append(RankBytes(rank, kept, _peak(program, coordinates, given)))
     return found
 
 
-def worst(program: PlainProgram) -> RankBytes:
+def worst(program: PlainProgram, words: Words = sharing.sharing_of) -> RankBytes:
     """The rank that needs most."""
-    return max(by_rank(program), key=lambda one: one.total)
+    return max(by_rank(program, words), key=lambda one: one.total)
 
 
 def peak(program: PlainProgram) -> Peak:
@@ -134,13 +136,27 @@ def peak(program: PlainProgram) -> Peak:
     return worst(program).peak
 
 
-def _peak(program: PlainProgram, coordinates: Mapping[str, int]) -> Peak:
+class _Given:
+    """What the walks of all ranks go by: bytes by key of what is `made`, of `sizes` as `value_bytes` has them, and each stage's walk."""
+
+    def __init__(self, program: PlainProgram, words: Words) -> None:
+        self.words = words
+        self.made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
+        self.sizes = value_bytes(program)
+        self._walks: dict[str, Walk] = {}
+
+    def walk(self, stage: Stage) -> Walk:
+        if stage.name not in self._walks:
+            self._walks[stage.name] = Walk(stage, self.words)
+        return self._walks[stage.name]
+
+
+def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) -> Peak:
     """The peak of one rank's list of instructions. What it has received is there from the posting of the receive."""
     steps = steps_of(program, coordinates)
     best = Peak()
     carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
-    sizes = value_bytes(program)
-    made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
+    sizes, made = given.sizes, given.made
     walked: dict[tuple[str, bool, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
     for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
         if step.op in RUNS:
@@ -149,7 +165,7 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int]) -> Peak:
             summed = any(is_added(key) and (whole := whole_of(key)) is not None and whole[1] in carried for key in stage.outputs)
             case = stage.name, summed, frozenset(freed.items())
             if case not in walked:
-                walked[case] = _walk(stage, freed, summed)
+                walked[case] = given.walk(stage).peak(freed, summed)
             inside, leaves = walked[case]
             waiting = sum(carried.values())
             if waiting + inside.total > best.total:
@@ -171,71 +187,84 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int]) -> Peak:
     return best
 
 
-def _highest(stage: Stage, size: Mapping[Node, int], last: Mapping[Node, int], grown: Collection[Node], alive: int, growing: int) -> Peak:
-    """The peak, from what is there before the stage: each value that has a size comes where it is made and goes after its last use."""
-    dying: dict[int, list[Node]] = {}
-    for node in size:
-        dying.setdefault(last[node], []).append(node)
-    best = Peak()
-    for position, node in enumerate(stage.graph.nodes):
-        if node in size and node.op != "placeholder":
-            alive += size[node]
-            growing += size[node] if node in grown else 0
-        if alive > best.total:
-            best = Peak(alive, growing, _place(stage, node))
-        for dead in dying.get(position, ()):
-            alive -= size[dead]
-            growing -= size[dead] if dead in grown else 0
-    return best
+class Walk:
+    """A stage, and what of its values does not differ from run to run.
 
-
-def _walk(stage: Stage, freed: Mapping[str, int], summed: bool = False) -> tuple[Peak, dict[str, int]]:
-    """The peak inside a stage, and the bytes of each value that it makes and another may read.
-
-    freed   bytes of inputs that nobody reads later, by key: each is gone after its last use here
-    summed  whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
+    home   the node that made a value's storage;  size  of those that are made here;  last  the position of the last node that reads each
+    ends   what the stage gives, with its key
     """
-    nodes = list(stage.graph.nodes)
-    home: dict[Node, Node] = {}  # the node that made a value's storage
-    size: dict[Node, int] = {}
-    last: dict[Node, int] = {}
-    gradients = {gradient for node in nodes for _, gradient in updates(node)}
-    results: dict[Node, list[str]] = {}
-    inside = packing.pieces(stage.graph)
-    joined = {piece.whole for piece in inside.values()}
-    first: dict[Node, Node] = {}  # the first value made in the memory of each
-    entering = stage.keys()
-    gradients |= {node for node, key in entering.items() if is_a(key, "sum")}
-    for position, node in enumerate(nodes):
-        last[node] = position
-        if node.op == "output":
-            for key, value in zip(stage.outputs, node.args[0], strict=True):
-                if isinstance(value, Node) and not (summed and is_added(key)):
-                    results.setdefault(home[value], []).append(key)
-                    last[home[value]] = position
-                    if is_a(key, "gradient"):
-                        gradients.add(value)
-            continue
-        whole = inside[node].whole if node in inside else node
-        if whole in joined:
-            home[node] = first.setdefault(whole, node)
-        else:
-            home[node] = home.get(_lies_in(node), node)
-        if home[node] is node:
-            made = node.op == "call_function" and ir.has_record(node)
-            size[node] = _made_bytes(node, whole) if made else freed.get(entering.get(node, ""), 0)
-        for operand in node.all_input_nodes:
-            last[home[operand]] = position
-    grown = {home[node] for node in gradients if node in home}
-    alive = sum(freed.values())
-    growing = 0
-    kept = [node for whole, node in first.items() if sharing.KEPT in sharing.sharing_of(whole)]
-    for node in [*kept, *(node for node in nodes if sharing.KEPT in sharing.sharing_of(node) and node not in joined)]:
-        if node in size:  # the runtime has it for good
-            growing += size[node] if node in grown else 0
-            alive += size.pop(node)
-    best = _highest(stage, size, last, grown, alive, growing)
-    return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+
+    def __init__(self, stage: Stage, words: Words = sharing.sharing_of) -> None:
+        self.stage, self.nodes, self.entering = stage, list(stage.graph.nodes), stage.keys()
+        self.home: dict[Node, Node] = {}
+        self.size: dict[Node, int] = {}
+        self.last: dict[Node, int] = {}
+        self.ends: list[tuple[str, Node]] = []
+        inside = packing.pieces(stage.graph, words)
+        joined = {piece.whole for piece in inside.values()}
+        first: dict[Node, Node] = {}  # the first value made in the memory of each
+        for position, node in enumerate(self.nodes):
+            self.last[node] = position
+            if node.op == "output":
+                self.ends = [(key, value) for key, value in zip(stage.outputs, node.args[0], strict=True) if isinstance(value, Node)]
+                continue
+            whole = inside[node].whole if node in inside else node
+            if whole in joined:
+                self.home[node] = first.setdefault(whole, node)
+            else:
+                self.home[node] = self.home.get(_lies_in(node, words), node)
+            if self.home[node] is node:
+                made = node.op == "call_function" and ir.has_record(node)
+                self.size[node] = _made_bytes(node, whole) if made else 0
+            for operand in node.all_input_nodes:
+                self.last[self.home[operand]] = position
+        self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
+        self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
+        kept = [node for whole, node in first.items() if sharing.KEPT in words(whole)]
+        self.kept = [*kept, *(node for node in self.nodes if sharing.KEPT in words(node) and node not in joined)]
+
+    def peak(self, freed: Mapping[str, int], summed: bool) -> tuple[Peak, dict[str, int]]:
+        """The peak inside the stage, and the bytes of each value that it makes and another may read.
+
+        freed   bytes of inputs that nobody reads later, by key: each is gone after its last use here
+        summed  whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
+        """
+        size, last, gradients = dict(self.size), dict(self.last), set(self.gradients)
+        for node, key in self.entering.items():
+            if node in size:
+                size[node] = freed.get(key, 0)
+        results: dict[Node, list[str]] = {}
+        for key, value in self.ends:
+            if not (summed and is_added(key)):
+                results.setdefault(self.home[value], []).append(key)
+                last[self.home[value]] = len(self.nodes) - 1
+                if is_a(key, "gradient"):
+                    gradients.add(value)
+        grown = {self.home[node] for node in gradients if node in self.home}
+        alive, growing = sum(freed.values()), 0
+        for node in self.kept:
+            if node in size:  # the runtime has it for good
+                growing += size[node] if node in grown else 0
+                alive += size.pop(node)
+        best = self._highest(size, last, grown, alive, growing)
+        return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+
+    def _highest(self, size: Mapping[Node, int], last: Mapping[Node, int], grown: Collection[Node], alive: int, growing: int) -> Peak:
+        """The peak, from what is there before the stage: each value that has a size comes where it is made and goes after its last use."""
+        dying: dict[int, list[Node]] = {}
+        for node in size:
+            dying.setdefault(last[node], []).append(node)
+        most, gradients, at = 0, 0, -1
+        for position, node in enumerate(self.nodes):
+            if node in size and node.op != "placeholder":
+                alive += size[node]
+                growing += size[node] if node in grown else 0
+            if alive > most:
+                most, gradients, at = alive, growing, position
+            for dead in dying.get(position, ()):
+                alive -= size[dead]
+                growing -= size[dead] if dead in grown else 0
+        return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
 
 
 def _made_bytes(node: Node, whole: Node) -> int:
@@ -243,13 +272,13 @@ def _made_bytes(node: Node, whole: Node) -> int:
     return 0 if is_fused(node) else sum(map(ir.local_bytes, ir.records(whole)))
 
 
-def _lies_in(node: Node) -> Node:
+def _lies_in(node: Node, words: Words) -> Node:
     """The value in whose memory a node's result lies: the node, if that is its own."""
     if node.target in WRITTEN:
         return node.args[0]  # type: ignore[return-value]
     if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
         return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
-    if sharing.OVER_OPERAND in sharing.sharing_of(node) or (packing.is_view(node) and not is_copy(node)):
+    if sharing.OVER_OPERAND in words(node) or (packing.is_view(node) and not is_copy(node)):
         return node.all_input_nodes[0]
     return node
 

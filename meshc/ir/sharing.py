@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Callable, Collection
+from typing import Final, TypeAlias
 
 from torch.fx import Node
 
@@ -20,6 +20,9 @@ PARTS_INSIDE: Final = "its parts inside"
 OVER_OPERAND: Final = "over its operand"
 KEPT: Final = "kept"
 WORDS: Final = (PARTS_INSIDE, OVER_OPERAND, KEPT)
+
+Words: TypeAlias = Callable[[Node], Collection[str]]
+"""Those of a node: what it carries (`sharing_of`), or what a later pass will have it carry."""
 
 
 def sharing_of(node: Node) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, local_bytes, op_name, record, spmd
 from meshc.ir.regions import region_of
-from meshc.ir.sharing import PARTS_INSIDE, sharing_of
+from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
 
 aten = torch.ops.aten
 
@@ -35,12 +35,12 @@ class Piece:
     size: int
 
 
-def pieces(graph: Graph) -> dict[Node, Piece]:
+def pieces(graph: Graph, words: Words = sharing_of) -> dict[Node, Piece]:
     """The values that are made inside another's memory, by node, and the reshapes that flatten them, at the same place."""
     found: dict[Node, Piece] = {}
     for whole in graph.find_nodes(op="call_function", target=aten.cat.default):
         start = 0
-        for node in whole.args[0] if PARTS_INSIDE in sharing_of(whole) else ():
+        for node in whole.args[0] if PARTS_INSIDE in words(whole) else ():
             (size,) = record(node).shape
             found[node] = found[node.args[0]] = Piece(whole, start, size)
             start += size

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.fx import Graph
+from torch.fx import Node
 
 from meshc.ir.graph import copied
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
@@ -31,17 +31,15 @@ def share_memory(lowered: Lowered) -> Lowered:
 def shared(stage: Stage) -> Stage:
     """A copy of the stage that says so."""
     graph = copied(stage.graph)
-    _say(graph)
+    for node in graph.nodes:
+        set_sharing(node, words_of(node))
     return replace(stage, graph=graph)
 
 
-def _say(graph: Graph) -> None:
-    for node in graph.nodes:
-        words = []
-        if may_hold_its_parts(node):
-            words += [PARTS_INSIDE, KEPT] if may_stay(node) else [PARTS_INSIDE]
-        elif may_overwrite(node):
-            words.append(OVER_OPERAND)
-        elif stays(node):
-            words.append(KEPT)
-        set_sharing(node, words)
+def words_of(node: Node) -> tuple[str, ...]:
+    """Of a value, what memory it can share."""
+    if may_hold_its_parts(node):
+        return (PARTS_INSIDE, KEPT) if may_stay(node) else (PARTS_INSIDE,)
+    if may_overwrite(node):
+        return (OVER_OPERAND,)
+    return (KEPT,) if stays(node) else ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
-from meshc.passes.lower.share_memory import share_memory
+from meshc.passes.lower.share_memory import words_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.program.steps import items_of
@@ -70,9 +70,9 @@ def may_hold(request: Request) -> int | None:
 
 def need_of(lowered: Lowered) -> Need:
     """Of what is cut into stages."""
-    program, pipeline = share_memory(lowered).as_program(), lowered.pipeline
+    program, pipeline = lowered.as_program(), lowered.pipeline
     assert pipeline is not None
-    most = memory.worst(program)
+    most = memory.worst(program, words_of)  # which the stages will carry
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
     return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, f"{item}, {most.peak.at}")
