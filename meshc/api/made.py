@@ -77,7 +77,7 @@ class Made:
 
 def packed(program: PlainProgram, **more: object) -> bytes:
     """A program, and what else JSON can hold, as bytes. Raises ArtifactError for a program that has no text."""
-    head = {"program": described.described(program), "texts": described.texts(program), **more}
+    head = {"program": described.described(program), "texts": described.texts(program, comments=False), **more}
     text = json.dumps(head).encode()
     constants = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in program.constants.items()}
     return len(text).to_bytes(_LENGTH_BYTES, "big") + text + save(constants)

@@ -29,6 +29,7 @@ from meshc.api.made import Made
 from meshc.errors import ArtifactError, MeshcError, PeerError
 from meshc.frontend import reachable, stock
 from meshc.frontend.output_tree_data import NoData
+from meshc.frontend.spared import fewer_collections
 from meshc.ir import trees
 from meshc.ops.registered import RULES
 from meshc.optimizer.optimizer import OptimizerSpec, members_of
@@ -51,12 +52,13 @@ def compiled(board: FailureBoard | None, asked: Asked, request: Request) -> Made
     hook = hooks.hook(PassCheck()) if board is None or board.rank == 0 else None
     if board is None:
         return Made.of(*compile_program(request, hook))
-    stock.learn_trees(request.module)
-    mine = reachable.reachable(request.module, _roots(asked, request))
-    if board.rank == 0:
-        return _given(board, request, mine, lambda: Made.of(*compile_program(request, listening(board, hook))))
-    found = _taken(board, request, mine)
-    return Made.of(*compile_program(request, listening(board, hooks.hook(PassCheck())))) if found is None else found
+    with fewer_collections():  # texts of programs are made of as many objects as programs
+        stock.learn_trees(request.module)
+        mine = reachable.reachable(request.module, _roots(asked, request))
+        if board.rank == 0:
+            return _given(board, request, mine, lambda: Made.of(*compile_program(request, listening(board, hook))))
+        found = _taken(board, request, mine)
+        return Made.of(*compile_program(request, listening(board, hooks.hook(PassCheck())))) if found is None else found
 
 
 def _given(board: FailureBoard, request: Request, mine: reachable.Reachable, compile: Callable[[], Made]) -> Made:

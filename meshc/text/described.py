@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshc import ir
 from meshc.errors import ArtifactError, ScheduleError
-from meshc.ir import bounds
+from meshc.ir import Record, bounds
 from meshc.ir.keys import KINDS, PortKind
 from meshc.ir.mesh import Mesh
 from meshc.ir.sizes import parse as parse_size
@@ -82,12 +82,12 @@ def described(program: PlainProgram) -> Described:
     }
 
 
-def texts(program: PlainProgram) -> dict[str, str]:
+def texts(program: PlainProgram, *, comments: bool = True) -> dict[str, str]:
     """The stages' texts, by name. Raises ArtifactError for an operator off the allow-list."""
     for stage in program.stages.values():
         for node in ir.calls(stage.graph):
             name_of(node.target)
-    return {name: print_stage(stage, program) for name, stage in program.stages.items()}
+    return {name: print_stage(stage, program, comments=comments) for name, stage in program.stages.items()}
 
 
 def read(
@@ -176,14 +176,17 @@ def _constraint(text: str, hints: Mapping[str, int]) -> str:
 
 
 def _ports(rows: Sequence[PortRow], hints: Mapping[str, int]) -> tuple[Port, ...]:
-    found = {port.key: port for port in (_port(row, hints) for row in rows)}
+    types: dict[str, Record] = {}
+    found = {port.key: port for port in (_port(row, hints, types) for row in rows)}
     if len(found) != len(rows):
         raise ArtifactError("two ports that enter, or that leave, have one name")
     return tuple(found.values())
 
 
-def _port(row: PortRow, hints: Mapping[str, int]) -> Port:
-    record = parse_one_type(row["type"], hints)
+def _port(row: PortRow, hints: Mapping[str, int], types: dict[str, Record]) -> Port:
+    """`types`: those that have been read, by their texts."""
+    record = types.get(row["type"]) or parse_one_type(row["type"], hints)
+    types[row["type"]] = record
     if row["kind"] not in KINDS or record.dtype is None:
         raise ArtifactError(f"{row['kind']}:{row['name']} is no port: kinds are {', '.join(KINDS)}, and a port is a tensor")
     name, of = row["name"], row.get("of", "")

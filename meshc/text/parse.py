@@ -194,6 +194,7 @@ class _Reader:
         self.axis_sizes: dict[str, int] | None = None
         self.hints: dict[str, int] = {}
         self.regions: set[int] = set()
+        self.types: dict[str, Record | tuple[Record, ...]] = {}  # by their texts: layers have the same
         try:
             self.tree = ast.parse(text)
         except SyntaxError as error:
@@ -322,7 +323,8 @@ class _Reader:
         try:
             text, semicolon, words = self.string(annotation, "a type").partition("; ")
             set_sharing(node, _words(words) if semicolon else ())
-            found = parse_type(text, self.axis_sizes, self.hints)
+            found = self.types.get(text) or parse_type(text, self.axis_sizes, self.hints)
+            self.types[text] = found
         except ArtifactError as error:
             self.fail(annotation, str(error))
         row = self.side_table.get(name, {})

@@ -56,7 +56,7 @@ from meshc import ir
 from meshc.errors import ArtifactError
 from meshc.ir import Record, Source, regions
 from meshc.ir.graph import placeholders
-from meshc.ir.sharding import local_shape
+from meshc.ir.sharding import Sharding, local_shape
 from meshc.ir.sharing import sharing_of
 from meshc.ir.sizes import Dynamic, Ratio, Size, braced
 from meshc.pipelining import written
@@ -130,15 +130,18 @@ def print_stage(stage: Stage, program: PlainProgram | None = None, *, comments: 
         raise ArtifactError(f"stage {stage.name} has {len(entered)} parameters and {len(stage.inputs)} keys for them")
     if not stage.name.isidentifier() or keyword.iskeyword(stage.name):
         raise ArtifactError(f"a stage's name is a Python name, not {stage.name!r}")
+    types: _Types = {}
     lines = []
     for node, key in zip(entered, stage.inputs, strict=True):
-        lines.append(f"    {names[node]}{_annotation(node, axis_sizes)} = {quote(key)},{_comment(node) if comments else ''}")
+        lines.append(f"    {names[node]}{_annotation(node, axis_sizes, types)} = {quote(key)},{_comment(node) if comments else ''}")
     lines = [*marked, f"def {stage.name}(", *lines, "):"] if lines else [*marked, f"def {stage.name}():"]
-    lines += _calls(stage.graph, names, axis_sizes, comments)
+    lines += _calls(stage.graph, names, axis_sizes, types, comments)
     return "\n".join([*lines, *_returned(stage, names)]) + "\n"
 
 
-def _calls(graph: Graph, names: Mapping[Node, str], axis_sizes: Mapping[str, int] | None, comments: bool) -> Iterator[str]:
+def _calls(
+    graph: Graph, names: Mapping[Node, str], axis_sizes: Mapping[str, int] | None, types: _Types, comments: bool
+) -> Iterator[str]:
     """The lines of a stage between its parameters and its results, those of a region under its number."""
     group: tuple[str, Source] = ("forward", Source())
     for number, nodes in regions.blocks(node for node in graph.nodes if node.op not in ("placeholder", "output")):
@@ -151,8 +154,8 @@ def _calls(graph: Graph, names: Mapping[Node, str], axis_sizes: Mapping[str, int
             above: list[str] = []
             if comments:
                 group = _open_group(node, group, above)
-            told = _comment(node) if comments else ""
-            yield from (indent + line for line in (*above, f"{names[node]}{_annotation(node, axis_sizes)} = {_call(node, names)}{told}"))
+            above.append(f"{names[node]}{_annotation(node, axis_sizes, types)} = {_call(node, names)}{_comment(node) if comments else ''}")
+            yield from (indent + line for line in above)
 
 
 def _open_group(node: Node, group: tuple[str, Source], lines: list[str]) -> tuple[str, Source]:
@@ -294,11 +297,22 @@ def print_argument(value: object, names: Mapping[Node, str]) -> str:
 def _is_local(graph: Graph, axis_sizes: Mapping[str, int]) -> bool:
     """Whether the shapes in a graph's records are local: more of those that can tell fit the tiles than the whole."""
     votes = 0
+    known: dict[tuple[int, int], int] = {}
     for node in graph.nodes:
         for record in ir.records(node) if ir.has_record(node) else ():
-            if record.sharding is not None and record.sharding.split_axes() <= axis_sizes.keys():
-                votes += (record.shape == local_shape(record.sharding, axis_sizes)) - (record.shape == record.sharding.shape)
+            if record.sharding is not None:
+                alike = id(record.sharding), id(record.shape)
+                if alike not in known:
+                    known[alike] = _vote(record.shape, record.sharding, axis_sizes)
+                votes += known[alike]
     return votes > 0
+
+
+def _vote(shape: tuple[int, ...], sharding: Sharding, axis_sizes: Mapping[str, int]) -> int:
+    """1 where a shape is the tile's, -1 where it is the whole's, 0 where it is both or neither."""
+    if not sharding.split_axes() <= axis_sizes.keys():
+        return 0
+    return (shape == local_shape(sharding, axis_sizes)) - (shape == sharding.shape)
 
 
 def _implied(value: Record, axis_sizes: Mapping[str, int] | None) -> tuple[int, ...] | None:
@@ -309,15 +323,28 @@ def _implied(value: Record, axis_sizes: Mapping[str, int] | None) -> tuple[int, 
     return local_shape(sharding, axis_sizes) if sharding.split_axes() <= axis_sizes.keys() else None
 
 
-def _annotation(node: Node, axis_sizes: Mapping[str, int] | None) -> str:
+_Types: TypeAlias = dict[tuple[int, int, torch.dtype | None], str]
+"""Of a graph's values: what is said of those that share the objects that say it, as those of layers do that were grown."""
+
+
+def _annotation(node: Node, axis_sizes: Mapping[str, int] | None, types: _Types) -> str:
     if not ir.has_record(node):
         return ""
     found = node.meta[ir.KEY]
     try:
         words = sharing_of(node)
-        return f": {quote(print_type(found, axis_sizes) + ('; ' if words else '') + ', '.join(words))}"
+        return f": {quote(_type(found, axis_sizes, types) + ('; ' if words else '') + ', '.join(words))}"
     except ArtifactError as error:
         raise ArtifactError(f"{node.name}: {error}") from None
+
+
+def _type(found: Record | tuple[Record, ...], axis_sizes: Mapping[str, int] | None, types: _Types) -> str:
+    if isinstance(found, tuple):
+        return print_type(found, axis_sizes)
+    alike = id(found.sharding), id(found.shape), found.dtype
+    if alike not in types:
+        types[alike] = print_type(found, axis_sizes)
+    return types[alike]
 
 
 def _call(node: Node, names: Mapping[Node, str]) -> str:
