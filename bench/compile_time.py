@@ -78,7 +78,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    from transformers.models.llama import modeling_llama  # noqa: F401  # with the imports, not with the first cell
+    from transformers.models.llama import modeling_llama  # noqa: F401  # these with the imports, not with every cell
+
+    from meshc.private import aot_export_joint_with_descriptors, graph_capture  # noqa: F401
 
     found = table(asked.layers, asked.ranks)
     print(found)
