@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import Argument
+from torch.fx.node import Argument, map_arg
 
 from meshc.ir.functions import Function
 from meshc.ir.nodes import Record, set_record
@@ -106,10 +106,30 @@ def equal_calls(nodes: Iterable[Node], apart: Callable[[Node], str] = lambda nod
                 yield node, first
 
 
+def copied_node(graph: Graph, node: Node, there: Callable[[Node], Argument]) -> Node:
+    """A copy of another graph's node where this one inserts, its record included; `there`: what it reads. What torch's own `node_copy`
+    gives, which looks through all arguments for sizes that graphs of operators do not hold."""
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made.args = map_arg(node.args, there)
+    if node.kwargs:
+        made.kwargs = map_arg(node.kwargs, there)
+    made.meta = dict(node.meta)
+    return made
+
+
+def copy_into(graph: Graph, other: Graph, env: dict[Node, Node]) -> Argument:
+    """Copies all of another graph but its end, which `env` is told of; what its end would give here."""
+    for node in other.nodes:
+        if node.op == "output":
+            return map_arg(node.args[0], env.__getitem__)
+        env[node] = copied_node(graph, node, env.__getitem__)
+    return None
+
+
 def copied(graph: Graph) -> Graph:
     """A graph of its own, records included."""
     copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy.output(copy_into(copy, graph, {}))
     return copy
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -138,6 +139,10 @@ def op_name(node: Node) -> str:
     """`aten.mm` for `torch.ops.aten.mm.default`, `aten.add.Tensor` for other overloads, the function's name otherwise."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        name = str(target)
-        return name.removesuffix(".default")
+        return _op_name(target)
     return getattr(target, "__name__", str(target))
+
+
+@cache
+def _op_name(target: torch._ops.OpOverload) -> str:
+    return str(target).removesuffix(".default")

@@ -25,7 +25,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
-from meshc.ir.graph import entering, made_of, made_only_of
+from meshc.ir.graph import copied_node, entering, made_of, made_only_of
 from meshc.ir.keys import key_of
 from meshc.ir.regions import REGION, blocks, writes
 from meshc.passes.phases.lowered import Lowered
@@ -106,7 +106,7 @@ def _alone(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, nam
     graph = Graph()
     env: dict[Node, Node] = {}
     for node in needed:
-        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node] = copied_node(graph, node, env.__getitem__)
         env[node].meta.pop(REGION, None)  # it runs beside another stage's regions, a line at a time
     graph.output((env[wanted],))
     return Stage(name, graph, tuple(keys[node] for node in needed if node in keys), (key,))
@@ -118,7 +118,7 @@ def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
     env: dict[Node, Node] = {node: entering(graph, node) for node in given}
     for node in late.graph.nodes:
         if node not in env:
-            env[node] = graph.node_copy(node, lambda operand: env[operand])
+            env[node] = copied_node(graph, node, env.__getitem__)
     for node in reversed([env[node] for node in late.graph.nodes]):
         if not node.users and node.op != "output" and not spmd.is_collective(node.target) and not writes(node):
             graph.erase_node(node)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from meshc.ir.graph import entering, made_of
+from meshc.ir.graph import copied_node, entering, made_of
 from meshc.program.program import Stage
 
 
@@ -27,6 +27,6 @@ class Splitter:
                 inputs.append(given.get(node) or self.keys[node])
         for node in needed:
             if node not in env and node.op == "call_function":
-                env[node] = copy.node_copy(node, env.__getitem__)
+                env[node] = copied_node(copy, node, env.__getitem__)
         copy.output(tuple(env[node] for node in results.values()))
         return Stage(name, copy, tuple(inputs), tuple(results))

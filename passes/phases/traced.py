@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.frontend.capture import TorchGraph
-from meshc.ir.graph import placeholders, results_of
+from meshc.ir.graph import copy_into, placeholders, results_of
 from meshc.ir.sizes import Dynamic
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.request import Request
@@ -41,7 +41,7 @@ class Joint:
     def copied(self) -> Joint:
         """The same with a graph of its own."""
         graph, made = Graph(), dict[Node, Node]()
-        graph.output(graph.graph_copy(self.graph, made))
+        graph.output(copy_into(graph, self.graph, made))
         return replace(self, graph=graph, updates={made[node]: name for node, name in self.updates.items()})
 
 

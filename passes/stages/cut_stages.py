@@ -147,8 +147,8 @@ class Cutter:
         cut = {stage.name: stage for stage in (*early, *stages, *late)}
         moves = tuple(owners.shared()), (*returned, *owners.written(shape))
         pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners.of, *moves)
-        costs = costs_of(pipeline, cut, lowered.mesh)
-        pipeline = replace(pipeline, schedule=shape.schedule(messages, costs))
+        if shape.by_costs:
+            pipeline = replace(pipeline, schedule=shape.schedule(messages, costs_of(pipeline, cut, lowered.mesh)))
         check(pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
         return replace(lowered, stages=cut, schedule=(), pipeline=pipeline)
 

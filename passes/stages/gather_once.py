@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.devices import for_mesh
 from meshc.ir import spmd
-from meshc.ir.graph import copied, entering, equal_calls
+from meshc.ir.graph import copied, copied_node, entering, equal_calls
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
@@ -79,7 +79,7 @@ def _joined(one: Stage, other: Stage) -> Stage:
     for stage, env in copies:
         for node in stage.graph.nodes:
             if node.op == "call_function":
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = copied_node(graph, node, env.__getitem__)
         results |= {key: env[node] for key, node in stage.results().items()}
     graph.output(tuple(results.values()))
     return Stage("before", graph, tuple(entered), tuple(results))

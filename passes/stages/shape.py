@@ -69,6 +69,11 @@ class Shape:
     def name(self) -> str:
         return "the user's lists" if isinstance(self.kind, str) else self.kind.name
 
+    @property
+    def by_costs(self) -> bool:
+        """Whether the lists go by what stages take."""
+        return isinstance(self.kind, Kind) and self.kind.by_costs
+
     @cached_property
     def halved(self) -> frozenset[int]:
         """Stages of which some backward is in two halves."""
@@ -94,8 +99,7 @@ class Shape:
     def seconds(self, work: Work) -> float:
         """What the microbatches are estimated to take."""
         costs, links = work.costs(self.cuts), chain(len(self.ranks))
-        by_costs = isinstance(self.kind, Kind) and self.kind.by_costs
-        played = Rehearsed(self.schedule(links, costs)) if by_costs else _rehearsed(replace(self, cuts=()), links)
+        played = Rehearsed(self.schedule(links, costs)) if self.by_costs else _rehearsed(replace(self, cuts=()), links)
         return played.makespan_s(costs)
 
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import record, records, spmd, update
-from meshc.ir.graph import call
+from meshc.ir.graph import call, copy_into
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.program.program import Stage
 
@@ -95,7 +95,7 @@ def cut_updates(stage: Stage, found: Updates, ranks: int, axis: str, kept: Mappi
 def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[str, int]) -> Stage:
     copy = Graph()
     env: dict[Node, Node] = {}
-    copy.graph_copy(stage.graph, env)
+    copy_into(copy, stage.graph, env)
     keys = {env[node]: key for node, key in stage.keys().items()}
     for total, terms in found.totals.items():
         homes = {term: found.placed.get(term, ALL) for term in terms}
