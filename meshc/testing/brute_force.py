@@ -25,7 +25,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.phases.names import Names
 from meshc.passes.place.factorize import factorize
-from meshc.passes.place.propagate import spread
+from meshc.passes.place.spread import spread
 from meshc.passes.rules.pending import Deferral, deferrals
 from meshc.passes.rules.roles import check_roles
 from meshc.program.program import Port, Stage

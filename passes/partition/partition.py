@@ -29,7 +29,7 @@ from meshc.passes.partition.reasons import differing, lines, moved, reader, summ
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.place.propagate import backward_map, forward_map, spread
+from meshc.passes.place.spread import backward_map, forward_map, spread
 from meshc.passes.rules.bounds import Bound
 from meshc.passes.rules.rule import Made
 from meshc.program.program import Port

@@ -9,8 +9,9 @@ from typing import TypeVar
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
-from meshc.passes.place.propagate import Interest, Propagator, interests
+from meshc.passes.place.propagate import Propagator
 from meshc.passes.place.storage import CLAUSE, held_to
 
 Kind = TypeVar("Kind", bound=Propagator)

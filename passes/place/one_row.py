@@ -35,7 +35,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Opened, Request
 from meshc.passes.phases.traced import Traced
 from meshc.passes.place.annotate import idle
-from meshc.passes.place.propagate import Interest
+from meshc.passes.place.interests import Interest
 from meshc.program import instance
 
 Number = Callable[[object], object]

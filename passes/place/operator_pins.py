@@ -19,9 +19,9 @@ from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.deferral import may_defer
 from meshc.passes.place.operators import named_operators
 from meshc.passes.place.pins import Pinning
-from meshc.passes.place.propagate import may_defer
 from meshc.passes.place.store_lines import too_many
 from meshc.plan.entries import NOTHING, PENDING, OperatorPin
 

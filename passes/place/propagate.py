@@ -14,8 +14,7 @@ graph order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from math import prod
 from typing import TypeAlias
 
@@ -30,60 +29,14 @@ from meshc.passes.phases.choices import Choices, Directed
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Pins
+from meshc.passes.place.deferral import Deferral, Deferred
+from meshc.passes.place.interests import Interest, interests
+from meshc.passes.place.spread import backward_map, forward_map, spread
 from meshc.passes.place.storage import held_to, stored_split
 from meshc.passes.place.stored_updates import computed_whole, where_stored
-from meshc.passes.rules.layout import is_grown
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
 
-
-@dataclass(frozen=True)
-class Interest:
-    """What an axis may take: class -> (rank, regions); region None is everywhere."""
-
-    axis: str
-    ranks: Mapping[int, tuple[tuple[int, str | None], ...]]
-
-    def rank(self, factor: int, node: Node, names: Names) -> int | None:
-        best: int | None = None
-        for rank, region in self.ranks.get(factor, ()):
-            if (region is None or in_region(node, region, names)) and (best is None or rank < best):
-                best = rank
-        return best
-
-    def only_in_region(self, factor: int) -> bool:
-        return all(region is not None for _, region in self.ranks.get(factor, ((0, None),)))
-
-
-def in_region(node: Node, region: str, names: Names) -> bool:
-    if region == "attention":
-        return node in names.attention
-    if region == "products":
-        return node in names.products
-    return fnmatchcase(records(node)[0].source.module, region)
-
-
-def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Interest]:
-    found = {}
-    for axis in axes:
-        ranks: dict[int, list[tuple[int, str | None]]] = {}
-        if axis == MICROBATCH:
-            for factor, aliases in names.also.items():
-                if "batch" in aliases:
-                    ranks.setdefault(factor, []).append((0, None))
-        else:
-            entry = plan.entry(axis)
-            for rank, terms in enumerate(entry.ranks if entry else ()):
-                for term in terms:
-                    for factor, aliases in names.also.items():
-                        if any(term.covers(alias) for alias in aliases):
-                            ranks.setdefault(factor, []).append((rank, term.region))
-        found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()})
-    return found
-
-
-Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
-"""Of operands, reductions that they need not have seen."""
 Decision: TypeAlias = tuple[dict[Token, tuple[str, ...]], Deferred]
 """What an operator does: the axes of each of its tokens, and what is deferred."""
 
@@ -118,6 +71,7 @@ class Propagator:
         self.interest = interests(plan, names, list(sizes)) if interest is None else interest
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
+        self.deferral = Deferral(factors.instances, self.axes, self.result.given)
         self.first_use: dict[str, Sharding] = {}
         self.choices = choices or Choices(())
         self.whole_updates = computed_whole(self.updates, factors.instances)
@@ -213,7 +167,7 @@ class Propagator:
     def decided(self, instance: Instance, told: Directed) -> Decision:
         """What an operator does if it is told so."""
         chosen = self._choose(instance, told)
-        return chosen, self._deferred(instance, chosen, told)
+        return chosen, self.deferral.past(instance, chosen, told)
 
     def _choose(self, instance: Instance, told: Directed) -> dict[Token, tuple[str, ...]]:
         lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
@@ -222,7 +176,7 @@ class Propagator:
             chosen.setdefault(held, []).extend(axis for axis in axes if axis not in told.axes)
         taken = {axis for axes in chosen.values() for axis in axes}.union(told.axes)
         for axis in self.axes:
-            if axis in taken or self._all_pending(instance, axis):
+            if axis in taken or (instance.node not in self.updates and self.deferral.all_pending(instance, axis)):
                 continue
             token = self._carried(instance, axis, lying) if instance.kind == "carry" else None
             if token is None or not self._fits(instance, token, chosen):
@@ -311,78 +265,6 @@ class Propagator:
                 best, found = key, token
         return found
 
-    # ------------------------------------------------------------------------------------------------------------ pending sums
-
-    def _deferred(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directed) -> Deferred:
-        """Reductions that operands need not have seen: those that come out pending again, with no collective between."""
-        if not may_defer(instance):
-            return {}
-        over = {*told.deferred, *self._deferred_over(instance, chosen, told.axes)}
-        reductions = tuple((axis, "sum") for axis in self.axes if axis in over)
-        return dict.fromkeys(deferring(instance), reductions) if reductions else {}
-
-    def _deferred_over(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], decided: Sequence[str]) -> list[str]:
-        """The axes, but for those that are `decided`, over which it saves a collective to reduce the result."""
-        taken = {axis for axes in chosen.values() for axis in axes}.union(decided)
-        pending = {value: dict((self.given(value) or Sharding()).pending) for value in instance.values}
-        waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
-        if not instance.rule.adds:
-            (value,) = deferring(instance)
-            small = prod(records(value[0])[value[1]].shape) <= 1
-            free = small or self._only_user(value, instance.node)
-            return [axis for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum" and free]
-        deferred_over: list[str] = []
-        mixed: list[str] = []
-        for axis in self.axes:
-            if axis not in waiting:
-                continue
-            have = [value for value in instance.values if pending[value].get(axis) == "sum"]
-            if not self._lonely(instance, have):
-                continue
-            if len(have) == len(instance.values):
-                deferred_over.append(axis)
-            elif have:
-                mixed.append(axis)
-        if mixed and (deferred_over or self._feeds_addition(instance.node)):
-            deferred_over += mixed
-        return deferred_over
-
-    def _all_pending(self, instance: Instance, axis: str) -> bool:
-        """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
-        if not instance.rule.adds or instance.node in self.updates:
-            return False
-        pending = [dict((self.given(value) or Sharding()).pending).get(axis) for value in instance.values]
-        return all(how == "sum" for how in pending) and self._lonely(instance, instance.values)
-
-    def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
-        """Whether nobody else reads these operands, nor has a layout made them larger."""
-        return all(self._only_user(value, instance.node) and not is_grown(value[0]) for value in values)
-
-    def _only_user(self, value: Value, user: Node) -> bool:
-        """Whether `user` is the only operator that reads `value`, or what it is a layout of."""
-        node = value[0]
-        while True:
-            users = {u for u in node.users}
-            if any(is_getitem(u) for u in users):
-                return False
-            if len(users) != 1:
-                return False
-            instance = self.factors.instances.get(node)
-            if instance is None or instance.kind != "layout":
-                return True
-            node = instance.values[0][0]
-
-    def _feeds_addition(self, node: Node) -> bool:
-        while len(node.users) == 1:
-            user = next(iter(node.users))
-            instance = self.factors.instances.get(user)
-            if instance is not None and instance.rule.adds and instance.kind == "compute":
-                return True
-            if instance is None or instance.kind != "layout" or is_grown(user):
-                return False
-            node = user
-        return False
-
     # ------------------------------------------------------------------------------------------------------------------- storage
 
     def _note_use(self, value: Value, want: Sharding) -> None:
@@ -440,54 +322,9 @@ class Propagator:
         return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
 
 
-def may_defer(instance: Instance) -> bool:
-    """Whether reductions of sums may be deferred past an operator: it is linear in what `deferring` names, each of it given once."""
-    rule = instance.rule
-    if not rule.defers or not rule.linear:
-        return False
-    return rule.adds or instance.values.count(instance.values[0]) == 1  # x * x is not linear in x
-
-
-def deferring(instance: Instance) -> tuple[Value, ...]:
-    """The operands of which reductions are deferred, together."""
-    return instance.values if instance.rule.adds else instance.values[:1]
-
-
 def _without_axis(sharding: Sharding, axis: str) -> Sharding:
     dims = tuple(tuple(replace(p, axes=tuple(a for a in p.axes if a != axis)) for p in parts) for parts in sharding.dims)
     return Sharding(dims)
-
-
-def spread(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
-    """The sharding of an operand or result whose dims have these tokens."""
-    rows = tuple(
-        tuple(replace(part, axes=chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
-        for parts, tokens in zip(whole.dims, dims, strict=True)
-    )
-    return Sharding(rows)
-
-
-def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:
-    """How the result of a layout operator lies if its operand lies as `source`. A split of a dim that must be whole is lost."""
-    axes = {}
-    for parts, tokens in zip(source.dims, instance.operands[0], strict=True):
-        for part, token in zip(parts, tokens, strict=True):
-            if token not in instance.whole:
-                axes[token] = axes[instance.tied.get(token, token)] = part.axes
-    return replace(spread(whole, instance.results[index], axes), pending=() if instance.rule.settles else source.pending)
-
-
-def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
-    """How the operand must lie for result `index` to lie as `want`; and whether the operator itself can give all of `want`."""
-    axes = {}
-    complete = not (instance.rule.settles and want.pending)
-    for parts, tokens in zip(want.dims, instance.results[index], strict=True):
-        for part, token in zip(parts, tokens, strict=True):
-            if token in instance.whole:
-                complete = complete and not part.axes
-            else:
-                axes[token] = axes[instance.tied.get(token, token)] = part.axes
-    return replace(spread(whole, instance.operands[0], axes), pending=want.pending), complete
 
 
 def _bytes(value: Value) -> int:

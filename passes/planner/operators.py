@@ -24,7 +24,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape, tile_sizes
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Lowering
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
-from meshc.passes.place.propagate import spread
+from meshc.passes.place.spread import spread
 from meshc.passes.planner.space import Axes, Floats, Made, Option
 from meshc.program import packing
 

@@ -21,7 +21,8 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.placed import Placed
-from meshc.passes.place.propagate import backward_map, deferring, may_defer, spread
+from meshc.passes.place.deferral import deferring, may_defer
+from meshc.passes.place.spread import backward_map, spread
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.planner.candidates import options
 from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Reading, Space

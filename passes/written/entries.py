@@ -18,8 +18,8 @@ from torch.fx import Node
 
 from meshc.passes.phases.factors import Instance
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.interests import Interest, in_region, interests
 from meshc.passes.place.operators import named_operators
-from meshc.passes.place.propagate import Interest, in_region, interests
 from meshc.passes.written.alike import factor_of_layers, operator_of_layers
 from meshc.passes.written.weighed import Row, weighed
 from meshc.plan.entries import AxisEntry, Term

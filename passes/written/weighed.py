@@ -10,7 +10,8 @@ from torch.fx import Node
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.assign import propagator
-from meshc.passes.place.propagate import Decision, Interest, Propagator
+from meshc.passes.place.interests import Interest
+from meshc.passes.place.propagate import Decision, Propagator
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""Deferral: which sums need not be reduced where they are read, since what is made of them comes out pending again.
+
+    a + b     both pending over tp, and read by nobody else       one reduction, of the total
+    a * 0.5   a pending over tp                                   it is reduced where the product is read
+
+Reductions are deferred past operators that are linear in what they read, where that saves a collective or moves it to what is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from torch.fx import Node
+
+from meshc.ir import is_getitem, records
+from meshc.ir.sharding import Sharding
+from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.rules.layout import is_grown
+
+Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
+"""Of operands, reductions that they need not have seen."""
+
+
+def may_defer(instance: Instance) -> bool:
+    """Whether reductions of sums may be deferred past an operator: it is linear in what `deferring` names, each of it given once."""
+    rule = instance.rule
+    if not rule.defers or not rule.linear:
+        return False
+    return rule.adds or instance.values.count(instance.values[0]) == 1  # x * x is not linear in x
+
+
+def deferring(instance: Instance) -> tuple[Value, ...]:
+    """The operands of which reductions are deferred, together."""
+    return instance.values if instance.rule.adds else instance.values[:1]
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """
+    instances  of the operators of a graph;  axes  those of more than one rank, in the order of the mesh
+    given      how values lie that have been made so far; others are added to it
+    """
+
+    instances: Mapping[Node, Instance]
+    axes: Sequence[str]
+    given: Mapping[Value, Sharding | None]
+
+    def past(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directed) -> Deferred:
+        """Reductions that operands need not have seen: those that come out pending again, with no collective between."""
+        if not may_defer(instance):
+            return {}
+        over = {*told.deferred, *self._over(instance, chosen, told.axes)}
+        reductions = tuple((axis, "sum") for axis in self.axes if axis in over)
+        return dict.fromkeys(deferring(instance), reductions) if reductions else {}
+
+    def _over(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], decided: Sequence[str]) -> list[str]:
+        """The axes, but for those that are `decided`, over which it saves a collective to reduce the result."""
+        taken = {axis for axes in chosen.values() for axis in axes}.union(decided)
+        pending = {value: dict((self.given.get(value) or Sharding()).pending) for value in instance.values}
+        waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
+        if not instance.rule.adds:
+            (value,) = deferring(instance)
+            small = prod(records(value[0])[value[1]].shape) <= 1
+            free = small or self._only_user(value, instance.node)
+            return [axis for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum" and free]
+        over: list[str] = []
+        mixed: list[str] = []
+        for axis in self.axes:
+            if axis not in waiting:
+                continue
+            have = [value for value in instance.values if pending[value].get(axis) == "sum"]
+            if not self._lonely(instance, have):
+                continue
+            if len(have) == len(instance.values):
+                over.append(axis)
+            elif have:
+                mixed.append(axis)
+        if mixed and (over or self._feeds_addition(instance.node)):
+            over += mixed
+        return over
+
+    def all_pending(self, instance: Instance, axis: str) -> bool:
+        """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
+        if not instance.rule.adds:
+            return False
+        pending = [dict((self.given.get(value) or Sharding()).pending).get(axis) for value in instance.values]
+        return all(how == "sum" for how in pending) and self._lonely(instance, instance.values)
+
+    def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
+        """Whether nobody else reads these operands, nor has a layout made them larger."""
+        return all(self._only_user(value, instance.node) and not is_grown(value[0]) for value in values)
+
+    def _only_user(self, value: Value, user: Node) -> bool:
+        """Whether `user` is the only operator that reads `value`, or what it is a layout of."""
+        node = value[0]
+        while True:
+            users = {u for u in node.users}
+            if any(is_getitem(u) for u in users):
+                return False
+            if len(users) != 1:
+                return False
+            instance = self.instances.get(node)
+            if instance is None or instance.kind != "layout":
+                return True
+            node = instance.values[0][0]
+
+    def _feeds_addition(self, node: Node) -> bool:
+        while len(node.users) == 1:
+            user = next(iter(node.users))
+            instance = self.instances.get(user)
+            if instance is not None and instance.rule.adds and instance.kind == "compute":
+                return True
+            if instance is None or instance.kind != "layout" or is_grown(user):
+                return False
+            node = user
+        return False

@@ -1,0 +1,62 @@
+"""Interests: what an axis may take, as its entry in the plan says, in which order, and where.
+
+    tp: heads@attention > seq      heads first, inside attention alone; then seq, everywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch.fx import Node
+
+from meshc.ir import records
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.names import Names
+from meshc.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Interest:
+    """What an axis may take: class -> (rank, regions); region None is everywhere."""
+
+    axis: str
+    ranks: Mapping[int, tuple[tuple[int, str | None], ...]]
+
+    def rank(self, factor: int, node: Node, names: Names) -> int | None:
+        best: int | None = None
+        for rank, region in self.ranks.get(factor, ()):
+            if (region is None or in_region(node, region, names)) and (best is None or rank < best):
+                best = rank
+        return best
+
+    def only_in_region(self, factor: int) -> bool:
+        return all(region is not None for _, region in self.ranks.get(factor, ((0, None),)))
+
+
+def in_region(node: Node, region: str, names: Names) -> bool:
+    if region == "attention":
+        return node in names.attention
+    if region == "products":
+        return node in names.products
+    return fnmatchcase(records(node)[0].source.module, region)
+
+
+def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Interest]:
+    found = {}
+    for axis in axes:
+        ranks: dict[int, list[tuple[int, str | None]]] = {}
+        if axis == MICROBATCH:
+            for factor, aliases in names.also.items():
+                if "batch" in aliases:
+                    ranks.setdefault(factor, []).append((0, None))
+        else:
+            entry = plan.entry(axis)
+            for rank, terms in enumerate(entry.ranks if entry else ()):
+                for term in terms:
+                    for factor, aliases in names.also.items():
+                        if any(term.covers(alias) for alias in aliases):
+                            ranks.setdefault(factor, []).append((rank, term.region))
+        found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()})
+    return found

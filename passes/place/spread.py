@@ -1,0 +1,41 @@
+"""Spread: from what axes do in an operator to how its operands and results lie, and through a layout operator from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshc.ir.sharding import Sharding
+from meshc.passes.phases.factors import Instance, Token
+
+
+def spread(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
+    """The sharding of an operand or result whose dims have these tokens."""
+    rows = tuple(
+        tuple(replace(part, axes=chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
+        for parts, tokens in zip(whole.dims, dims, strict=True)
+    )
+    return Sharding(rows)
+
+
+def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:
+    """How the result of a layout operator lies if its operand lies as `source`. A split of a dim that must be whole is lost."""
+    axes = {}
+    for parts, tokens in zip(source.dims, instance.operands[0], strict=True):
+        for part, token in zip(parts, tokens, strict=True):
+            if token not in instance.whole:
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
+    return replace(spread(whole, instance.results[index], axes), pending=() if instance.rule.settles else source.pending)
+
+
+def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
+    """How the operand must lie for result `index` to lie as `want`; and whether the operator itself can give all of `want`."""
+    axes = {}
+    complete = not (instance.rule.settles and want.pending)
+    for parts, tokens in zip(want.dims, instance.results[index], strict=True):
+        for part, token in zip(parts, tokens, strict=True):
+            if token in instance.whole:
+                complete = complete and not part.axes
+            else:
+                axes[token] = axes[instance.tied.get(token, token)] = part.axes
+    return replace(spread(whole, instance.operands[0], axes), pending=want.pending), complete
