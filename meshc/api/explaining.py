@@ -1,13 +1,5 @@
 """`program.explain`: how a parameter is stored and used, or what an operator splits; at which price, and what else it could have been.
 
-    layers.3.mlp.up_proj.weight
-      stored     [ffn 14336/tp, hidden 4096/dp], as its gradient; its state [ffn 14336/tp, hidden 4096/dp]
-      read by    mm of layers.3.mlp.up_proj, forward       all_gather over dp, 58.7 MB        0.21 ms
-                 mm of layers.3.mlp.up_proj, backward      all_gather over dp, 58.7 MB        0.21 ms
-      else       [ffn 14336/tp, hidden 4096]               + 3.10 ms
-                   + 3.40 ms  all_reduce over dp of mm of layers.3.mlp.up_proj, backward
-                   - 0.30 ms  all_gather over dp of layers.3.mlp.up_proj.weight
-
 Seconds and bytes are those of the planner's model (docs/planner.md), for one of the layers that decide alike; what others cost is the
 difference of a whole call, with everything beside them as would then be best.
 """
@@ -30,24 +22,22 @@ from meshc.passes.driver import pipeline
 from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.run import run
 from meshc.passes.phases.lowered import Lowered
-from meshc.passes.planner.alternatives import Alternative, Alternatives, collectives, named
+from meshc.passes.planner.alternatives import Alternatives, collectives, named
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, given, wanted
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
-from meshc.report.summary import bytes_text, placement
-
-SHOWN = 3
-"""Operators of a module, and places where a price falls."""
+from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained, Fall, Made, Reader, Stored
+from meshc.report.summary import placement
 
 
-def explain(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> str:
+def explained(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> Explained:
     """What was chosen for a parameter, for the operators of a module, or for what made a line of the program; of a plan that was searched
     for, as `asked` says, the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
-    return _Explained(lowered, program, asked).text(name)
+    return _Explaining(lowered, program, asked).of(name)
 
 
-class _Explained:
+class _Explaining:
     def __init__(self, lowered: Lowered, program: PlainProgram, asked: Plan) -> None:
         self.lowered, self.program, self.placed = lowered, program, lowered.placed
         assignment = self.placed.decided()
@@ -60,17 +50,23 @@ class _Explained:
         self.alternatives = Alternatives(self.search, self.pick)
         self.made = {made.decision: made for made in reversed(self.search.space.made)}
 
-    def text(self, name: str) -> str:
+    def of(self, name: str) -> Explained:
         node = self._line(name)
         if node is not None:
-            return "\n".join(self._of_line(node)) + "\n"
+            return self._found(node.name, line=self._made(node), operators=self._behind(node))
         captured = captured_name(name, self.lowered.depth)
         if ("parameter", captured) in self.search.space.decisions:
-            return "\n".join([name, *self._of_parameter(captured)]) + "\n"
+            return self._found(name, stored=self._stored_as(captured))
         operators = self._operators(captured)
         if operators:
-            return "\n".join([name, *self._of_operators(operators)]) + "\n"
+            return self._found(name, operators=operators)
         raise PlanError(self._unknown(name))
+
+    def _found(self, name: str, *, stored: Stored | None = None, line: Made | None = None, operators: Sequence[Node] = ()) -> Explained:
+        return Explained(
+            name=name, searched=self.searched, stored=stored, line=line, operators=[self._chosen(node) for node in operators[:SHOWN]],
+            further=len(operators[SHOWN:]),
+        )  # fmt: skip
 
     def _unknown(self, name: str) -> str:
         known = {port.name for port in self.program.inputs if port.kind == "parameter"}
@@ -82,36 +78,30 @@ class _Explained:
 
     # ---------------------------------------------------------------------------------------------------------------------- parameters
 
-    def _of_parameter(self, name: str) -> Iterator[str]:
+    def _stored_as(self, name: str) -> Stored:
         storage = self.placed.decided().storage
         lies = {kind: storage.get((name, kind)) for kind in ("parameter", "gradient", "state")}
         port = next(port for port in self.placed.joint.inputs if port.kind == "parameter" and port.name == name)
-        texts = {kind: placement(one, port.shape) for kind, one in lies.items() if one is not None}
-        others = [f"its {kind} {text}" for kind, text in texts.items() if kind != "parameter" and text != texts["parameter"]]
-        yield f"  stored     {'; '.join([texts['parameter'], *others])}{self._alike(('parameter', name))}"
-        yield from self._readings(("parameter", name))
-        for kind in ("parameter", "state"):
-            if (kind, name) in self.search.space.decisions:
-                yield from self._else((kind, name), "else" if kind == "parameter" else "its state")
-        yield from self._not_searched()
+        decided = [kind for kind in ("parameter", "state") if (kind, name) in self.search.space.decisions]
+        return Stored(
+            lies={kind: placement(one, port.shape) for kind, one in lies.items() if one is not None},
+            alike=self._alike(("parameter", name)),
+            readers=list(self._readers(("parameter", name))),
+            others={kind: self._others((kind, name)) for kind in decided} if self.searched else None,
+        )
 
-    def _readings(self, key: Key) -> Iterator[str]:
+    def _readers(self, key: Key) -> Iterator[Reader]:
         value = self.made.get(key)
         if value is None:
             return
         lies = given(value, self.alternatives.taken(key), self.search.space.axes)
-        head = "read by"
         for reading in value.readings:
             wants = wanted(reading, self._option_of(key, reading))
             size = value.elements * value.itemsize
-            seconds = self.model.moves.seconds(lies, wants, float(size))
-            move = "as it lies"
-            if lies != wants:
-                held = max(self.model.operators.held(value, form[0]) for form in (lies, wants))
-                move = f"{collectives(self.model, lies, wants)}, {bytes_text(held)}, {_ms(seconds)}" if seconds else "its part of it"
-            who = named(reading.node) if reading.node is not None else "the program's results"
-            yield f"  {head:<10} {who:<44} {move}"
-            head = ""
+            seconds = self.model.moves.seconds(lies, wants, float(size)) if lies != wants else 0.0
+            held = max(self.model.operators.held(value, form[0]) for form in (lies, wants))
+            move = "as it lies" if lies == wants else collectives(self.model, lies, wants) if seconds else "its part of it"
+            yield Reader(reader=_reader(reading), move=move, bytes=int(held), seconds=float(seconds))
 
     def _option_of(self, key: Key, reading: Reading) -> Option:
         reader = reading.reader if reading.reader in self.model.folded.of else key
@@ -130,29 +120,28 @@ class _Explained:
         number = self.model.folded.of[key]
         return float(self.model.own[number][self.pick[number]]) / self.model.count(number)
 
-    def _of_operators(self, nodes: Sequence[Node]) -> Iterator[str]:
-        for node in nodes[:SHOWN]:
-            decision = self.search.space.decisions[node]
-            said = self._said(decision, self.alternatives.taken(node))
-            yield f"  {named(node)}: {said}; {_ms(self._own_s(node))}{self._alike(node)}"
-            yield from self._given_to(node)
-            yield from (f"  {line}" for line in self._else(node, "else"))
-        if len(nodes) > SHOWN:
-            yield f"  and {len(nodes) - SHOWN} operators that take less time"
-        yield from self._not_searched()
+    def _chosen(self, node: Node) -> Chosen:
+        decision = self.search.space.decisions[node]
+        return Chosen(
+            operator=named(node),
+            splits=self._said(decision, self.alternatives.taken(node)),
+            seconds=self._own_s(node),
+            alike=self._alike(node),
+            changes=list(self._changes(node)),
+            others=self._others(node) if self.searched else None,
+        )
 
-    def _given_to(self, node: Node) -> Iterator[str]:
+    def _changes(self, node: Node) -> Iterator[Change]:
         """Changes of sharding of what an operator makes, each with those who want it so."""
         for value in (made for made in self.search.space.made if made.decision is node):
             lies = given(value, self.alternatives.taken(node), self.search.space.axes)
-            readers: dict[Form, list[str]] = {}
+            readers: dict[Form, dict[str, None]] = {}
             for reading in value.readings:
-                who = "the program's results" if reading.node is None else named(reading.node)
-                readers.setdefault(wanted(reading, self._option_of(node, reading)), []).append(who)
+                readers.setdefault(wanted(reading, self._option_of(node, reading)), {})[_reader(reading)] = None
             for wants, names in readers.items():
                 seconds = self.model.moves.seconds(lies, wants, float(value.elements * value.itemsize))
                 if seconds:
-                    yield f"    for {' and '.join(dict.fromkeys(names))}: {collectives(self.model, lies, wants)}, {_ms(seconds)}"
+                    yield Change(readers=[*names], move=collectives(self.model, lies, wants), seconds=float(seconds))
 
     def _line(self, name: str) -> Node | None:
         """The node that a line of the program, or a value's name, means."""
@@ -162,34 +151,33 @@ class _Explained:
         nodes = (node for stage in self.program.stages.values() for node in stage.graph.nodes)
         return next((node for node in nodes if node.name == found[1] and node.op == "call_function" and has_record(node)), None)
 
-    def _of_line(self, node: Node) -> Iterator[str]:
+    def _made(self, node: Node) -> Made:
         record = records(node)[0]
-        lies = "" if record.sharding is None else f": {record.sharding}"
-        yield f"{node.name}, {op_name(node)}{lies}"
-        if str(record.source):
-            yield f"  {record.source}{f': {record.source.code}' if record.source.code else ''}"
-        if record.reason:
-            yield f"  {record.reason}"
+        return Made(
+            operator=op_name(node), lies="" if record.sharding is None else str(record.sharding), source=str(record.source),
+            code=record.source.code, reason=record.reason,
+        )  # fmt: skip
+
+    def _behind(self, node: Node) -> list[Node]:
+        """The operator of the model that a line is a form of; of a collective, the one that takes longest in its module."""
+        record = records(node)[0]
         of = next((key for key in self.search.space.decisions if isinstance(key, Node) and key.name == record.of.partition(".")[0]), None)
         if of is not None and of.op == "call_function":
-            yield from self._of_operators([of])
-        elif record.source.module:
-            operators = self._operators(captured_name(record.source.module, self.lowered.depth))
-            yield from self._of_operators(operators[:1])
+            return [of]
+        module = record.source.module
+        return self._operators(captured_name(module, self.lowered.depth))[:1] if module else []
 
     # -------------------------------------------------------------------------------------------------------------------- alternatives
 
-    def _else(self, key: Key, head: str) -> Iterator[str]:
-        if not self.searched:
-            return
-        found = self.alternatives.of(key)
-        if not found:
-            yield f"  {head:<10} nothing: this is the one way that is legal here"
-        for other in found:
-            yield f"  {head:<10} {self._said(self.search.space.decisions[key], other.option):<44} {_more(other)}"
-            for text, seconds in other.falls[:SHOWN]:
-                yield f"               {_signed(seconds):>12}  {text}"
-            head = ""
+    def _others(self, key: Key) -> list[Alternative]:
+        decision = self.search.space.decisions[key]
+        return [
+            Alternative(
+                option=self._said(decision, other.option), more_s=other.more_s, holds_bytes=int(other.held),
+                falls=[Fall(what=what, more_s=more) for what, more in other.falls],
+            )
+            for other in self.alternatives.of(key)
+        ]  # fmt: skip
 
     def _said(self, decision: Decision, option: Option) -> str:
         if isinstance(decision.key, tuple):
@@ -212,22 +200,10 @@ class _Explained:
             lies = lies.with_axes(dim, position, axes)  # type: ignore[arg-type]
         return lies
 
-    def _alike(self, key: Key) -> str:
-        count = self.model.count(self.model.folded.of[key])
-        return f" (and {count - 1} more alike)" if count > 1 else ""
-
-    def _not_searched(self) -> Iterator[str]:
-        if not self.searched:
-            yield '  its plan was given, not searched for: with plan="auto" the best alternatives stand here'
+    def _alike(self, key: Key) -> int:
+        """How many others decide as this one does."""
+        return int(self.model.count(self.model.folded.of[key])) - 1
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'} {_ms(abs(seconds))}"
-
-
-def _more(other: Alternative) -> str:
-    return f"{_signed(other.more_s)}, a rank holds {bytes_text(other.held)}"
+def _reader(reading: Reading) -> str:
+    return "the program's results" if reading.node is None else named(reading.node)

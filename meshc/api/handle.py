@@ -27,7 +27,7 @@ from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.report import searched, summary
+from meshc.report import explained, searched, summary
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.ownership import calls_allowed
@@ -183,7 +183,7 @@ class Program:
         """What was chosen for a parameter ("layers.3.mlp.up_proj.weight"), for the operators of a module, or for a line of the printed
         program: how it lies, what it splits, which collectives that causes and what they take. Of a plan that was searched for also the two
         best alternatives, with what each costs more and where that falls. Raises PlanError for a name that nothing has."""
-        return explaining.explain(self.lowered, self.general, self.asked.plan, name)
+        return explained.text(explaining.explained(self.lowered, self.general, self.asked.plan, name))
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""

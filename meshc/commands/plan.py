@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 
 from meshc.api.options import Options
 from meshc.api.planning import Planned, Planner
@@ -22,6 +24,7 @@ from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.nothing_fits import NothingFits, rounded, times
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.factorizations import factorizations
+from meshc.plan.plan import file_to_write
 from meshc.report.ranked import Ranked, ideal_seconds, ranked, text
 from meshc.report.summary import bytes_text, seconds_text, table
 
@@ -35,6 +38,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GB or 40 GiB; default: the device's memory")
     command.add_argument("--plan", default="auto", help="what is given of the plan: lines such as `dp: batch` or `tp: auto`; default: auto")
     command.add_argument("--top", metavar="N", type=int, default=5, help="how many plans are listed; default: 5")
+    command.add_argument("--save-plan", metavar="FILE.plan", help="write the best plan as text, for `meshc compile --plan` on its mesh")
     command.add_argument("--json", action="store_true", help="the list, and the plan that is taken, as JSON")
     command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is planned for inference")
 
@@ -60,6 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if options.top < 1:
         raise PlanError(f"--top {options.top}: at least one plan is listed")
     device = _device(options)
+    plan_file = None if options.save_plan is None else file_to_write(options.save_plan)
     budget = int(device.memory_bytes) if options.memory is None else read_bytes(options.memory, "--memory")
     meshes = _meshes(options, device)
     what, args, kwargs = load_target(options.target)
@@ -69,12 +74,18 @@ def run(options: argparse.Namespace) -> None:
         raise _nothing(looked, budget, meshes[0].world_size)
     best = min(fitting, key=lambda one: _order(one.rows[0]))
     listed = sorted((row for one in fitting for row in one.rows), key=_order)[: options.top]
+    if plan_file is not None:
+        assert best.found.plan is not None
+        best.found.plan.save(plan_file)
     if options.json:
         print(json.dumps(_told(best, listed, looked), indent=1))
-    else:
-        ranks = best.found.mesh.world_size
-        where = f"{ranks} x {device.name}, {min(device.ranks_per_node, ranks)} a node, {bytes_text(budget)} each"
-        print(harmless("\n".join(_said(best, listed, looked, where))))
+        return
+    ranks = best.found.mesh.world_size
+    where = f"{ranks} x {device.name}, {min(device.ranks_per_node, ranks)} a node, {bytes_text(budget)} each"
+    lines = _said(best, listed, looked, where)
+    if plan_file is not None:
+        lines.append(f"saved to {plan_file}; compile it with\n  {_compile_command(options, best, plan_file)}")
+    print(harmless("\n".join(lines)))
 
 
 def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh], device: Device, budget: int) -> list[Looked]:
@@ -112,6 +123,11 @@ def _said(best: Looked, listed: list[Ranked], looked: list[Looked], where: str) 
     lines += [f"  {line}" for line in str(best.found.plan).splitlines()]
     searched = [note for note in best.found.program.notes if "searched;" in note]
     return [*lines, *(["notes", *(f"  {note}" for note in searched)] if searched else [])]
+
+
+def _compile_command(options: argparse.Namespace, best: Looked, plan: Path) -> str:
+    words = [options.target, "--mesh", str(best.found.mesh), "--plan", str(plan), *(["--grad"] if options.grad else [])]
+    return shlex.join(["python", "-m", "meshc", "compile", *words])
 
 
 def _told(best: Looked, listed: list[Ranked], looked: list[Looked]) -> dict[str, object]:

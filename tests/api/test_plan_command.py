@@ -1,13 +1,16 @@
-"""`meshc plan`: which mesh and which plan, for devices that are not there."""
+"""`meshc plan`: which mesh and which plan, for devices that are not there. `meshc explain`: why."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from meshc import artifact
 from meshc.__main__ import main
+from meshc.report import explained
 
 MODEL = '''
 import torch
@@ -72,6 +75,33 @@ def test_one_mesh_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told["plans"][0]["computing_s"] + told["plans"][0]["exposed_s"] == pytest.approx(steps[0])
 
 
+def test_the_best_plan_is_kept_as_text_that_compiles(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model.py:train", "--mesh", "dp=2,tp=2", "--save-plan", "best.plan"]) == 0
+    out, text = capsys.readouterr().out, Path("best.plan").read_text()
+    assert "auto" not in text and "\n".join(f"  {line}" for line in text.splitlines()) in out
+    command = "python -m meshc compile model.py:train --mesh 'dp=2,tp=2 on cuda' --plan best.plan"
+    assert out.endswith(f"saved to best.plan; compile it with\n  {command}\n")
+    assert main([*shlex.split(command)[3:], "--no-weights", "--out", "made"]) == 0
+    assert f"{artifact.load('made').plan}\n" == text
+
+
+def test_why_a_weight_lies_as_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["explain", "model.py:train", "up.weight", "--mesh", "dp=2,tp=2", "--device", "h100"]
+    assert main(ask) == 0
+    text = capsys.readouterr().out
+    assert main([*ask, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["name"] == "up.weight" and told["searched"] and explained.text(told) == text
+    stored = told["stored"]
+    assert text.startswith(f"up.weight\n  stored     {stored['lies']['parameter']}")
+    assert {reader["reader"] for reader in stored["readers"]} == {"mm of up, forward", "adam, update"}
+    assert [len(others) for others in stored["others"].values()] == [2, 2]
+    assert all(other["falls"] and other["holds_bytes"] > 0 for others in stored["others"].values() for other in others)
+    assert main([*ask, "--json", "--plan", "fsdp+megatron"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["stored"]["others"] is None and told["stored"]["lies"]["parameter"] == "[ffn 16384/tp, 4096/dp]"
+
+
 def test_slower_devices_take_longer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
     for device in ("a100", "h100"):
@@ -101,4 +131,5 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the mesh dp=2 on cuda has 2 ranks, and --devices says 4" in failing(capsys, "--mesh", "dp=2", "--devices", "4")
     assert "'80 XB' is no size of memory" in failing(capsys, "--devices", "2", "--memory", "80 XB")
     assert "nothing is known of a device 'h1000'" in failing(capsys, "--devices", "2", "--device", "h1000")
+    assert "best.yaml: a plan is written as lines, to a file that ends" in failing(capsys, "--devices", "2", "--save-plan", "best.yaml")
     assert "--node 0: a node has at least one device" in failing(capsys, "--devices", "2", "--node", "0")

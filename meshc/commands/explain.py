@@ -1,0 +1,39 @@
+"""`meshc explain`: why a parameter lies, or an operator is split, as it is under a plan; what else it could be, and at which price."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+
+import torch
+
+from meshc.api import compile
+from meshc.api.explaining import explained
+from meshc.commands.target import harmless, load_target, read_plan
+from meshc.cost import devices
+from meshc.frontend.train_step import TrainStep
+from meshc.ir.mesh import Mesh
+from meshc.report.explained import text
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", metavar="FILE.py:FUNCTION", help="returns the model and example inputs; tensors on meta will do")
+    command.add_argument("name", metavar="NAME", help="of a parameter, a module, or a line of the printed program")
+    command.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
+    told = "a recipe, lines of a plan, or a .plan, .yaml or .toml file; alternatives are those of axes that are searched; default: auto"
+    command.add_argument("--plan", default="auto", help=told)
+    command.add_argument("--device", metavar="NAME", help="whose prices (a100, h100, h200, b200); default: the mesh's")
+    command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
+    command.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def run(options: argparse.Namespace) -> None:
+    mesh, plan = Mesh(options.mesh), read_plan(options.plan)
+    what, args, kwargs = load_target(options.target)
+    grad = isinstance(what, TrainStep) or options.grad
+    with nullcontext() if options.device is None else devices.assumed(devices.named(options.device)):
+        with nullcontext() if grad else torch.no_grad():
+            program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=plan)
+        found = explained(program.lowered, program.general, program.asked.plan, options.name)
+    print(json.dumps(found, indent=1) if options.json else harmless(text(found)), end="\n" if options.json else "")

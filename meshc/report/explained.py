@@ -1,0 +1,162 @@
+"""What was chosen for a parameter, for operators, or for what made a line of a program: as data that a file of JSON may hold, and as text.
+
+    layers.3.mlp.up_proj.weight
+      stored     [ffn 14336/tp, hidden 4096/dp], as its gradient; its state [ffn 14336/tp, hidden 4096/dp]
+      read by    mm of layers.3.mlp.up_proj, forward       all_gather over dp, 58.7 MB        0.21 ms
+                 mm of layers.3.mlp.up_proj, backward      all_gather over dp, 58.7 MB        0.21 ms
+      else       [ffn 14336/tp, hidden 4096]               + 3.10 ms
+                   + 3.40 ms  all_reduce over dp of mm of layers.3.mlp.up_proj, backward
+                   - 0.30 ms  all_gather over dp of layers.3.mlp.up_proj.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, TypedDict
+
+from meshc.report.summary import bytes_text
+
+SHOWN: Final = 3
+"""Operators of a module; in the text, places where a price falls."""
+
+
+class Fall(TypedDict):
+    """A term of the cost, and how much more of it there is."""
+
+    what: str
+    more_s: float
+
+
+class Alternative(TypedDict):
+    """What else a decision could have been: how much longer a call takes, what a rank holds, and where the difference falls."""
+
+    option: str
+    more_s: float
+    holds_bytes: int
+    falls: list[Fall]
+
+
+class Reader(TypedDict):
+    """Who reads a parameter, which collectives that takes (or that it takes none), the bytes that are whole then, and seconds."""
+
+    reader: str
+    move: str
+    bytes: int
+    seconds: float
+
+
+class Change(TypedDict):
+    """How what an operator makes is brought to those who want it otherwise."""
+
+    readers: list[str]
+    move: str
+    seconds: float
+
+
+class Chosen(TypedDict):
+    """An operator: what each axis splits there, its own seconds, how many more do alike. `others` is None where nothing was searched."""
+
+    operator: str
+    splits: str
+    seconds: float
+    alike: int
+    changes: list[Change]
+    others: list[Alternative] | None
+
+
+class Stored(TypedDict):
+    """A parameter: how it, its gradient and its state lie. `others`, of each that was decided, is None where nothing was searched."""
+
+    lies: dict[str, str]
+    alike: int
+    readers: list[Reader]
+    others: dict[str, list[Alternative]] | None
+
+
+class Made(TypedDict):
+    """A line of the program."""
+
+    operator: str
+    lies: str
+    source: str
+    code: str
+    reason: str
+
+
+class Explained(TypedDict):
+    """Of a parameter `stored`; of a module `operators`, those that take longest, and how many further there are; of a line `line` and what
+    made it."""
+
+    name: str
+    searched: bool
+    stored: Stored | None
+    line: Made | None
+    operators: list[Chosen]
+    further: int
+
+
+def text(found: Explained) -> str:
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: Explained) -> Iterator[str]:
+    line, stored = found["line"], found["stored"]
+    if line is None:
+        yield found["name"]
+    else:
+        yield f"{found['name']}, {line['operator']}{line['lies'] and ': '}{line['lies']}"
+        if line["source"]:
+            yield f"  {line['source']}{line['code'] and ': '}{line['code']}"
+        if line["reason"]:
+            yield f"  {line['reason']}"
+    if stored is not None:
+        yield from _of_parameter(stored)
+    for chosen in found["operators"]:
+        yield from _of_operator(chosen)
+    if found["further"]:
+        yield f"  and {found['further']} operators that take less time"
+    if not found["searched"] and (stored is not None or found["operators"]):
+        yield '  its plan was given, not searched for: with plan="auto" the best alternatives stand here'
+
+
+def _of_parameter(stored: Stored) -> Iterator[str]:
+    lies = stored["lies"]
+    others = [f"its {kind} {said}" for kind, said in lies.items() if kind != "parameter" and said != lies["parameter"]]
+    yield f"  stored     {'; '.join([lies['parameter'], *others])}{_alike(stored['alike'])}"
+    head = "read by"
+    for reader in stored["readers"]:
+        moved = f", {bytes_text(reader['bytes'])}, {_ms(reader['seconds'])}" if reader["seconds"] else ""
+        yield f"  {head:<10} {reader['reader']:<44} {reader['move']}{moved}"
+        head = ""
+    for kind, found in (stored["others"] or {}).items():
+        yield from _else("else" if kind == "parameter" else f"its {kind}", found)
+
+
+def _of_operator(chosen: Chosen) -> Iterator[str]:
+    yield f"  {chosen['operator']}: {chosen['splits']}; {_ms(chosen['seconds'])}{_alike(chosen['alike'])}"
+    for change in chosen["changes"]:
+        yield f"    for {' and '.join(change['readers'])}: {change['move']}, {_ms(change['seconds'])}"
+    if chosen["others"] is not None:
+        yield from (f"  {line}" for line in _else("else", chosen["others"]))
+
+
+def _else(head: str, others: list[Alternative]) -> Iterator[str]:
+    if not others:
+        yield f"  {head:<10} nothing: this is the one way that is legal here"
+    for other in others:
+        yield f"  {head:<10} {other['option']:<44} {_signed(other['more_s'])}, a rank holds {bytes_text(other['holds_bytes'])}"
+        for fall in other["falls"][:SHOWN]:
+            yield f"               {_signed(fall['more_s']):>12}  {fall['what']}"
+        head = ""
+
+
+def _alike(count: int) -> str:
+    return f" (and {count} more alike)" if count else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'} {_ms(abs(seconds))}"
