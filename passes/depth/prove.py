@@ -54,7 +54,7 @@ def prove(request: Request) -> Depth | None:
     depth = Depth(stretches, captured, whole.output)
     with sliced(request.module, depth):
         part = _log(request, lists, "its code does not go over its lists alone: with fewer layers in them it raises")
-        cut = {path: Layers(path, [*request.module.get_submodule(path).children()], part, said) for path in lists}
+        cut = {path: Layers(path, [*request.module.get_submodule(path).children()], part, said.among(depth)) for path in lists}
     numbers = {path: _numbers(found) for path, found in runs.items()}
     numbers |= {path: {number: number for number in range(len(layers.faces))} for path, layers in faces.items() if path not in runs}
     _compare_layers(faces, cut, numbers)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.depth.unnamed import NAME
+from meshc.passes.phases.depth import Depth
 from meshc.passes.phases.request import Request
+from meshc.plan.entries import OperatorPin, Pin, StoreLine
 from meshc.plan.recipes import resolve
 
+Line: TypeAlias = "Pin | StoreLine | OperatorPin"
 DIMS = 4
 """Of parameters, whose factors are called `<name>.<dim>`."""
 
@@ -28,15 +34,22 @@ class Said:
             for group in spec.groups:
                 self.groups |= {id(parameter): (group.index,) for parameter in group.params}
             self.groups |= {id(parameter): ("idle", holder) for parameter, holder in spec.idle}
-        plan = resolve(request.plan, request.mesh)
-        lines = (*plan.pins, *plan.stores)
-        texts = [*(line.pattern for line in lines), *(pin.modules for pin in plan.operators)]
-        texts += [part.factor for line in lines for dim in line.dims for part in dim.factors]
-        texts += [split.factor for pin in plan.operators for split in pin.splits]
-        texts += [text for entry in plan.axes for text in re.split(r"[\s,;>@]+", str(entry))]
+        self.plan = resolve(request.plan, request.mesh)
+        self.lines: tuple[Line, ...] = (*self.plan.pins, *self.plan.stores, *self.plan.operators)
+        texts = [part.factor for line in (*self.plan.pins, *self.plan.stores) for dim in line.dims for part in dim.factors]
+        texts += [split.factor for pin in self.plan.operators for split in pin.splits]
+        texts += [text for entry in self.plan.axes for text in re.split(r"[\s,;>@]+", str(entry))]
         if any(NAME.fullmatch(text) for text in texts):
             raise Unequal("the plan names a dim by a number that goes by the layers (f0, f1, ...)")
-        self.patterns = [text for text in dict.fromkeys(texts) if re.search(r"[.*?\[]", text)]
+        texts = [text for text in texts if re.search(r"[.*?\[]", text)]
+        self.patterns = [*dict.fromkeys((text,) for text in texts), *_by_what_they_say(self.lines)]
+
+    def among(self, depth: Depth) -> Said:
+        """The same of the layers that are captured, by their numbers among these."""
+        found = copy.copy(self)
+        said = _by_what_they_say(captured_lines(self.lines, depth))
+        found.patterns = [*self.patterns[: len(self.patterns) - len(said)], *said]
+        return found
 
     def of(self, prefix: str, module: nn.Module) -> tuple[Any, ...]:
         """Of the layer at a path; equal layers give equal answers."""
@@ -44,8 +57,17 @@ class Said:
         groups = tuple(self.groups.get(id(parameter)) for _, parameter in parameters)
         fixed = tuple(str(self.fixed.get(name)).replace(f"{prefix}.", "") for name, _ in parameters)
         names = [*_names(prefix, module, [name for name, _ in parameters])] if self.patterns else []
-        matches = tuple(tuple(fnmatchcase(name, pattern) for name in names) for pattern in self.patterns)
+        matches = tuple(tuple(any(fnmatchcase(name, one) for one in each) for name in names) for each in self.patterns)
         return groups, fixed, matches
+
+
+def _by_what_they_say(lines: Iterable[Line]) -> list[tuple[str, ...]]:
+    """Patterns of lines that say the same of what they match are told apart by nothing."""
+    found: dict[object, dict[str, None]] = {}
+    for line in lines:
+        module, slash, operator = line.pattern.partition("/")
+        found.setdefault(replace(line, pattern=slash + operator), {})[module] = None
+    return [tuple(patterns) for patterns in found.values()]
 
 
 def _names(prefix: str, module: nn.Module, parameters: list[str]) -> Iterator[str]:

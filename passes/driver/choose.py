@@ -34,7 +34,7 @@ from meshc.frontend.faults import phase as part
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import beaten, pipeline
 from meshc.passes.driver.beaten import Beaten
-from meshc.passes.driver.found_text import as_asked, of_all_layers, with_text
+from meshc.passes.driver.found_text import as_asked, with_text
 from meshc.passes.driver.nothing_fits import nothing_fits
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import SLOWER, Heard
@@ -105,7 +105,6 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
         raise choosing.unequal or choosing.refusal()
     taken.heard.tell(hook)
     left = as_asked(taken.lowered, placed, choosing.axes).noting(choosing.note(taken))
-    left = replace(left, plan=of_all_layers(left.plan, placed.plan, placed.depth))
     left = replace(left, weighed=tuple(choosing.table(taken)))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values()) + choosing.solved_s
     seconds = {"solve": choosing.solved_s, "choose": max(0.0, time.process_time() - start - spent)}
@@ -281,9 +280,8 @@ class _Choosing:
                     self._try(self._found(FOUND, placed, found, self.search), placed, near=False)
 
     def _found(self, name: str, placed: Placed, found: Found, search: Search) -> Weighed:
-        plan = of_all_layers(placed.plan, self.placed.plan, self.placed.depth)
         seconds, hidden = search.model.seconds(found.pick), overlapped_seconds(search.model, found.pick)
-        return Weighed(name, str(plan), float(seconds), holds=found.certificate.held, estimated=hidden)
+        return Weighed(name, str(placed.plan), float(seconds), holds=found.certificate.held, estimated=hidden)
 
     def _try(self, weighed: Weighed, placed: Placed, near: bool = True) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from meshc.passes.depth.standing import whole_names
 from meshc.passes.driver import pipeline
@@ -13,33 +12,19 @@ from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.depth import Depth
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
+from meshc.passes.written.layers import Line, of_layers
 from meshc.passes.written.write import difference, write
-from meshc.plan.entries import OperatorPin, StoreLine
 from meshc.plan.plan import Plan
-
-Line = TypeVar("Line", StoreLine, OperatorPin)
 
 
 def with_text(placed: Placed, axes: Sequence[str], choices: Choices) -> Placed:
     """With choices for `axes`, and the plan that says them in the place of the request's, unless that comes to something else."""
     decided = run_all(pipeline.PLACE, replace(placed, choices=choices))
-    plan = write(decided, axes)
-    found = difference(replace(decided, plan=plan)) or numbered(plan.operators[len(placed.plan.operators) :], placed.depth)
+    plan = _of_all_layers(write(decided, axes), placed.plan, placed.depth)
+    found = difference(replace(decided, plan=plan))
     if found:
         return replace(placed, choices=choices).noting(_no_text(axes, found))
     return replace(placed.asked(replace(placed.request, plan=plan)), choices=choices)
-
-
-def numbered(pins: Sequence[OperatorPin], depth: Depth | None) -> str:
-    """Why pins would be about other operators where there are more layers; "" if they would not. What stands beside the layers is made once
-    for each of them (sums of squares of gradients, losses of experts), so that its numbers go by how many were captured."""
-    lists = [stretch.path for stretch in depth.stretches] if depth is not None else []
-    for pin in pins:
-        beside = "*" in pin.modules or not pin.modules or any(path.startswith(f"{pin.modules}.") for path in lists)
-        within = any(pin.modules.startswith(f"{path}.") for path in lists)
-        if lists and beside and not within and pin.pattern.rpartition(".")[2].isdigit():
-            return f"`{pin}` names by its number what stands beside the layers, of which only some were captured"
-    return ""
 
 
 def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
@@ -53,12 +38,12 @@ def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
     return replace(lowered, plan=placed.plan).noting(_no_text(axes, found)) if found else lowered
 
 
-def of_all_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:
+def _of_all_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:
     """A plan of what was captured, said of the whole model's layers. `given`: lines that name these already."""
 
     def whole(lines: Sequence[Line], known: Sequence[Line]) -> tuple[Line, ...]:
-        names = [(line, (line.pattern,) if line in known else whole_names(depth, line.pattern)) for line in lines]
-        return tuple(replace(line, pattern=name) for line, row in names for name in row)
+        found = [replace(line, pattern=name) for line in lines if line not in known for name in whole_names(depth, line.pattern)]
+        return (*known, *of_layers(found))
 
     return plan.having(plan.axes, whole(plan.stores, given.stores), whole(plan.operators, given.operators))
 

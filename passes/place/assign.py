@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
+from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
@@ -53,7 +54,9 @@ def _idle_store_lines(placed: Placed) -> list[str]:
     decided, request = placed.decided(), placed.request
     notes = []
     for line in placed.plan.stores:
-        about = [(name, kind) for name, kind in placed.pins.stored if line.matches(name) and CLAUSE[kind] in line.kinds]
+        captured = captured_lines([line], placed.depth)
+        matched = [(name, kind) for name, kind in placed.pins.stored if any(each.matches(name) for each in captured)]
+        about = [(name, kind) for name, kind in matched if CLAUSE[kind] in line.kinds]
         laid = [
             name for name, kind in about
             if kind == "parameter" and name in request.fixed and held_to(decided.storage[name, kind], placed.pins.stored[name, kind])

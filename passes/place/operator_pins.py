@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
+from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.choices import Directed
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.names import Names
@@ -33,7 +34,7 @@ def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Direc
     named = named_operators(placed)
     found: dict[Node, list[tuple[OperatorPin, Directed]]] = {}
     faults: list[str] = []
-    for pin in placed.plan.operators:
+    for pin in captured_lines(placed.plan.operators, placed.depth):
         told = {name: told_by(pin, name, instance, placed, pinning.names) for name, instance in named.items() if pin.matches(name)}
         about = {name: each for name, each in told.items() if isinstance(each, Directed)}
         if not about:

@@ -3,13 +3,21 @@
     model.layers.0.mlp.up_proj/forward/mm      model.layers.0.mlp.up_proj/backward/mm.2
 
 The first of several is called by its operator's name alone. An operator has a name if a plan has something to say of it: layouts follow
-what they lay out, values of integers alone are made where they are used, updates go by the state, and what has no rule runs whole. Names go
-by no number of a graph, and those of a layer not by how many layers were captured.
+what they lay out, values of integers alone are made where they are used, updates go by the state, and what has no rule runs whole.
+
+Names go by no number of a graph and by no number of layers. So what is there once for each layer is not called by what holds the layers:
+
+    model.layers.0.mlp/backward/add                   gradients of one value added up, the last of them that module's
+    model.layers.0.mlp.up_proj.weight/update/add      its part of the gradient norm
+    model.layers.0/forward/add                        code of `model` that reads what one layer after the other has made
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from torch.fx import Node
 
@@ -20,16 +28,30 @@ from meshc.passes.phases.placed import Placed
 
 FREE = ("constant", "random", "buffer", "number")
 """Kinds of ports that no parameter and no floating input goes into."""
+HELD = ("parameter", "buffer", "state")
+"""Kinds of ports that a module holds."""
+_LAYER = re.compile(r"(?:(?!\d+(?:\.|$))[^.]+\.)*\d+(?=\.|$)")
 
 
 def named_operators(placed: Placed) -> dict[str, Instance]:
     """By name, in graph order."""
+    named = list(_named(placed))
+    callers = _callers(placed, named)
+    found: dict[str, Instance] = {}
+    count: Counter[str] = Counter()
+    for instance in named:
+        name = f"{callers[instance.node]}/{_kind(instance.node)}"
+        count[name] += 1
+        found[name if count[name] == 1 else f"{name}.{count[name]}"] = instance
+    return found
+
+
+def _named(placed: Placed) -> Iterator[Instance]:
+    """Those that have names, in graph order."""
     free = {
         node for port, node in zip(placed.joint.inputs, placeholders(placed.graph), strict=True)
         if port.kind in FREE or (port.kind == "input" and not (port.dtype.is_floating_point or port.dtype.is_complex))
     }  # fmt: skip
-    found: dict[str, Instance] = {}
-    count: Counter[str] = Counter()
     for node in placed.graph.nodes:
         if node.op != "call_function" or is_getitem(node):
             continue
@@ -38,18 +60,63 @@ def named_operators(placed: Placed) -> dict[str, Instance]:
         if not updates and not instance.rule.accumulates and all(value[0] in free for value in instance.values):
             free.add(node)
         elif not updates and instance.kind not in ("layout", "unknown"):
-            name = _name(node)
-            count[name] += 1
-            found[name if count[name] == 1 else f"{name}.{count[name]}"] = instance
+            yield instance
+
+
+def _kind(node: Node) -> str:
+    """`forward/mm` of `aten.mm`, `backward/add` of `aten.add.Tensor`."""
+    parts = op_name(node).split(".")
+    return f"{records(node)[0].phase}/{parts[1] if len(parts) > 1 else parts[0]}"
+
+
+# ------------------------------------------------------------------------------------------------------------------------- who calls
+
+
+def _callers(placed: Placed, named: Sequence[Instance]) -> dict[Node, str]:
+    """By what each is called: the module that calls it; the layer, of code that is there for several of them; of sums that no module makes
+    the module, or the parameter, whose part they add last."""
+    places = _places(placed)
+    found: dict[Node, str] = {}
+    several: dict[tuple[str, str, str], dict[Node, str]] = defaultdict(dict)
+    for instance in named:
+        node = instance.node
+        module = found[node] = records(node)[0].source.module
+        if _adds_up(node):
+            found[node] = places[node]
+        elif layer := _layer(module, places[node]):
+            several[module, _kind(node), layer.rpartition(".")[0]][node] = layer
+    for each in several.values():
+        found |= each if len({*each.values()}) > 1 else {}
     return found
 
 
-def _name(node: Node) -> str:
-    record = records(node)[0]
-    return f"{record.source.module}/{record.phase}/{_short(node)}"
+def _places(placed: Placed) -> dict[Node, str]:
+    """Of each node the module in which it lies, or the parameter that it updates; of sums that no module makes, and of code that has a list
+    of layers, that of what it reads last."""
+    ports = zip(placeholders(placed.graph), placed.joint.inputs, strict=True)
+    found = {node: port.of or port.name for node, port in ports if port.kind in HELD}
+    for node in placed.graph.nodes:
+        if node in placed.joint.updates:
+            found[node] = placed.joint.updates[node]
+        elif node.op == "call_function":
+            module = records(node)[0].source.module
+            read = [found[operand] for operand in reversed(node.all_input_nodes) if operand in found]
+            if not is_getitem(node) and not _adds_up(node):
+                read = [_layer(module, place) for place in read]
+            found[node] = next(filter(None, read), module)
+    return found
 
 
-def _short(node: Node) -> str:
-    """`mm` of `aten.mm`, `add` of `aten.add.Tensor`."""
-    parts = op_name(node).split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
+def _adds_up(node: Node) -> bool:
+    """Whether it adds up what several have made, and no module does so: gradients of one value, squares for the norm."""
+    return _kind(node) in ("backward/add", "update/add") and len(node.all_input_nodes) > 1 and not records(node)[0].source.module
+
+
+@lru_cache(maxsize=1 << 14)
+def _layer(module: str, place: str) -> str:
+    """The layer of a list in a module in which a place lies; "" if it lies in none."""
+    start = len(module) + 1 if module else 0
+    if module and not place.startswith(f"{module}."):
+        return ""
+    found = _LAYER.match(place, start)
+    return place[: found.end()] if found else ""

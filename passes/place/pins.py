@@ -12,6 +12,7 @@ from difflib import get_close_matches
 
 from meshc.ir import KEY, op_name, record, records, value_of
 from meshc.ir.keys import kind_of, name_of
+from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.factors import Factors, Value
 from meshc.passes.phases.placed import Pins, Placed
 from meshc.plan.entries import Pin
@@ -44,7 +45,7 @@ class Pinning:
         faults: list[str] = []
         pinned: dict[Value, list[Pin]] = {}
         names = _pinnable(self.placed)
-        for pin in self.placed.plan.pins:
+        for pin in captured_lines(self.placed.plan.pins, self.placed.depth):
             matches = {name: values for name, values in names.items() if pin.matches(name)}
             if not matches:
                 close = get_close_matches(pin.pattern, names, 3, 0.4)

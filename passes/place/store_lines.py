@@ -18,6 +18,7 @@ from typing import Final
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import role
 from meshc.ir.sharding import tile_sizes
+from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Placed, Slots
 from meshc.passes.place.storage import CLAUSE
@@ -41,7 +42,7 @@ def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
     """What the plan's store lines say, and every fault, each naming the lines of the plan. `names`: with what pins call factors."""
     found = _Found()
     parameters = {name_of(key): (node, 0) for key, node in placed.joint.placeholders().items() if kind_of(key) == "parameter"}
-    for line in placed.plan.stores:
+    for line in captured_lines(placed.plan.stores, placed.depth):
         matches = [name for name in parameters if line.matches(name)]
         if not matches:
             close = get_close_matches(line.pattern, parameters, 3, 0.4)

@@ -4,9 +4,10 @@
     model.layers.1.mlp.up_proj/forward/mm  ffn/tp            pin op:model.layers.*.mlp.up_proj: ffn/tp
     model.layers.0.mlp.up_proj/backward/mm  ffn/tp    ...
 
-A line is true if every operator that it is about does what it says, so it may be about more operators than have to be told. Lines are
-taken by how many they tell of those that are left (the greedy cover; Chvatal, Mathematics of Operations Research 4(3), 1979). Operators of
-layers that do alike count as one: the number of lines does not go by the number of layers.
+A line is true if every operator that it is about does what it says, so it may be about more operators than have to be told; one that does
+something else along another axis for being told is then told all. Lines are taken by how many they tell of those that are left (the greedy
+cover; Chvatal, Mathematics of Operations Research 4(3), 1979). Operators of layers that do alike count as one: the number of lines does not
+go by the number of layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.place.operator_pins import token_called, told_by
 from meshc.passes.place.operators import named_operators
 from meshc.passes.written.alike import factor_of_layers, operator_of_layers
+from meshc.passes.written.undirected import Undirected
 from meshc.plan.entries import OperatorPin, Split
 
 Needs = Mapping[Node, Sequence[frozenset[str]]]
@@ -46,15 +48,22 @@ class _Kind:
     needs: tuple[frozenset[str], ...]
 
 
-def pins(placed: Placed, needs: Needs) -> tuple[OperatorPin, ...]:
-    """Lines that tell those of `needs`. `placed` has been annotated and has choices."""
-    kinds = list(_kinds(placed, needs))
-    return _Cover(placed, kinds).lines()
+def pins(placed: Placed, walked: Undirected) -> tuple[OperatorPin, ...]:
+    """Lines that tell those that must be told. `placed` has been annotated and has choices."""
+    named = named_operators(placed)
+    kinds = list(_kinds(placed, named, walked.needs))
+    while True:
+        cover = _Cover(placed, kinds)
+        lines = cover.lines()
+        misled = {at for at, name, axes in cover.told(lines) if not walked.does(named[name], axes)}
+        if not misled:
+            return lines
+        kinds = [replace(kind, needs=(frozenset(kind.told.axes),)) if at in misled else kind for at, kind in enumerate(kinds)]
 
 
-def _kinds(placed: Placed, needs: Needs) -> Iterator[_Kind]:
+def _kinds(placed: Placed, named: Mapping[str, Instance], needs: Needs) -> Iterator[_Kind]:
     alike: dict[str, list[_Kind]] = defaultdict(list)
-    for name, instance in named_operators(placed).items():
+    for name, instance in named.items():
         told = placed.choices.directed(instance.node) if placed.choices is not None else None
         if told is not None:
             does = _does(placed, name, instance, told)
@@ -98,7 +107,7 @@ class _Cover:
     """Sets of kinds as bits of integers: the n-th bit is the n-th kind.
 
     about  by pattern, those that it matches, and those of which it matches some;  false  by what a pin says, those that do otherwise
-    tells  likewise, those for which it is enough
+    tells  likewise, those for which it is enough;  hears  those that have what it speaks of
     """
 
     def __init__(self, placed: Placed, kinds: Sequence[_Kind]) -> None:
@@ -106,6 +115,7 @@ class _Cover:
         self.about: dict[str, tuple[int, int]] = {}
         self.false: dict[OperatorPin, int] = {}
         self.tells: dict[OperatorPin, int] = {}
+        self.hears: dict[OperatorPin, int] = {}
 
     def lines(self) -> tuple[OperatorPin, ...]:
         left = sum(1 << at for at, kind in enumerate(self.kinds) if kind.needs)
@@ -127,6 +137,17 @@ class _Cover:
             if covers[line] & ~_union(others) == 0:
                 taken.remove(line)
         return tuple(sorted(taken, key=lambda line: (covers[line] & -covers[line], str(line))))
+
+    def told(self, lines: Sequence[OperatorPin]) -> Iterator[tuple[int, str, frozenset[str]]]:
+        """By kind, each operator that lines are about, and along which axes they tell it."""
+        axes: dict[tuple[int, str], set[str]] = defaultdict(set)
+        for line in lines:
+            heard = self.about[line.pattern][1] & self.hears[replace(line, pattern="")]
+            for at, kind in enumerate(self.kinds):
+                if heard >> at & 1:
+                    for name in filter(line.matches, kind.members):
+                        axes[at, name].update(line.axes)
+        yield from ((at, name, frozenset(told)) for (at, name), told in axes.items())
 
     def _candidates(self) -> Iterator[tuple[OperatorPin, int]]:
         seen: set[OperatorPin] = set()
@@ -163,12 +184,13 @@ class _Cover:
         return every, some
 
     def _look(self, said: OperatorPin) -> None:
-        self.false[said] = self.tells[said] = 0
+        self.false[said] = self.tells[said] = self.hears[said] = 0
         axes = frozenset(said.axes)
         for at, kind in enumerate(self.kinds):
             told = told_by(said, kind.name, kind.instance, self.placed, self.placed.names)
             if not isinstance(told, Directed):
                 continue
+            self.hears[said] |= 1 << at
             if not _says(told, kind.told):
                 self.false[said] |= 1 << at
             elif any(enough <= axes for enough in kind.needs):

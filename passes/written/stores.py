@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from meshc.ir.sharding import Sharding
 from meshc.passes.place.propagate import Propagator
-from meshc.passes.place.written_storage import Storage, storage_lines
+from meshc.passes.written.storage import Storage, storage_lines
 from meshc.plan.entries import STORES, StoreLine
 
 Clauses: TypeAlias = "dict[str, tuple[str, ...]]"

@@ -1,7 +1,8 @@
 """Undirected: what each operator would do by the plan alone, if all before it did what has been decided.
 
 Choices are walked as `propagate` walks them. At each operator it is asked what it would do without being told; where that is something
-else, along which axes it must be told. Pins of those operators are enough: each sees before it what has been decided.
+else, along which axes it must be told. Pins of those operators are enough: each sees before it what has been decided. But one that need not
+be told some axes may do something else along the others if it is (what waits together then does not): that is asked of pins that are there.
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ class Undirected(Propagator):
                 self.needs[instance.node] = enough
         return wanted
 
+    def does(self, instance: Instance, axes: frozenset[str]) -> bool:
+        """Whether an operator does what is decided if pins tell it what these axes do, and all before it do what is decided."""
+        told = self.told(instance.node)
+        return same(self.decided(instance, told.along(axes | self._by_pins(instance))), self.decided(instance, told))
+
+    def _by_pins(self, instance: Instance) -> set[str]:
+        return set((self.pins.operators.get(instance.node) or Directed()).axes)
+
     def _enough(self, instance: Instance, told: Directed, wanted: Decision) -> tuple[frozenset[str], ...]:
-        by_pins = set((self.pins.operators.get(instance.node) or Directed()).axes)
+        by_pins = self._by_pins(instance)
         free = [axis for axis in told.axes if axis not in by_pins]
         found: list[frozenset[str]] = []
         for count in range(len(free) + 1):

@@ -35,7 +35,7 @@ def write(placed: Placed, axes: Sequence[str]) -> Plan:
     found = entries(ready, axes)
     with_entries = replace(ready, plan=_entered(ready.plan, found))
     walked = undirected(with_entries)
-    told = pins(with_entries, walked.needs)
+    told = pins(with_entries, walked)
     given = {entry.axis: entry.store for entry in placed.plan.axes if entry.axis not in found}
     clauses, lines = stores(walked, decided.storage, axes, given)
     stored = {axis: replace(entry, store=clauses[axis]) for axis, entry in found.items()}

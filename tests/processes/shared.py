@@ -55,6 +55,21 @@ def taken(mesh: Any) -> None:
     assert program.lowered.request.optimizer is program.compilations.spec
 
 
+def searched(mesh: Any) -> None:
+    """Rank 0 alone solves; what it has found is one text on all ranks, by which they step as plain PyTorch does."""
+    case = mlp(torch.float64)
+    start = copy.deepcopy(case.model)
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+    wanted, _, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() > 0:
+            patch.setattr("meshc.passes.driver.choose.Search", None)
+        program, said = compiled(step, mesh, case.call_kwargs, plan="auto")
+    assert said == [] and traced_here(program) == (dist.get_rank() == 0)
+    assert "auto" not in str(program.plan) and str(program.plan) == program.world.from_rank_0(lambda: str(program.plan))
+    close([program(**case.call_kwargs).item() for _ in wanted], wanted, 1e-9)
+
+
 class Kept(NamedTuple):
     hidden: Tensor
     layers: int
@@ -187,7 +202,7 @@ def one_hook(mesh: Any) -> None:
     assert dist.get_rank() == 0 or any("model.down, forward hook 0: this rank has function" in str(one.message) for one in said)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (taken, structures, unread, asks, own_operator, fails, one_hook)
+CHECKS: tuple[Callable[[Any], None], ...] = (taken, searched, structures, unread, asks, own_operator, fails, one_hook)
 
 
 def run(mesh: str, *names: str) -> None:

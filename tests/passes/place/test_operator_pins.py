@@ -35,14 +35,14 @@ def done(program: meshc.Program) -> dict[str, str]:
 
 def test_an_operator_does_what_it_is_told_and_the_others_what_entries_say() -> None:
     plain = done(step(ENTRIES))
-    assert {name: plain[name] for name in ("down/forward/mm", "down/backward/mm.2", "/forward/sub", "/update/add")} == {
+    assert {name: plain[name] for name in ("down/forward/mm", "down/backward/mm.2", "/forward/sub", "down.weight/update/add")} == {
         "down/forward/mm": "batch/dp, ffn/tp", "down/backward/mm.2": "batch/dp, ffn/tp", "/forward/sub": "batch/dp",
-        "/update/add": "pending/tp",
+        "down.weight/update/add": "pending/tp",
     }  # fmt: skip
-    told = done(step(ENTRIES + "pin op:down: -/tp\npin op:up/backward/mm: batch/tp\npin op:/update/add: -/dp/tp"))
+    told = done(step(ENTRIES + "pin op:down: -/tp\npin op:up/backward/mm: batch/tp\npin op:down.weight/update/add: -/dp/tp"))
     assert {name: what for name, what in told.items() if what != plain[name]} == {
         "down/forward/mm": "batch/dp", "down/backward/mm": "batch/dp", "down/backward/mm.2": "batch/dp",
-        "up/backward/mm": "batch/tp/dp", "/update/add": "",
+        "up/backward/mm": "batch/tp/dp", "down.weight/update/add": "",
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_an_axis_that_is_searched_does_what_pins_say() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("pin op:dwn: batch/dp", "line 3, `pin op:dwn: batch/dp`: no operator is called 'dwn'; did you mean down?"),
+        ("pin op:dwn: batch/dp", "line 3, `pin op:dwn: batch/dp`: no operator is called 'dwn'; did you mean down, down.weight?"),
         (
             "pin op:down/backward/mn: batch/dp",
             "line 3, `pin op:down/backward/mn: batch/dp`: no operator is called 'down/backward/mn'; "

@@ -15,6 +15,7 @@ from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.standing import whole_names
+from meshc.passes.depth.stands_for import captured_patterns
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run
@@ -25,6 +26,7 @@ from tests.broad import broad
 from tests.captured import Captured
 from tests.passes.depth.stacks import WORDS, Stack, cross_entropy
 from tests.passes.depth.texts import text_of
+from tests.zoo.stock import STOCK
 
 OPEN = "dp: auto\ntp: auto"
 
@@ -47,6 +49,73 @@ def same(whole: meshc.Program, part: meshc.Program) -> None:
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "dp: auto"), broad("dp=2,tp=2", OPEN), broad("pp=2,dp=2", "dp: auto")])
 def test_one_program_is_found(mesh: str, plan: str) -> None:
     same(*(compiled(depth, mesh=mesh, plan=plan) for depth in ("whole", "auto")))
+
+
+def kept(found: meshc.Program, again: meshc.Program) -> None:
+    """What was found at depth is text, by which as much is captured, and which gives the same program."""
+    assert found.lowered.depth is not None and again.lowered.depth is not None
+    assert not [note for note in found.compiled.notes if "has no text" in note]
+    assert "auto" not in str(found.plan) and str(again.plan) == str(found.plan)
+    assert text_of(again.compiled) == text_of(found.compiled)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "dp: auto"), broad("dp=2,tp=2", OPEN), broad("pp=2,dp=2", "dp: auto")])
+def test_what_is_found_at_depth_compiles_at_depth(mesh: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled("auto", mesh=mesh, plan=plan)
+    monkeypatch.setattr("meshc.passes.driver.choose.Search", None)
+    kept(found, compiled("auto", mesh=mesh, plan=str(found.plan)))
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("share", [0.97, 0.85])
+def test_so_does_what_is_found_within_a_budget(share: float) -> None:
+    budget = int(share * memory.worst(compiled("auto", mesh="dp=4").compiled).total)
+    found = compiled("auto", mesh="dp=4", budget=budget)
+    kept(found, compiled("auto", mesh="dp=4", plan=str(found.plan)))
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize(("name", "sizes"), [("llama", {"num_hidden_layers": 7}), ("gpt2", {"n_layer": 7}), ("t5", {"num_layers": 6})])
+def test_so_does_what_is_found_for_stock_models(name: str, sizes: dict[str, int]) -> None:
+    """GPT-2 adds up gradients of its embedding at both ends, T5 those of a bias that all layers read."""
+
+    def stock(plan: str, mesh: str) -> meshc.Program:
+        case = replace(STOCK[name], sizes={**STOCK[name].sizes, **sizes}).case(name)
+        step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), clip_grad_norm=1.0)
+        return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.kwargs, plan=plan)
+
+    for mesh, plan in (("dp=2,tp=2", OPEN), ("dp=2,tp=2", "dp: batch; store state\ntp: auto")):
+        found = stock(plan, mesh)
+        kept(found, stock(str(found.plan), mesh))
+
+
+BY_NUMBER = """
+    dp: batch
+    tp: ffn
+    store layers.0.up.weight params: ffn/tp, _
+    store layers.[1-5].up.weight params: ffn/tp/dp, _
+    pin op:layers.6/forward: -/tp
+"""
+
+
+def test_lines_about_layers_by_their_numbers_are_about_those_that_stand_for_them() -> None:
+    """Seven layers, of which the first, those inside and the last do otherwise: the numbers are those of the whole model."""
+    whole, part = (compiled(depth, layers=7, mesh="dp=2,tp=2", plan=BY_NUMBER) for depth in ("whole", "auto"))
+    assert part.lowered.depth is not None and len(part.lowered.depth.captured["layers"]) < 7
+    assert text_of(part.compiled) == text_of(whole.compiled)
+    lies = {port.name: str(port.sharding) for port in part.compiled.inputs if port.kind == "parameter" and "up.weight" in port.name}
+    assert [text.count("/dp") for text in lies.values()] == [0, 1, 1, 1, 1, 1, 0]
+
+
+def test_captured_patterns() -> None:
+    depth = Depth((Stretch("layers", 0, 1, 27),), {"layers": (0, 1, 2, 30)}, None)  # type: ignore[arg-type]
+    assert captured_patterns("layers.0.up", depth) == ("layers.0.up",)
+    assert captured_patterns("layers.[1-9].up", depth) == captured_patterns("layers.17.up", depth) == ("layers.1.up",)
+    assert captured_patterns("layers.[12][0-9].up", depth) == ("layers.1.up", "layers.2.up")
+    assert captured_patterns("value:layers.30", depth) == ("value:layers.3",)
+    assert captured_patterns("layers.30/backward/add.2", depth) == ("layers.3/backward/add.2",)
+    for other in ("layers.*.up", "*.up", "embed", "layers.40.up", "layers", "head.30"):
+        assert captured_patterns(other, depth) == (other,)
 
 
 @pytest.mark.broad

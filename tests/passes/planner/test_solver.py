@@ -152,14 +152,20 @@ from tests.passes.planner.known import two
 search = Search(two(2048, 1024, 4096, "dp=2,tp=4", "dp: auto\\ntp: auto"), device("h100"))
 (free,) = search.found()
 print(free.pick, free.certificate, [(one.pick, one.certificate) for one in search.found(0.8 * free.certificate.held)])
+
+from meshc.text.show import hash_program
+from tests.passes.depth.stacks import Stack, compiled
+program = compiled(Stack([16] * 6), "dp=2,tp=2", plan="auto", clip_grad_norm=1.0)
+print(program.plan, program.compiled.notes, hash_program(program.compiled))
 """
 
 
 @pytest.mark.processes
-def test_nothing_depends_on_the_order_of_a_set() -> None:
+def test_nothing_depends_on_the_order_of_a_set_or_on_threads() -> None:
+    """Neither what is chosen nor the program and its plan's text."""
+    changes = [{"PYTHONHASHSEED": str(number), "OMP_NUM_THREADS": str(1 + number)} for number in range(2)]
     running = [
-        subprocess.Popen([sys.executable, "-c", PICKED], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
-        for seed in "01"
+        subprocess.Popen([sys.executable, "-c", PICKED], env={**os.environ, **each}, stdout=subprocess.PIPE, text=True) for each in changes
     ]
     said = [one.communicate(timeout=120)[0] for one in running]
-    assert said[0] == said[1] and "a gap of" in said[0]
+    assert said[0] == said[1] and said[0].count("a gap of") == 2 and "dp, tp: searched;" in said[0]

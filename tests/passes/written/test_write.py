@@ -17,10 +17,8 @@ from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile, pipeline
 from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.finish import finish
-from meshc.passes.driver.found_text import numbered
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.depth import Depth, Stretch
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.assign import assign
 from meshc.passes.planner.chosen import choices
@@ -133,18 +131,24 @@ def test_what_is_found_compiles_to_the_same_program(kind: str, plan: str, monkey
     written(kind, "dp=2,tp=2", plan, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mesh", "plan", "count"),
+    [
+        ("mlp", "dp=2,tp=2", BOTH, 2),
+        broad("mlp", "pp=2,dp=2", "dp: auto", 4),
+        broad("llama", "dp=2,tp=2", BOTH, 2),
+        broad("llama", "pp=2,dp=2,tp=2", BOTH, None),
+        broad("gpt2", "pp=2,dp=2", "dp: auto", 2),
+    ],
+)
+def test_so_does_what_is_found_for_microbatches_and_stages(
+    kind: str, mesh: str, plan: str, count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    written(kind, mesh, plan, monkeypatch, microbatches=count)
+
+
 def test_what_is_found_within_a_budget_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     free = program("mlp", "dp=4", "dp: auto")
     budget = int(0.9 * memory.worst(free).total)
     plan = written("mlp", "dp=4", "dp: auto", monkeypatch, memory_budget=budget)
     assert plan != free.plan and memory.worst(program("mlp", "dp=4", str(plan))).total <= budget
-
-
-def test_what_goes_by_the_number_of_layers_is_not_said_of_some_of_them() -> None:
-    depth = Depth((Stretch("model.layers", 0, 1, 28),), {"model.layers": (0, 1, 2, 31)}, None)  # type: ignore[arg-type]
-    refused = ["/update/add.2", "model/forward/add.2", "*/forward/add.3"]
-    taken = ["/update/add", "/update/add*", "lm_head/backward/mm.2", "model.norm/forward/mul.2", "model.layers.*.mlp/forward/mul.2"]
-    for pattern in (*refused, *taken):
-        pins = Plan(f"pin op:{pattern}: -/tp").operators
-        assert bool(numbered(pins, depth)) == (pattern in refused), pattern
-        assert not numbered(pins, None)
