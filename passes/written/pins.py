@@ -124,7 +124,7 @@ class _Cover:
         for line, cover in covers.items():
             heappush(queue, (-cover.bit_count(), len(str(line)), str(line), line))
         taken: list[OperatorPin] = []
-        while left:
+        while left and queue:  # what no line tells (sizes that a pin may not split so) is found by who compares
             count, length, text, line = heappop(queue)
             tells = (covers[line] & left).bit_count()
             if tells < -count:  # of those that it told, some have been told since

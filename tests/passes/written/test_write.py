@@ -119,6 +119,14 @@ def test_whatever_is_chosen_has_a_text(kind: str, mesh: str, plan: str, seed: in
     assert print_program(by_text) == print_program(by_choices)
 
 
+def test_what_no_pin_may_tell_is_left_and_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = run_all(pipeline.PLACE, drawn("mlp", "dp=2,tp=2", BOTH, 0))
+    assert write(decided, ("dp", "tp")).operators
+    monkeypatch.setattr("meshc.passes.written.pins.told_by", lambda *_: "a pin may not split it so")
+    plan = write(decided, ("dp", "tp"))
+    assert not plan.operators and difference(replace(decided, plan=plan))
+
+
 # --------------------------------------------------------------------------------------------------------------- what is searched for
 
 
