@@ -148,6 +148,8 @@ class _Choosing:
     certificate  of the last that was found by the seconds of all
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
     solved_s  CPU seconds of choices: the model, and its solutions
+    ratio     seconds of a call for each that was estimated: of stages, as those of the last candidate were
+    slower    what was estimated to be slower than a plan that is known elsewhere
     """
 
     placed: Placed
@@ -162,10 +164,13 @@ class _Choosing:
     picks: dict[tuple[bool, Pick], None] = field(default_factory=dict)
     certificate: Certificate | None = None
     solved_s: float = 0.0
+    slower: list[Weighed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         request, start = self.placed.request, time.process_time()
-        self.apart = request.mesh.pipeline_axis is not None or request.count > 1
+        pipeline_axis = request.mesh.pipeline_axis
+        self.apart = pipeline_axis is not None or request.count > 1
+        self.ratio = 1.0 if pipeline_axis is None else 1.0 / pipeline_axis.size
         recipes = list(self._recipes())
         priced = self._assigned(recipes) if set(self.axes) == set(searched_axes(self.placed)) else {}
         self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(priced.values()))
@@ -230,6 +235,8 @@ class _Choosing:
                     return
                 self.picks[near, found.pick] = None
                 self.certificate = found.certificate if name == FOUND else self.certificate
+                if self._known_faster(self._found(name, self.placed, found, plain)):
+                    return
                 placed = with_text(self.placed, self.axes, found.choices)
                 holds = self._try(self._found(name, placed, found, plain), placed, near)
                 if holds is None or self.budget is None or holds <= self.budget:
@@ -249,18 +256,28 @@ class _Choosing:
     def try_recipes(self) -> None:
         """Those that may be faster than what was found, and than what is known; where nothing fits, the one that holds least."""
         last = self.lowered[-1][0] if self.lowered else None
-        ratio = last.seconds / last.estimated if last is not None and last.seconds and last.estimated else 1.0
+        ratio = last.seconds / last.estimated if last is not None and last.seconds and last.estimated else self.ratio
         tried: list[_Recipe] = []
         for recipe in self.recipes:
             slow = recipe.overlapped is not None and recipe.overlapped * ratio > self._most()
             large = self.budget is not None and not self.apart and recipe.holds is not None and recipe.holds > self.budget
+            if not large and self._known_faster(recipe.weighed):
+                continue
             if len(tried) < RECIPES and not slow and not large:
                 tried.append(recipe)
                 self._try(recipe.weighed, self._under(recipe.plan))
             else:
                 self.dropped.append(replace(recipe.weighed, dropped=f"{TOO_LARGE}, by the model" if large else SLOWER))
-        if self.best is None and not self._beaten():
+        if self.best is None and not self.slower:
             self._try_smallest(tried)
+
+    def _known_faster(self, weighed: Weighed) -> bool:
+        """Whether a plan elsewhere is faster than a candidate is estimated to be. Estimates are low: they count hidden what can be."""
+        known = self.placed.request.beaten_s
+        if known is None or weighed.estimated is None or weighed.estimated * self.ratio <= known:
+            return False
+        self.slower.append(replace(weighed, dropped=SLOWER))
+        return True
 
     def _most(self) -> float:
         """Seconds that a recipe may be estimated to take."""
@@ -296,6 +313,10 @@ class _Choosing:
             self.dropped.append(replace(weighed, dropped=UNLIKE))
             return None
         if isinstance(found, Refused):
+            if isinstance(found.error, Beaten):
+                self.slower.append(replace(weighed, dropped=SLOWER))
+                self.ratio = found.error.least_s / weighed.estimated if weighed.estimated else self.ratio
+                return None
             self.refused.append(found.error)
             self.dropped.append(replace(weighed, dropped=str(found)))
             return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
@@ -315,8 +336,8 @@ class _Choosing:
 
     def refusal(self) -> MeshcError:
         """Why there is none."""
-        if slower := self._beaten():
-            return min(slower, key=lambda one: one.least_s)
+        if self.slower:
+            return self._beaten()
         needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
         if self.refused and not needs:
             return self.refused[0]
@@ -326,8 +347,9 @@ class _Choosing:
         """The fewest bytes that any choice holds by the model, of those that were found."""
         return min((one.least for one in (self.search, self._near) if one is not None and one.least is not None), default=None)
 
-    def _beaten(self) -> list[Beaten]:
-        return [one for one in self.refused if isinstance(one, Beaten)]
+    def _beaten(self) -> Beaten:
+        least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio
+        return Beaten(float(least_s), self.placed.request.beaten_s or 0.0, beaten.BY_STAGES if self.apart else beaten.BY_ESTIMATE)
 
     def table(self, taken: Candidate | None) -> Iterator[Weighed]:
         if taken is not None:
@@ -335,7 +357,7 @@ class _Choosing:
         for one, most in sorted(self.lowered, key=lambda one: one[0].seconds or 0.0):
             if taken is None or one is not taken.weighed:
                 yield replace(one, dropped=TOO_LARGE if self.budget is not None and most.total > self.budget else SLOWER)
-        yield from sorted(self.dropped, key=lambda one: one.modelled or inf)
+        yield from sorted((*self.dropped, *self.slower), key=lambda one: one.modelled or inf)
 
     def note(self, taken: Candidate) -> str:
         said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found within the budget'}"

@@ -6,7 +6,7 @@ import pytest
 
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
-from meshc.passes.driver.beaten import BY_MODEL, BY_STAGES, MARGIN, Beaten
+from meshc.passes.driver.beaten import BY_ESTIMATE, BY_MODEL, BY_STAGES, MARGIN, Beaten
 from meshc.text.show import print_program
 from tests import models
 from tests.captured import Captured
@@ -22,6 +22,9 @@ def test_a_mesh_whose_bound_is_above_what_is_known_is_not_searched() -> None:
         captured.program("dp=2,tp=2", "auto", **ask, beaten_s=1e-9)
     assert caught.value.by == BY_MODEL and 1e-9 < caught.value.least_s <= took_s * (1 + MARGIN)
     assert str(caught.value).startswith("at best ") and str(caught.value).endswith("; a plan of 0.0 ms is known")
+    with pytest.raises(Beaten) as below:  # the bound is not far enough above what is known, and every estimate is
+        captured.program("dp=2,tp=2", "auto", **ask, beaten_s=caught.value.least_s / (1 + MARGIN / 2))
+    assert below.value.by == BY_ESTIMATE and below.value.least_s >= caught.value.least_s
     assert print_program(captured.program("dp=2,tp=2", "auto", **ask, beaten_s=2 * took_s)) == print_program(free)
 
 
