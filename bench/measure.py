@@ -44,6 +44,7 @@ class Row:
     system: str
     mode: str
     fused: bool
+    remat: str = "none"
     problem: str | None = None
     losses: list[float] = field(default_factory=list)
     loss_error: float | None = None
@@ -128,7 +129,7 @@ class Bench:
 
     def run(self, pairs: int) -> None:
         for contender in self.contenders:
-            row = Row(contender.title(self.plan), contender.system, contender.mode, contender.fused)
+            row = Row(contender.title(self.plan), contender.system, contender.mode, contender.fused, contender.remat)
             self.rows.append(row)
             self._prepare(contender, row)
         gc.collect()

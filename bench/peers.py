@@ -50,11 +50,14 @@ class Contender:
     system: str
     compiled: bool = False
     fused: bool = True
+    remat: str = "none"
+    """meshc's policy."""
 
     def title(self, plan: str) -> str:
         peers = {"ddp": "DDP", "fsdp": "FSDP2", "megatron": "parallelize_module", "megatron_sp": "parallelize_module, sequence"}
         peers |= dict.fromkeys(PIPELINES, "torch pipelining")
         name = {"single": "single process", "peer": peers[plan], "meshc": "meshc"}[self.system]
+        name += "" if self.remat == "none" else f", remat {self.remat}"
         return name if self.fused else f"{name}, default AdamW"
 
     @property
@@ -91,7 +94,7 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     schedule, _, count = plan.partition("-")
     step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss, microbatches=int(count or 1))
-    options = meshc.Options(schedule=schedule) if count else meshc.Options()
+    options = meshc.Options(schedule=schedule if count else None, remat=contender.remat)
     backend = "inductor" if contender.compiled else "eager"
     program = meshc.compile(step, mesh, plan=None if count else plan, backend=backend, options=options)
     return Built(lambda batch: program(**batch), program=program)

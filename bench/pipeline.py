@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--name", help="of the files in bench/results/; by default only a run of everything writes them")
     parser.add_argument("--verbose", action="store_true", help="print what the ranks print")
     options = parser.parse_args()
-    options.systems, options.default_adamw = ["peer", "meshc"], False
+    options.systems, options.default_adamw, options.remat = ["peer", "meshc"], False, []
     name = options.name or ("pipeline-two-cpu-ranks" if not options.eager and options.plans == list(PLANS) else None)
     start = time.monotonic()
     results = []

@@ -47,7 +47,8 @@ def ratio(row: Row, base: Row | None, figure: str = "step_s") -> float | None:
 
 
 def find(rows: list[Row], system: str, mode: str) -> Row | None:
-    return next((row for row in rows if (row["system"], row["mode"], row.get("fused", True)) == (system, mode, True)), None)
+    usual = (row for row in rows if row.get("fused", True) and row.get("remat", "none") == "none")
+    return next((row for row in usual if (row["system"], row["mode"]) == (system, mode)), None)
 
 
 def lines(results: list[dict[str, Any]]) -> list[list[Any]]:

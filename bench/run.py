@@ -38,6 +38,7 @@ def contenders(options: argparse.Namespace) -> list[dict[str, Any]]:
         for system in ("peer", "meshc"):
             if system in options.systems:
                 rows.append({"system": system, "compiled": compiled})
+        rows += [{"system": "meshc", "compiled": compiled, "remat": policy} for policy in options.remat]
     return rows
 
 
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", choices=("peer", "meshc"), default=["peer", "meshc"], help="beside the single process")
     parser.add_argument("--pairs", type=int, default=15, help="interleaved timed steps of each contender")
     parser.add_argument("--eager", action="store_true", help="leave out torch.compile and Inductor, which compile for minutes")
+    parser.add_argument("--remat", nargs="+", default=[], help="also meshc under these policies of what backward makes again")
     parser.add_argument("--default-adamw", action="store_true", help="also peers with AdamW as it is by default, not fused")
     parser.add_argument("--quick", action="store_true", help="Llama, eager, 5 pairs")
     parser.add_argument("--name", help="of the files in bench/results/; by default only a run of everything writes them")
@@ -88,7 +90,7 @@ def main() -> int:
     if options.quick:
         options.models, options.eager, options.pairs = ["llama"], True, 5
 
-    everything = not (options.quick or options.eager or options.default_adamw) and all(
+    everything = not (options.quick or options.eager or options.default_adamw or options.remat) and all(
         set(given) == set(parser.get_default(name)) for name, given in (("models", options.models), ("plans", options.plans))
     )
     name = options.name or ("two-cpu-ranks" if everything and len(options.systems) == 2 else None)
