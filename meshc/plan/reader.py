@@ -228,6 +228,8 @@ def _read_store_line(line: Line, number: int, word: str) -> StoreLine:
     pattern = line.expect(GLOB, names)
     kinds = STORES
     if line.accept(":") is None:
+        if re.match(r"_|[\w.]+\s*[/!*]", line.text[line.at :]):
+            line.fail(f"after the pattern comes a colon: `store {pattern}: {line.text[line.at :].strip()}`")
         kinds = _read_kinds(line)
         line.expect(":", f"then comes a colon, and one entry for each dim: `store {pattern} {', '.join(kinds)}: vocab/dp, _`")
     dims = _read_dims(line, again=True)

@@ -262,7 +262,7 @@ def test_every_bad_line_is_shown() -> None:
         ("pin fc.weight: auto/tp", 15, "auto is no factor"),
         ("store: batch", 0, "store is no axis's name"),
         ("store input:x: a", 6, "what lies between steps are parameters"),
-        ("store fc.weight ffn/tp, _", 16, "ffn cannot be stored (there are: params, grads, state)"),
+        ("store fc.weight ffn/tp, _", 16, "after the pattern comes a colon: `store fc.weight: ffn/tp, _`"),
         ("store fc.weight state, state: ffn", 23, "state is there twice"),
         ("store fc.weight state ffn", 22, "then comes a colon"),
         ("store fc.weight: ffn/tp, _  only", 28, "separate dims by `,`"),

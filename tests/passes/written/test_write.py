@@ -155,6 +155,25 @@ def test_so_does_what_is_found_for_microbatches_and_stages(
     written(kind, mesh, plan, monkeypatch, microbatches=count)
 
 
+def test_a_text_that_is_edited_is_read_as_any_plan() -> None:
+    """Lines may go, and the rest compiles; a slip is refused by its line."""
+    text = str(program("mlp", "dp=2,tp=2", "dp: batch; store state\ntp: auto").plan)
+    lines = text.splitlines()
+    fewer = [line for line in lines if not line.startswith("store down.")]
+    assert str(program("mlp", "dp=2,tp=2", "\n".join(fewer)).plan).splitlines() == fewer
+    slips = {
+        "store up.wieght: ffn/tp, _": "no parameter is called 'up.wieght'; did you mean up.weight",
+        "store up.weight ffn/tp, _": "^ after the pattern comes a colon: `store up.weight: ffn/tp, _`",
+        "store up.weight: ffn/tp, _\nstore up.weight: _, hidden/tp": "tp splits ffn in dim 0 and hidden in dim 1; an axis splits",
+        "pin op:midle/forward: batch/tp": "no operator is called 'midle/forward'; did you mean middle/forward",
+        "pin op:up/forward: batch/tp\npin op:up: -/tp": "in up/forward/addmm tp splits batch in one and nothing in the other; keep one",
+    }
+    for slip, said in slips.items():
+        with pytest.raises(meshc.PlanError) as caught:
+            program("mlp", "dp=2,tp=2", f"{text}\n{slip}")
+        assert f"line {len(lines) + 1}" in str(caught.value) and said in str(caught.value), slip
+
+
 def test_what_is_found_within_a_budget_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     free = program("mlp", "dp=4", "dp: auto")
     budget = int(0.9 * memory.worst(free).total)
