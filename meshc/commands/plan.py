@@ -57,6 +57,9 @@ class Looked:
     @property
     def why(self) -> str:
         """Why it has no plan."""
+        least = _least(self.found)
+        if least < inf:
+            return f"nothing fits; the least that a plan was found to hold is {rounded(least)}"
         return str(self.found.refused).splitlines()[0]
 
 
