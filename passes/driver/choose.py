@@ -43,9 +43,9 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.certificate import Certificate
-from meshc.passes.planner.model import Pick
 from meshc.passes.planner.overlap import overlapped_seconds
 from meshc.passes.planner.search import Found, Search
+from meshc.passes.planner.space import Option
 from meshc.passes.planner.survey import searched_axes
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit, may_hold
@@ -161,7 +161,7 @@ class _Choosing:
     dropped: list[Weighed] = field(default_factory=list)
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
-    picks: dict[tuple[bool, Pick], None] = field(default_factory=dict)
+    picks: dict[tuple[bool, tuple[Option, ...]], None] = field(default_factory=dict)
     certificate: Certificate | None = None
     solved_s: float = 0.0
     slower: list[Weighed] = field(default_factory=list)
@@ -231,14 +231,14 @@ class _Choosing:
                 within = None  # the model may read more bytes than the program has: what is best without a budget says how many
                 continue
             for found in some:
-                if (near, found.pick) in self.picks:
+                if (near, found.options) in self.picks:
                     return
-                self.picks[near, found.pick] = None
+                self.picks[near, found.options] = None
                 self.certificate = found.certificate if name == FOUND else self.certificate
                 if self._known_faster(self._found(name, self.placed, found, plain)):
                     return
                 placed = with_text(self.placed, self.axes, found.choices)
-                holds = self._try(self._found(name, placed, found, plain), placed, near)
+                holds = self._try(self._found(name, placed, found), placed, near)
                 if holds is None or self.budget is None or holds <= self.budget:
                     return
                 tried.append((float(holds), found.certificate.held))
@@ -294,10 +294,10 @@ class _Choosing:
             for found in self._solved(self.search, within)[:1]:
                 placed = with_text(self.placed, self.axes, found.choices)
                 with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
-                    self._try(self._found(FOUND, placed, found, self.search), placed, near=False)
+                    self._try(self._found(FOUND, placed, found), placed, near=False)
 
-    def _found(self, name: str, placed: Placed, found: Found, search: Search) -> Weighed:
-        seconds, hidden = search.model.seconds(found.pick), overlapped_seconds(search.model, found.pick)
+    def _found(self, name: str, placed: Placed, found: Found) -> Weighed:
+        seconds, hidden = found.model.seconds(found.pick), overlapped_seconds(found.model, found.pick)
         return Weighed(name, str(placed.plan), float(seconds), holds=found.certificate.held, estimated=hidden)
 
     def _try(self, weighed: Weighed, placed: Placed, near: bool = True) -> int | None:

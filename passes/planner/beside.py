@@ -18,25 +18,25 @@ from meshc.passes.planner.space import Decision, Key, Option, Space
 def widened(space: Space, plans: Sequence[Assignment]) -> Space:
     """With the options that the plans take."""
     decisions = {
-        key: replace(one, options=tuple(dict.fromkeys((*one.options, *(option_of(space, one, plan) for plan in plans)))))
+        key: replace(one, options=tuple(dict.fromkeys((*one.options, *(option_of(space.axes, one, plan) for plan in plans)))))
         for key, one in space.decisions.items()
     }
     return replace(space, decisions=decisions) if plans else space
 
 
-def option_of(space: Space, decision: Decision, plan: Assignment) -> Option:
-    """What a plan decides of it."""
+def option_of(order: Sequence[str], decision: Decision, plan: Assignment) -> Option:
+    """What a plan decides of it, along these axes."""
     key: Key = decision.key
 
     def searched(axes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if axis in space.axes)
+        return tuple(axis for axis in axes if axis in order)
 
     if isinstance(key, tuple):
         kind, name = key
         return Option(tuple(searched(part.axes) for _, _, part in plan.storage[name, kind].parts()))
     if key.op != "call_function":
-        return decision.options[0]
+        return decision.options[0]  # an input lies as it is given
     chosen = plan.chosen[key]
     pending = {axis for want in plan.wanted[key] for axis, _ in want.pending}
     axes = tuple(searched(chosen.get(label, ())) for label in decision.labels)  # type: ignore[arg-type]
-    return Option(axes, tuple(axis for axis in space.axes if axis in pending))
+    return Option(axes, tuple(axis for axis in order if axis in pending))

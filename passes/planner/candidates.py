@@ -9,8 +9,9 @@ and its reduction are one collective each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations, product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations, product
 from math import prod
 from typing import Final
 
@@ -24,6 +25,70 @@ DEFERRED: Final = -1
 """In the place of a label: the axis takes none, and what the operator reads and makes stays pending over it."""
 
 
+TOGETHER: Final = 1
+"""Axes along which an option may differ from a base, where there are too many axes for all options: two would be half a million pairs of
+forms on four axes that no other mesh knows, a tenth of a percent for three times the seconds."""
+
+
+@dataclass(frozen=True)
+class Possible:
+    """What a decision may be.
+
+    sizes     of the labels
+    legal     the axes that are open, each with the labels that it may take; with None among them, it may take none
+    held      (label, axes that it has in any case); `deferred` likewise what is pending in any case
+    mesh      (axis, ranks), in the order of the mesh
+    defers    whether sums may stay pending;  ordered  whether axes of one label stand in the order of the mesh
+    tied      (label, label) that are split together
+    pinned    (label, its axes), if there is an option with them
+    """
+
+    sizes: tuple[int, ...]
+    legal: tuple[tuple[str, tuple[int | None, ...]], ...]
+    held: tuple[tuple[int, Axes], ...]
+    deferred: Axes
+    mesh: tuple[tuple[str, int], ...]
+    defers: bool = False
+    ordered: bool = True
+    tied: tuple[tuple[int, int], ...] = ()
+    pinned: tuple[tuple[int, Axes], ...] = ()
+
+    def options(self) -> tuple[Option, ...]:
+        found = options(
+            self.sizes, dict(self.legal), dict(self.held), self.deferred, dict(self.mesh),
+            defers=self.defers, ordered=self.ordered, tied=dict(self.tied),
+        )  # fmt: skip
+        return tuple(one for one in found if all(one.axes[label] == axes for label, axes in self.pinned)) or found
+
+    def around(self, bases: Iterable[Option]) -> tuple[Option, ...]:
+        """Those that differ from one of the bases along TOGETHER axes at most."""
+        if len(self.legal) <= TOGETHER:
+            return self.options()
+        found: dict[Option, None] = {}
+        for base in bases:
+            for moving in combinations(self.legal, TOGETHER):
+                found.update(dict.fromkeys(self._moving(dict(moving), base).options()))
+        return tuple(found) or self.options()
+
+    def _moving(self, moving: Mapping[str, tuple[int | None, ...]], base: Option) -> Possible:
+        """The other axes stay where the base has them, if they may be there, and take the first that they may otherwise."""
+        labels, pending = {label: list(axes) for label, axes in self.held}, list(self.deferred)
+        for axis, may in self.legal:
+            if axis in moving:
+                continue
+            at = next((label for label, axes in enumerate(base.axes) if axis in axes), None)
+            if self.defers and axis in base.deferred:
+                pending.append(axis)
+                continue
+            place = at if at in may else None if None in may else may[0]
+            if place is not None:
+                labels.setdefault(place, []).append(axis)
+        for label, row in labels.items():
+            row.sort(key=lambda axis: base.axes[label].index(axis) if axis in base.axes[label] else -1)  # noqa: B023
+        held = tuple((label, tuple(row)) for label, row in labels.items())
+        return replace(self, legal=tuple(moving.items()), held=held, deferred=tuple(pending))
+
+
 def options(
     sizes: Sequence[int],
     legal: Mapping[str, Sequence[int | None]],
@@ -35,13 +100,7 @@ def options(
     ordered: bool = True,
     tied: Mapping[int, int] | None = None,
 ) -> tuple[Option, ...]:
-    """
-    sizes     of the labels
-    legal     the axes that are open, each with the labels that it may take; with None among them, it may take none
-    held      label -> axes that it has in any case; `deferred` likewise what is pending in any case
-    defers    whether sums may stay pending;  ordered  whether axes of one label stand in the order of the mesh
-    tied      labels that are split together
-    """
+    """All of them (`Possible` has what the arguments are)."""
     order = list(mesh)
     found: dict[Option, None] = {}
     for taken in product(*([*legal[axis], *((DEFERRED,) if defers else ())] for axis in legal)):

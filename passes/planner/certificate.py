@@ -23,6 +23,7 @@ class Certificate:
     bound    no choice of the model costs less
     held     bytes that a rank holds at most, by the model;  budget  that it was to keep, None: none
     options  of all classes together;  classes  how many are decided
+    near     whether these are not all options: of many axes, those that differ from a plan before it along two of them at most
     """
 
     seconds: float
@@ -31,6 +32,7 @@ class Certificate:
     budget: float | None
     classes: int
     options: int
+    near: bool = False
 
     @property
     def gap(self) -> float:
@@ -39,7 +41,8 @@ class Certificate:
 
     def __str__(self) -> str:
         within = "" if self.budget is None else f" within {self.budget / 1e9:.2f} GB"
+        near = ", of many axes those near it" if self.near else ""
         return (
             f"{self.seconds * 1e3:.3f} ms by the model{within}, at best {self.bound * 1e3:.3f} ms: a gap of {self.gap:.2%} "
-            f"over {self.classes} decisions with {self.options:,} options"
+            f"over {self.classes} decisions with {self.options:,} options{near}"
         )

@@ -18,9 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from meshc.cost.devices import Device
-from meshc.ir.mesh import Mesh
-from meshc.passes.phases.factors import Factors
 from meshc.passes.planner.fold import Folded
 from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.operators import Operators
@@ -107,9 +104,8 @@ class Model:
         return group.count * sum(paid.values())
 
 
-def build(space: Space, folded: Folded, factors: Factors, mesh: Mesh, device: Device) -> Model:
-    operators = Operators(factors, mesh, space.sizes, device)
-    model = Model(space, folded, operators, Moves(mesh, space.sizes, device))
+def build(space: Space, folded: Folded, operators: Operators, moves: Moves) -> Model:
+    model = Model(space, folded, operators, moves)
     updates: dict[Key, list[Node]] = {}
     for node, (key, _) in space.updates.items():
         updates.setdefault(key, []).append(node)

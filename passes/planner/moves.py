@@ -25,7 +25,7 @@ from meshc.cost.devices import Device
 from meshc.cost.links import link_of, ways
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.partition.reshard import Step, merge, steps
+from meshc.passes.partition.reshard import merge, steps
 from meshc.passes.planner.space import Axes, Floats, Form, Numbers
 
 Message: TypeAlias = tuple[str, Axes, float]
@@ -33,11 +33,17 @@ Message: TypeAlias = tuple[str, Axes, float]
 Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 """Of each slot that changes, its axes before and after; what is pending before, and after."""
 
+Level: TypeAlias = tuple[int, ...]
+Number: TypeAlias = tuple[Level, int]
+"""Of all that moves between two forms: equal numbers, equal moves."""
+
 WAYS: Final = 3
 """A collective is done in as many ways at most."""
-REDUCTIONS: Final = ("", "sum", "max", "min")
+KINDS: Final = 1 << 12
+"""Changes of one slot, and of what is pending, have numbers below."""
 ROOM: Final = 1 << 62
 """Of numbers that stand for pairs of forms."""
+UNKNOWN: Final = -1
 
 
 @dataclass
@@ -46,19 +52,26 @@ class Moves:
     sizes: Mapping[str, int]
     device: Device
     _lists: dict[Moved, int] = field(default_factory=dict)
-    _steps: dict[Moved, tuple[Step, ...]] = field(default_factory=dict)
+    _steps: dict[Moved, tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=dict)
     """Of axes that are called by their number, in the order in which they come: steps do not depend on what axes are called."""
     _prices: dict[Message, tuple[list[float], list[float]]] = field(default_factory=dict)
     _latency: list[list[list[float]]] = field(default_factory=list)
     """Of each list of steps, by message and way: seconds whatever the bytes; `_per_byte` seconds for each byte of the whole value."""
     _per_byte: list[list[list[float]]] = field(default_factory=list)
     _pairs: dict[object, tuple[Numbers, Floats, Floats]] = field(default_factory=dict)
-    _known: dict[int, int] = field(default_factory=dict)
+    _known: dict[Number, int] = field(default_factory=dict)
     _codes: dict[Axes, int] = field(default_factory=dict)
+    _owed: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], int] = field(default_factory=dict)
+    """What is pending before and after, by number."""
+    _begun: dict[Number, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rows = (row for count in range(len(self.sizes) + 1) for row in permutations(self.sizes, count))
         self._codes.update({row: at for at, row in enumerate(rows)})
+        self._ranks = {row: prod(self.sizes[axis] for axis in row) for row in self._codes}
+        self._changes = np.full(len(self._codes) ** 2, UNKNOWN)
+        """Numbers of changes of a slot, those that have come up from 1 on."""
+        self._changes[:: len(self._codes) + 1] = 0
 
     def seconds(self, source: Form, target: Form, size: float) -> float:
         """Of a value of so many bytes, if whole."""
@@ -80,20 +93,17 @@ class Moves:
         before, after = (
             np.array([[self._codes[axes] for axes in form[0]] for form in forms], dtype=np.int64) for forms in (sources, targets)
         )
-        ranks = np.array([prod(self.sizes[axis] for axis in row) for row in self._codes], dtype=np.int64)
-        pairs = _Pairs(len(sources), len(targets))
-        for slot in range(before.shape[1]):
+        ranks = np.array(list(self._ranks.values()), dtype=np.int64)
+        pairs, slots = _Pairs(len(sources), len(targets), self._begun), before.shape[1]
+        for slot in range(slots):
             one, other = before[:, slot, None], after[None, :, slot]
-            change = np.where(one == other, 0, 1 + one * len(ranks) + other)
-            pairs.slot(change, 1 + len(ranks) ** 2, np.where(one == other, ranks[one], 1))
-        for axis in self.sizes:
-            one, other = np.array([_reduction(a, axis) for a in sources])[:, None], np.array([_reduction(b, axis) for b in targets])
-            pairs.note(np.where(one == other, 0, one * len(REDUCTIONS) + other), len(REDUCTIONS) ** 2)
-        _, first, place = np.unique(pairs.key(), return_index=True, return_inverse=True)
+            pairs.slot(self._change(one * len(ranks) + other), np.where(one == other, ranks[one], 1), slots - slot)
+        pairs.note(self._pending(sources, targets))
+        _, first, place = np.unique(pairs.tail, return_index=True, return_inverse=True)
         rows, columns = np.unravel_index(first, pairs.stay.shape)
         lists = np.array([
-            self._list(key, sources[row], targets[column])
-            for key, row, column in zip(pairs.names(first), rows.tolist(), columns.tolist(), strict=True)
+            self._list((pairs.level, key), sources[row], targets[column])
+            for key, row, column in zip(pairs.tail.ravel()[first].tolist(), rows.tolist(), columns.tolist(), strict=True)
         ])  # fmt: skip
         kinds, place = np.unique(place.reshape(pairs.stay.shape) * (pairs.stay.max() + 1) + pairs.stay, return_inverse=True)
         lists, stay = lists[kinds // (pairs.stay.max() + 1)], kinds % (pairs.stay.max() + 1)
@@ -101,9 +111,23 @@ class Moves:
         latency, per_byte = (_filled([table[number] for number in lists])[each] for table in (self._latency, self._per_byte))
         return place.reshape(pairs.stay.shape), latency, per_byte / stay[:, None, None]
 
-    def _list(self, key: int | None, source: Form, target: Form) -> int:
+    def _pending(self, sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.int64]:
+        before, after = ({form[1]: at for at, form in enumerate(reversed(forms))} for forms in (sources, targets))
+        found = np.array([[self._owed.setdefault((a, b), len(self._owed)) for b in after] for a in before], dtype=np.int64)
+        rows, columns = ([list(owed).index(form[1]) for form in forms] for owed, forms in ((before, sources), (after, targets)))
+        return found[np.ix_(rows, columns)]
+
+    def _change(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = self._changes[raw]
+        fresh = np.unique(raw[found == UNKNOWN])
+        if len(fresh):
+            self._changes[fresh] = np.arange(len(fresh)) + self._changes.max() + 1
+            found = self._changes[raw]
+        return found
+
+    def _list(self, key: Number, source: Form, target: Form) -> int:
         """The number of the steps of a pair of forms; pairs with one key have the same."""
-        number = None if key is None else self._known.get(key)
+        number = self._known.get(key)
         if number is None:
             moved = _moved(source, target)
             number = self._lists.setdefault(moved, len(self._lists))
@@ -111,34 +135,40 @@ class Moves:
                 found = [self._message(one) for one in self.messages(*moved) if one[0] != "slice"]
                 self._latency.append([one for one, _ in found])
                 self._per_byte.append([one for _, one in found])
-            if key is not None:
-                self._known[key] = number
+            self._known[key] = number
         return number
 
     def messages(
         self, moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
     ) -> tuple[Message, ...]:
         names: dict[str, str] = {}
-        for axis in (axis for pair in moved for axes in pair for axis in axes):
-            names.setdefault(axis, f"{len(names)}")
+        part = 1.0
+        for pair in moved:
+            for axis in pair[0]:
+                part /= self.sizes[axis]
+            for axes in pair:
+                for axis in axes:
+                    if axis not in names:
+                        names[axis] = f"{len(names)}"
         for axis, _ in (*before, *after):
-            names.setdefault(axis, f"{len(names)}")
+            if axis not in names:
+                names[axis] = f"{len(names)}"
         renamed = (
-            tuple((tuple(names[axis] for axis in one), tuple(names[axis] for axis in other)) for one, other in moved),
-            tuple((names[axis], how) for axis, how in before), tuple((names[axis], how) for axis, how in after),
+            tuple([(tuple([names[axis] for axis in one]), tuple([names[axis] for axis in other])) for one, other in moved]),
+            tuple([(names[axis], how) for axis, how in before]), tuple([(names[axis], how) for axis, how in after]),
         )  # fmt: skip
-        if renamed not in self._steps:
-            self._steps[renamed] = _steps(*renamed)
-        axes_of = {name: axis for axis, name in names.items()}
-        part = 1.0 / prod(self.sizes[axis] for one, _ in moved for axis in one)
+        found = self._steps.get(renamed)
+        if found is None:
+            found = self._steps[renamed] = _steps(*renamed)
+        axes_of = list(names)
         listed: list[Message] = []
-        for step in self._steps[renamed]:
-            axes = tuple(axes_of[name] for name in step.axes)
-            count = prod(self.sizes[axis] for axis in axes)
-            if step.kind == "all_gather":
+        for kind, numbers in found:
+            over = tuple([axes_of[number] for number in numbers])
+            count = self._ranks[over]
+            if kind == "all_gather":
                 part *= count
-            listed.append((step.kind, axes, part))
-            if step.kind in ("slice", "reduce_scatter"):
+            listed.append((kind, over, part))
+            if kind in ("slice", "reduce_scatter"):
                 part /= count
         return tuple(listed)
 
@@ -158,48 +188,43 @@ class Moves:
 
 
 class _Pairs:
-    """A number for each pair of forms: equal numbers, equal moves. `stay`: ranks by which slots that do not change split the value."""
+    """A number for each pair of forms: of one level equal numbers, equal moves. `stay`: ranks by which slots that do not change split the
+    value. `begun`: what numbers begin with where there was no more room for all of it, by its own number, for all tables."""
 
-    def __init__(self, sources: int, targets: int) -> None:
-        self.head, self.tail = np.zeros((sources, targets), dtype=np.int64), np.zeros((sources, targets), dtype=np.int64)
+    def __init__(self, sources: int, targets: int, begun: dict[Number, int]) -> None:
+        self.tail = np.zeros((sources, targets), dtype=np.int64)
         self.stay = np.ones((sources, targets), dtype=np.int64)
-        self.most = 1
-        """Tails are below it."""
-        self.exact = True
-        """Whether tails are all there is, and say the same of pairs of other forms."""
+        self.begun = begun
+        self.level: Level = ()
+        """How many slots were left each time that there was no more room."""
 
-    def slot(self, change: NDArray[np.int64], kinds: int, stays: NDArray[np.int64]) -> None:
-        """Changes are numbers below `kinds`, 0 being none: how many slots do not change makes no difference."""
-        self._make_room(kinds)
-        self.tail = np.where(change == 0, self.tail, self.tail * kinds + change)
+    def slot(self, change: NDArray[np.int64], stays: NDArray[np.int64], left: int) -> None:
+        """Changes are numbers, 0 being none: as long as there is room, slots that do not change make no difference."""
+        assert change.max() < KINDS
+        self._make_room(KINDS, left)
+        more = self.tail * KINDS + change
+        self.tail = more if self.level else np.where(change == 0, self.tail, more)
         self.stay = self.stay * stays
 
-    def note(self, what: NDArray[np.int64], kinds: int) -> None:
-        self._make_room(kinds)
-        self.tail = self.tail * kinds + what
+    def note(self, what: NDArray[np.int64]) -> None:
+        assert what.max() < KINDS
+        self._make_room(KINDS, 0)
+        self.tail = self.tail * KINDS + what
 
-    def key(self) -> NDArray[np.int64]:
-        if not self.exact:
-            self._make_room(ROOM)
-        return self.tail if self.exact else self.head
-
-    def names(self, places: Numbers) -> list[int | None]:
-        return self.tail.ravel()[places].tolist() if self.exact else [None] * len(places)
-
-    def _make_room(self, kinds: int) -> None:
-        if self.most * kinds >= ROOM:
-            known, tail = np.unique(self.tail, return_inverse=True)
-            _, head = np.unique(self.head * len(known) + tail.reshape(self.head.shape), return_inverse=True)
-            self.exact = False
-            self.head, self.tail, self.most = head.reshape(self.head.shape).astype(np.int64), np.zeros_like(self.tail), 1
-        self.most *= kinds
+    def _make_room(self, kinds: int, left: int) -> None:
+        if int(self.tail.max()) < ROOM // kinds:
+            return
+        known, place = np.unique(self.tail, return_inverse=True)
+        names = [self.begun.setdefault((self.level, one), len(self.begun)) for one in known.tolist()]
+        self.tail, self.level = np.array(names)[place].reshape(self.tail.shape), (*self.level, left)
 
 
 def _steps(
     moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
-) -> tuple[Step, ...]:
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Kinds of steps with the numbers of their axes."""
     source, target = (Sharding(tuple((Part("", 0, pair[at]),) for pair in moved), owed) for at, owed in enumerate((before, after)))
-    return tuple(merge(steps(source, target)))
+    return tuple((step.kind, tuple(map(int, step.axes))) for step in merge(steps(source, target)))
 
 
 def _filled(rows: Sequence[Sequence[Sequence[float]]]) -> Floats:
@@ -216,6 +241,3 @@ def _moved(source: Form, target: Form) -> Moved:
     before, after = (tuple(owed for owed in one[1] if owed not in other[1]) for one, other in ((source, target), (target, source)))
     return slots, before, after
 
-
-def _reduction(form: Form, axis: str) -> int:
-    return REDUCTIONS.index(dict(form[1]).get(axis, ""))

@@ -59,9 +59,10 @@ def narrow(weighed: Weighed, left: Sequence[Numbers], known: Iterable[Pick] = ()
 
 
 def decoded(ascent: Ascent, picks: Iterable[Pick] = ()) -> list[Pick]:
-    """The choice that the messages say, and others made better."""
+    """The choice that the messages say, and it and others made better."""
     descent = Descent(ascent)
-    return [descent.improved(one) for one in (descent.decided(), *picks)]
+    said = descent.decided()
+    return [said, *(descent.improved(one) for one in (said, *picks))]
 
 
 def closed(found: Narrowed) -> Narrowed:
@@ -87,15 +88,23 @@ def closed(found: Narrowed) -> Narrowed:
 
 
 def columns_of(
-    ascent: Ascent, known: float, picks: Sequence[Pick], moments: Sequence[int] = (), budget: float = np.inf, *, most: int
+    ascent: Ascent,
+    known: float,
+    picks: Sequence[Pick],
+    moments: Sequence[int] = (),
+    budget: float = np.inf,
+    *,
+    most: int,
+    everything: int = 0,
 ) -> tuple[Columns, bool]:
     """The options, and pairs of forms, of choices that cost no more than what is known, and whether that is all of them. Where there are
-    too many, those that cost least beyond the bound, and those of the picks."""
+    more than `everything`, those `most` that cost least beyond the bound, and those of the picks that are of these options."""
     limit = known * (1 + MARGIN) - ascent.bound
     beyond = np.concatenate([one.ravel() for one in ascent.pairs().values()] or [np.zeros(0)])
-    everything = int((beyond <= limit).sum()) <= most
-    if not everything:
+    all_of_them = int((beyond <= limit).sum()) <= max(most, everything)
+    if not all_of_them:
         limit = float(np.partition(beyond, most)[most])
+    picks = [pick for pick in picks if all(option in row for option, row in zip(pick, ascent.left, strict=True))]
     left = []
     for number, (row, costs) in enumerate(zip(ascent.left, ascent.beyond(), strict=True)):
         taken = np.isin(row, [pick[number] for pick in picks])
@@ -109,7 +118,7 @@ def columns_of(
             a = np.searchsorted(edge.maker.forms, group.given[pick[group.maker]])
             b = np.searchsorted(edge.reader.forms, leg.forms[pick[leg.reader]])
             pairs[edge.group, edge.leg][a, b] = True
-    return Columns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget), everything
+    return Columns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget), all_of_them
 
 
 def count_pairs(ascent: Ascent, known: float) -> int:

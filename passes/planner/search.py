@@ -6,9 +6,10 @@ those that are left (`solve.py`). Within a budget a byte at the fullest moments 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -16,26 +17,40 @@ from meshc.cost.devices import Device
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
-from meshc.passes.planner import fold, model, overlap
+from meshc.passes.planner import fold, overlap
 from meshc.passes.planner.beside import option_of, widened
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.chosen import choices
 from meshc.passes.planner.memory import Memory
-from meshc.passes.planner.model import Pick
+from meshc.passes.planner.model import Model, Pick, build
+from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.narrow import Narrowed, closed, narrow
-from meshc.passes.planner.survey import searched_axes, survey
+from meshc.passes.planner.operators import Operators
+from meshc.passes.planner.space import Key, Option
+from meshc.passes.planner.survey import Base, searched_axes, survey
 from meshc.passes.planner.ties import plainest
 from meshc.passes.planner.weighed import Weighed
 from meshc.passes.planner.within import within
-from meshc.plan.entries import AxisEntry
+from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.recipes import by_role
+
+ALL_OF: Final = 3
+"""Axes of which every option of every decision is known. Of more it is those around a plan, then around what is found, and so on,"""
+STEPS: Final = 6
+"""so often."""
 
 
 @dataclass(frozen=True)
 class Found:
+    """`pick` is of `model`; `options` of all decisions."""
+
     choices: Choices
     certificate: Certificate
     pick: Pick
+    model: Model
+    options: tuple[Option, ...]
 
 
 @dataclass
@@ -53,41 +68,77 @@ class Search:
 
     def __post_init__(self) -> None:
         placed = self.placed
-        open_axes = searched_axes(placed) if self.open_axes is None else tuple(self.open_axes)
-        self.space = widened(survey(placed, open_axes, _baseline(placed, open_axes)), self.beside)
+        self._open = searched_axes(placed) if self.open_axes is None else tuple(self.open_axes)
+        self._baseline = _baseline(placed, self._open)
+        sizes = {axis: placed.sizes[axis] for axis in searched_axes(placed)}
+        self._operators = Operators(placed.factors, placed.mesh, sizes, self.device)
+        self._moves = Moves(placed.mesh, sizes, self.device)
+        self._hidden: float | None = None
+        self.some = len(self._open) > ALL_OF
+        """Whether options are those around a plan: there are too many axes for all."""
+        self._survey(_of_plan(searched_axes(placed), by_roles(placed, self._open)) if self.some else None)
+        if self.some:
+            self._step(lambda: self._unbounded().pick)
+
+    def _survey(self, around: Base | None) -> None:
+        placed = self.placed
+        self.space = widened(survey(placed, self._open, self._baseline, around), self.beside)
         self.folded = fold.fold(self.space, self.near)
-        self.model = model.build(self.space, self.folded, placed.factors, placed.mesh, self.device)
+        self.plain = self.model = build(self.space, self.folded, self._operators, self._moves)
+        if self._hidden is not None:
+            self.model = overlap.hiding(self.plain, self._hidden)
         self.memory = Memory(self.model, placed)
         self.everything = [np.arange(len(own)) for own in self.model.own]
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: Narrowed | None = None
+
+    def _step(self, best: Callable[[], Pick]) -> None:
+        """Around what is best around what was best before, until that is the same."""
+        before = None
+        for _ in range(STEPS):
+            found = self._options(best())
+            if found == before:
+                break
+            before = found
+            self._survey(lambda decision: found[decision.key])  # noqa: B023
 
     def found(self, budget: float | None = None) -> list[Found]:
         """Choices that hold no more than the budget by the model, the cheapest first; none where none was found."""
         free = self._unbounded()
         if budget is None or self.held(free.pick) <= budget:
             return [self._with_certificate(free.pick, free.bound, budget)]
-        picks, bound = within(self.model, self.memory, budget, free, self._known)
-        fitting = [one for one in picks if self.held(one) <= budget]
-        return [self._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (self.model.seconds(one), one))]
+        near = copy(self) if self.some else self
+        if self.some:
+            near._step(lambda: near._nearest(near._within(budget)[0], budget))
+        picks, bound = near._within(budget)
+        fitting = [one for one in picks if near.held(one) <= budget]
+        self.least = near.least
+        return [near._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (near.model.seconds(one), one))]
+
+    def _within(self, budget: float) -> tuple[list[Pick], float]:
+        return within(self.model, self.memory, budget, self._unbounded(), self._known)
+
+    def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
+        """The fastest that fits, or else the one that holds least."""
+        return min(picks, key=lambda one: (max(self.held(one), budget), self.model.seconds(one), one))
 
     def hiding(self, part: float = overlap.HIDDEN) -> Search:
         """The same search, in which what can be hidden behind computing counts for this part of its price."""
         other = copy(self)
-        other.model = overlap.hiding(self.model, part)
+        other._hidden, other.model = part, overlap.hiding(self.plain, part)
         other.memory = Memory(other.model, self.placed)
         other._free = None
         return other
 
     @property
     def least_s(self) -> float:
-        """No choice takes fewer seconds, whatever it holds."""
-        return self._unbounded().bound
+        """No choice takes fewer seconds, whatever it holds. (Of more axes than those whose options are all known nothing is said.)"""
+        return 0.0 if self.some else self._unbounded().bound
 
     def pick_of(self, plan: Assignment) -> Pick:
         """The options that a plan takes, one of those `beside`: of a class what its first member does."""
         first = (self.space.decisions[members[0]] for members in self.folded.members)
-        return tuple(one.options.index(option_of(self.space, one, plan)) for one in first)
+        return tuple(one.options.index(option_of(self.space.axes, one, plan)) for one in first)
 
     def held(self, pick: Pick) -> float:
         """Bytes that a rank holds at the fullest moment of a choice."""
@@ -95,15 +146,32 @@ class Search:
         self.least = found if self.least is None else min(found, self.least)
         return found
 
+    def _options(self, pick: Pick) -> dict[Key, Option]:
+        """What a choice takes of each decision."""
+        return {key: decision.options[pick[self.folded.of[key]]] for key, decision in self.space.decisions.items()}
+
     def _with_certificate(self, pick: Pick, bound: float, budget: float | None) -> Found:
         count, pick = sum(map(len, self.everything)), plainest(self.model, self.memory, pick)
-        certificate = Certificate(self.model.seconds(pick), bound, self.held(pick), budget, len(self.everything), count)
-        return Found(choices(self.placed, self.space, self.folded, pick), certificate, pick)
+        certificate = Certificate(self.model.seconds(pick), bound, self.held(pick), budget, len(self.everything), count, self.some)
+        options = tuple(self._options(pick).values())
+        return Found(choices(self.placed, self.space, self.folded, pick), certificate, pick, self.plain, options)
 
     def _unbounded(self) -> Narrowed:
         if self._free is None:
             self._free = closed(narrow(Weighed(self.model, self.memory), self.everything, self._known))
         return self._free
+
+
+def by_roles(placed: Placed, axes: Sequence[str]) -> Assignment:
+    """What axes do by their names, those that stand for nothing with the batch."""
+    entries = [by_role(axis) or AxisEntry(axis, ((Term("batch"),),)) for axis in axes]
+    kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
+    request = replace(placed.request, plan=placed.plan.having((*kept, *entries)))
+    return assign(annotate(placed.asked(request))).decided()
+
+
+def _of_plan(axes: Sequence[str], plan: Assignment) -> Base:
+    return lambda decision: option_of(axes, decision, plan)
 
 
 def _baseline(placed: Placed, open_axes: Sequence[str]) -> Assignment | None:

@@ -6,13 +6,15 @@ axis is a search beside the others. Pins hold what they name; storage that anoth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TypeAlias
 
 from torch.fx import Node
 
-from meshc.ir import is_getitem, leaves, records, value_of
+from meshc.ir import is_getitem, leaves, op_name, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding
@@ -24,13 +26,16 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.place.deferral import deferring, may_defer
 from meshc.passes.place.spread import backward_map, spread
 from meshc.passes.place.stored_updates import computed_whole, where_stored
-from meshc.passes.planner.candidates import options
-from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Reading, Space
+from meshc.passes.planner.candidates import Possible
+from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Option, Reading, Space
 from meshc.passes.planner.weights import neighbours, stored_alike, twins_of, weigh
 from meshc.program import packing
 from meshc.program.program import Port
 
 FREE = ("constant", "random", "buffer", "number")
+
+Base: TypeAlias = Callable[[Decision], Option]
+"""What a plan takes of each decision, whatever its options."""
 
 
 def searched_axes(placed: Placed) -> Axes:
@@ -39,10 +44,10 @@ def searched_axes(placed: Placed) -> Axes:
     return tuple(axis.name for axis in placed.mesh.axes if axis.size > 1 and axis is not pipeline)
 
 
-def survey(placed: Placed, open_axes: Collection[str], baseline: Assignment | None) -> Space:
-    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). Raises Unequal where layers that
-    stand for others may not decide alike."""
-    return _Survey(placed, open_axes, baseline).run()
+def survey(placed: Placed, open_axes: Collection[str], baseline: Assignment | None, around: Base | None = None) -> Space:
+    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). With `around` options are those
+    that differ from it along few axes. Raises Unequal where layers that stand for others may not decide alike."""
+    return _Survey(placed, open_axes, baseline, around).run()
 
 
 @dataclass
@@ -50,7 +55,9 @@ class _Survey:
     placed: Placed
     open_axes: Collection[str]
     baseline: Assignment | None
+    around: Base | None
     free: set[Node] = field(default_factory=set)
+    possible: dict[Key, Possible] = field(default_factory=dict)
     decisions: dict[Key, Decision] = field(default_factory=dict)
     made: dict[Value, Made] = field(default_factory=dict)
     updates: dict[Node, tuple[Key, dict[object, int]]] = field(default_factory=dict)
@@ -73,11 +80,33 @@ class _Survey:
             elif node.op == "call_function" and not is_getitem(node):
                 self._operator(self.factors.instances[node])
         self._leave()
+        self._list_options()
         weigh(self.made, self.standing)
         twins = twins_of(self.decisions, self.standing, self.parameters)
         stored = stored_alike(self.decisions, self.standing, self.parameters)
         near = neighbours(self.made, self.standing, twins, stored)
         return Space(self.axes, self.sizes, self.decisions, tuple(self.made.values()), self.updates, twins, near)
+
+    # -------------------------------------------------------------------------------------------------------------------- decisions
+
+    def _decide(self, key: Key, labels: tuple[tuple[object, int], ...], possible: Possible, count: int = 1) -> None:
+        self.decisions[key] = Decision(key, labels, possible.sizes, (), count)
+        self.possible[key] = possible
+
+    def _list_options(self) -> None:
+        """What may be alike has the same options: around what any of them does, where they are around something."""
+        alike: dict[Hashable, list[Key]] = defaultdict(list)
+        for key, decision in self.decisions.items():
+            what = key[0] if isinstance(key, tuple) else (op_name(key) if key.op == "call_function" else key.op, records(key)[0].phase)
+            alike[what, decision.labels, self.possible[key]].append(key)
+        for keys in alike.values():
+            possible = self.possible[keys[0]]
+            if self.around is None or not possible.legal:
+                found = possible.options()
+            else:
+                found = possible.around(dict.fromkeys(self.around(self.decisions[key]) for key in keys))
+            for key in keys:
+                self.decisions[key] = replace(self.decisions[key], options=found)
 
     # ---------------------------------------------------------------------------------------------------------- what enters and leaves
 
@@ -91,9 +120,8 @@ class _Survey:
         elif node not in self.free and port.kind != "state":
             labels = tuple(_slots(self.factors.dims[(node, 0)]))
             held = {at: axes for at, axes in enumerate(self._entering(port, node)) if axes}
-            sizes = [self.factors.size[factor] for row in self.factors.dims[(node, 0)] for factor in row]
-            found = options(sizes, {}, held, (), self.sizes)
-            self.decisions[node] = Decision(node, labels, tuple(sizes), found)
+            sizes = tuple(self.factors.size[factor] for row in self.factors.dims[(node, 0)] for factor in row)
+            self._decide(node, labels, Possible(sizes, (), tuple(held.items()), (), tuple(self.sizes.items())))
             self._makes(node, (node, 0), tuple(range(len(labels))))
 
     def _entering(self, port: Port, node: Node) -> list[Axes]:
@@ -124,9 +152,10 @@ class _Survey:
                 legal = {axis: [place for place in places if place != at] for axis, places in legal.items()}
                 legal.update({axis: [at] for axis in axes if axis in legal})
             key: Key = (kind, name)
-            found = options(sizes, legal, held, (), self.sizes, ordered=False)
-            found = tuple(one for one in found if all(one.axes[labels.index(slot)] == axes for slot, axes in pins.items())) or found
-            self.decisions[key] = Decision(key, labels, sizes, found, self.standing.count.get(node, 1))
+            self._decide(key, labels, Possible(
+                sizes, _listed(legal), tuple(held.items()), (), tuple(self.sizes.items()), ordered=False,
+                pinned=tuple((labels.index(slot), axes) for slot, axes in pins.items()),
+            ), self.standing.count.get(node, 1))  # fmt: skip
             if not self.placed.joint.updates:
                 break  # of a module a gradient lies as its parameter does
         self._makes(("parameter", name), (node, 0), tuple(range(len(labels))))
@@ -169,7 +198,7 @@ class _Survey:
             at = self._where_stored(instance, updated)
             self.updates[node] = key, at
         else:
-            self.decisions[node] = self._choices(instance, labels)
+            self._decide(node, labels, self._choices(instance, labels), self.standing.count.get(node, 1))
         phase = records(node)[0].phase
         defers = updated is None and may_defer(instance)
         riding = deferring(instance) if defers else ()
@@ -191,7 +220,7 @@ class _Survey:
         marked = _marked(self._whole(parameter), tuple(range(len(slots))))
         return {token: int(axes[0]) for token, axes in where_stored(instance, marked, self.factors.dims[parameter]).items()}
 
-    def _choices(self, instance: Instance, labels: tuple[Token, ...]) -> Decision:
+    def _choices(self, instance: Instance, labels: tuple[Token, ...]) -> Possible:
         sizes = tuple(instance.size[token] for token in labels)
         held, deferred = self._as_planned(instance, labels)
         told = (self.placed.pins.operators.get(instance.node) or Directed()).along(self.open_axes)
@@ -205,9 +234,11 @@ class _Survey:
                 legal[axis] = self._legal(instance, labels, axis, pinned)
         if instance.kind == "unknown":
             legal = {}
-        tied = {labels.index(one): labels.index(other) for one, other in instance.tied.items()}
-        found = options(sizes, legal, held, deferred, self.sizes, defers=may_defer(instance), tied={a: b for a, b in tied.items() if a < b})
-        return Decision(instance.node, labels, sizes, found, self.standing.count.get(instance.node, 1))
+        tied = ((labels.index(one), labels.index(other)) for one, other in instance.tied.items())
+        return Possible(
+            sizes, _listed(legal), tuple(held.items()), deferred, tuple(self.sizes.items()), defers=may_defer(instance),
+            tied=tuple((a, b) for a, b in tied if a < b),
+        )  # fmt: skip
 
     def _legal(self, instance: Instance, labels: tuple[Token, ...], axis: str, pinned: Mapping[Token, Axes]) -> list[int | None]:
         held = [at for at, token in enumerate(labels) if axis in pinned.get(token, ())]
@@ -283,10 +314,10 @@ class _Survey:
 
     def _copied(self, instance: Instance) -> Copied:
         source, index = instance.values[0]
-        reads = _bytes(records(source)[index].shape, records(source)[index].dtype)
-        makes = sum(_bytes(one.shape, one.dtype) for one in records(instance.node))
-        node = instance.node
-        return Copied(node, min(reads, makes), makes, self.position[node], self.standing.seam(node))
+        node, read = instance.node, records(source)[index]
+        makes = sum(_bytes(one.shape, one.dtype) for one in records(node))
+        taken = sum(_bytes(one.shape, read.dtype) for one in records(node))  # a part of what is there, or all of it as another dtype
+        return Copied(node, min(_bytes(read.shape, read.dtype), taken), makes, self.position[node], self.standing.seam(node))
 
     def _whole(self, value: Value) -> Sharding:
         return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in self.factors.dims[value]))
@@ -295,6 +326,10 @@ class _Survey:
 def _slots(dims: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:
     """(dim, position) of each slot, in order."""
     return ((dim, position) for dim, row in enumerate(dims) for position in range(len(row)))
+
+
+def _listed(legal: Mapping[str, list[int | None]]) -> tuple[tuple[str, tuple[int | None, ...]], ...]:
+    return tuple((axis, tuple(may)) for axis, may in legal.items())
 
 
 def _marked(whole: Sharding, labels: Landing) -> Sharding:

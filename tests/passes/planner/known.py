@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -35,12 +36,17 @@ def two(rows: int, hidden: int, ffn: int, mesh: str, plan: str) -> Placed:
     with torch.device("meta"):
         model = Two(hidden, ffn).to(torch.bfloat16)
         x = torch.empty(rows, hidden, dtype=torch.bfloat16)
+    return step(model, {"x": x}, mesh, plan, lambda out: out)
+
+
+def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss: Callable[..., Tensor]) -> Placed:
+    """A step of a model with AdamW, all of its layers captured, up to where the planner stands."""
     optimizer = torch.optim.AdamW(model.parameters())
-    traced = traced_step(TrainStep(model, optimizer=optimizer, loss=lambda out: out))
-    args, kwargs = calling.canonical(traced.signature, (), {"x": x})
+    traced = traced_step(TrainStep(model, optimizer=optimizer, loss=loss))
+    args, kwargs = calling.canonical(traced.signature, (), kwargs)
     request = Request(
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
-        grad=True, train=True, optimizer=describe(optimizer),
+        grad=True, train=True, optimizer=describe(optimizer), depth="whole",
     )  # fmt: skip
     return run(pipeline.PLACE[0], compile.factored(compile.trace(request)))
 

@@ -5,15 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from meshc.cost.devices import Device, Link, device
 from meshc.ir import op_name
+from meshc.passes.place.annotate import annotate
+from meshc.passes.place.assign import assign
 from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.chosen import choices
 from meshc.passes.planner.search import Search
-from tests.passes.planner.known import products, two
+from meshc.passes.written.entries import entries
+from tests.passes.planner.known import Two, products, step, two
 
 OPEN = "dp: auto\ntp: auto"
 H100 = device("h100")
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1 << 20, 256)
+        self.layers = nn.ModuleList(Two(256, 512) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer.down(torch.relu(layer.up(x)))
+        return x.square().sum()
 
 
 def slow() -> Device:
@@ -71,6 +90,35 @@ def test_pins_hold() -> None:
     assert products(placed, found.choices)[0]["tp"] == "ffn"
     for kind in ("parameter", "gradient", "state"):
         assert str(found.choices.storage["down.weight", kind]).endswith("ffn 1024/dp]")
+
+
+def test_storage_that_an_earlier_program_has_settled_stays() -> None:
+    """A parameter lies as it was laid; its state, which is this program's, as is best."""
+    placed = two(1 << 20, 256, 1024, "dp=2,tp=8", OPEN)
+    (free,) = Search(placed, H100).found()
+    pinned = two(1 << 20, 256, 1024, "dp=2,tp=8", OPEN + "\nstore up.weight params: ffn/tp, _")
+    laid = Search(pinned, H100).found()[0].choices.storage["up.weight", "parameter"]
+    assert laid != free.choices.storage["up.weight", "parameter"]
+    search = Search(replace(placed, request=replace(placed.request, fixed={"up.weight": laid})), H100)
+    (found,) = search.found()
+    assert found.choices.storage["up.weight", "parameter"] == laid
+    assert len(search.model.decision(search.folded.of["parameter", "up.weight"]).options) == 1
+    assert len(search.model.decision(search.folded.of["state", "up.weight"]).options) > 1
+
+
+def test_a_great_embedding_does_not_decide_for_all() -> None:
+    """A thousand times the bytes of the products, and one operator of many: the axis's line is what most kinds of operators do."""
+    with torch.device("meta"):
+        model, ids = Embedded(), torch.zeros(64, 32, dtype=torch.int64)
+    placed = step(model, {"ids": ids}, "tp=8", "tp: auto", lambda out: out)
+    given = placed.asked(replace(placed.request, plan="tp: vocab, ffn"))
+    plan = assign(annotate(given)).decided()
+    search = Search(placed, H100, beside=(plan,))
+    made = choices(placed, search.space, search.folded, search.pick_of(plan))
+    (embedding,) = [node for node in made.tokens if op_name(node) == "aten.embedding"]
+    assert {placed.names.of[placed.factors.instances[embedding].factor[token]] for token in made.tokens[embedding]} == {"vocab"}
+    found = entries(replace(placed, choices=made), ["tp"])["tp"]
+    assert found.terms[0].factor == "ffn"
 
 
 @pytest.mark.parametrize("plan", [OPEN, "dp: batch\ntp: auto"])

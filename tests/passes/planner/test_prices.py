@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from meshc.cost.devices import device
 from meshc.cost.links import fastest, link_of
@@ -18,10 +19,12 @@ from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import build
 from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.operators import Operators
+from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Option
 from meshc.passes.planner.survey import searched_axes, survey
 from tests.graphs import trace
-from tests.passes.planner.known import two
+from tests.passes.depth.stacks import WORDS, Stack, cross_entropy
+from tests.passes.planner.known import step, two
 
 H100 = device("h100")
 SIZES = {"dp": 8, "tp": 8}
@@ -79,12 +82,50 @@ def test_a_split_log_softmax_is_priced_as_it_will_be_written() -> None:
 
 
 def test_equal_layers_are_decided_once_whatever_their_number() -> None:
-    """Two products a layer; the classes of a deep stack are those of one that has a first, an inner and a last layer."""
-    placed = two(2048, 256, 1024, "dp=2,tp=2", "dp: auto\ntp: auto")
-    space = survey(placed, searched_axes(placed), None)
-    folded = fold.fold(space)
-    assert sorted(key for members in folded.members for key in map(id, members)) == sorted(map(id, space.decisions))
-    assert all(space.decisions[key].options == space.decisions[members[0]].options for members in folded.members for key in members)
+    """The classes of a deep stack are those of one that has a first layer, some inner ones and a last."""
+    counts = {}
+    for layers in (6, 8):
+        model = Stack([16] * layers)
+        ids = torch.zeros(WORDS + 1, 4, dtype=torch.int64)
+        placed = step(model, {"ids": ids, "target": ids}, "dp=2,tp=2", "dp: auto\ntp: auto", cross_entropy)
+        space = survey(placed, searched_axes(placed), None)
+        members = fold.fold(space).members
+        assert sorted(id(key) for row in members for key in row) == sorted(map(id, space.decisions))
+        assert all(space.decisions[key].options == space.decisions[row[0]].options for row in members for key in row)
+        counts[layers] = len(members), len(space.decisions)
+    assert counts[6][0] == counts[8][0] < counts[6][1] < counts[8][1]
+
+
+class Cast(nn.Module):
+    """Between its two products a cast to four bytes and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).float().relu().to(torch.bfloat16)).square().sum()
+
+
+def test_casts_and_copies_on_the_way_cost_what_they_move() -> None:
+    """Of the product that is cast: its two bytes an entry are read, and four are written, of the part that a rank has."""
+    with torch.device("meta"):
+        model, x = Cast().to(torch.bfloat16), torch.empty(1 << 16, 256, dtype=torch.bfloat16)
+    search = Search(step(model, {"x": x}, "dp=8", "dp: auto", lambda out: out), H100)
+    found = 0
+    for group in search.model.groups:
+        value = group.values[0]
+        made = search.model.decision(group.maker)
+        if value.phase != "forward" or value.sizes != (1 << 16, 1024) or not any(reading.through for reading in value.readings):
+            continue
+        found += 1
+        for option, own in zip(made.options, search.model.own[group.maker], strict=True):
+            ranks = prod(SIZES[axis] for axes in option.axes[:1] for axis in axes)
+            alone = float(search.model.operators.seconds(made.key, {t: at for at, t in enumerate(made.labels)}, [option])[0])
+            narrow, wide = (2, 4) if value.itemsize == 2 else (4, 2)
+            if not option.deferred and sum(map(len, option.axes[1:])) == 0:
+                assert own - alone == pytest.approx((narrow + wide) * value.elements / ranks / H100.bytes_per_s + H100.launch_s)
+    assert found
 
 
 def test_memory_counts_what_an_operator_works_on() -> None:
@@ -93,7 +134,8 @@ def test_memory_counts_what_an_operator_works_on() -> None:
     placed = two(rows, hidden, ffn, "dp=2,tp=2", "dp: auto\ntp: auto")
     space = survey(placed, searched_axes(placed), None)
     folded = fold.fold(space)
-    model = build(space, folded, placed.factors, placed.mesh, H100)
+    operators, moves = Operators(placed.factors, placed.mesh, space.sizes, H100), Moves(placed.mesh, space.sizes, H100)
+    model = build(space, folded, operators, moves)
     memory = Memory(model, placed)
     idle = tuple(
         next(at for at, one in enumerate(model.decision(number).options) if not any(one.axes) and not one.deferred)
