@@ -235,7 +235,7 @@ class _Choosing:
                     return
                 self.picks[near, found.options] = None
                 self.certificate = found.certificate if name == FOUND else self.certificate
-                if self._known_faster(self._found(name, self.placed, found, plain)):
+                if self._known_faster(self._found(name, self.placed, found)):
                     return
                 placed = with_text(self.placed, self.axes, found.choices)
                 holds = self._try(self._found(name, placed, found), placed, near)

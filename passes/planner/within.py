@@ -49,7 +49,7 @@ MOST: Final = 4
 """or so many times."""
 PAIRS: Final = 20_000
 """Of forms in a linear program,"""
-ALL: Final = 80_000
+ALL: Final = 30_000
 """or so many, where that is all there are."""
 BRANCHES: Final = 6
 """Linear programs at most, each of one branch."""
