@@ -37,8 +37,10 @@ RISES: Final = 9
 """The price rises so fast, and so often: then nothing fits."""
 PRICES: Final = 3
 """That are tried once something fits,"""
-INNER: Final = 1
-"""and in each branch, none of them more than"""
+INNER: Final = 2
+"""and in each branch at once, where what is known is so"""
+FAR: Final = 3e-2
+"""far from the bound (else one, before it is looked into), none of them more than"""
 CAP: Final = 4.0
 """times the one before, nor less than such a part of it."""
 SWEEPS: Final = 4
@@ -200,8 +202,8 @@ class Within:
             if lowest is None or self.near(lowest.bound, ENOUGH if lowest is root else GOAL):
                 break
             waiting.remove(lowest)
-            if lowest is not root:
-                lowest = self.narrow(lowest, INNER)
+            if lowest is not root and self.near(lowest.bound, FAR):
+                lowest = self.narrow(lowest, 1)
             bound, inner = self.looked_into(lowest)
             closed = min(closed, bound)
             waiting += inner
@@ -227,7 +229,9 @@ class Within:
             if relaxed.whole or self.near(bound, GOAL):
                 return bound, []
         weights = self._between(branch.weights, branch.weights if relaxed is None else relaxed.weights)
-        return np.inf, [self.at(one, weights) for one in self._halves(branch, relaxed, columns.left)]
+        halves = [self.at(one, weights) for one in self._halves(branch, relaxed, columns.left)]
+        far = not self.near(branch.bound, FAR)
+        return np.inf, [self.narrow(one, INNER) if far else one for one in halves]
 
     def _between(self, one: Sequence[float], other: Sequence[float]) -> list[float]:
         """Prices half way: a program over some of the options says too much."""
