@@ -88,20 +88,13 @@ def closed(found: Narrowed) -> Narrowed:
 
 
 def columns_of(
-    ascent: Ascent,
-    known: float,
-    picks: Sequence[Pick],
-    moments: Sequence[int] = (),
-    budget: float = np.inf,
-    *,
-    most: int,
-    everything: int = 0,
+    ascent: Ascent, known: float, picks: Sequence[Pick], moments: Sequence[int] = (), budget: float = np.inf, *, most: int
 ) -> tuple[Columns, bool]:
     """The options, and pairs of forms, of choices that cost no more than what is known, and whether that is all of them. Where there are
-    more than `everything`, those `most` that cost least beyond the bound, and those of the picks that are of these options."""
+    more than `most`, those that cost least beyond the bound, and those of the picks that are of these options."""
     limit = known * (1 + MARGIN) - ascent.bound
     beyond = np.concatenate([one.ravel() for one in ascent.pairs().values()] or [np.zeros(0)])
-    all_of_them = int((beyond <= limit).sum()) <= max(most, everything)
+    all_of_them = int((beyond <= limit).sum()) <= most
     if not all_of_them:
         limit = float(np.partition(beyond, most)[most])
     picks = [pick for pick in picks if all(option in row for option, row in zip(pick, ascent.left, strict=True))]

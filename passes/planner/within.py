@@ -4,19 +4,15 @@
     bound                 of the weighed model, less price * budget: the highest of all is kept
     options left          those with which the bound is below what the best choice that fits takes
     linear program        over these, with a row for each full moment: its prices of the rows give the next bound, its choice is a candidate
-    branches              what the program takes of two ways to lie, a share of each, is one of them in either branch
 
 What is cheapest at a price is a choice that fits somewhat less, or more. Where several moments are full, each has a price of its own: those
-at which the cheapest of the choices that are known is dearest (Kelley's cutting planes, J. SIAM 8(4), 1960). At the best of prices the
-bound is that of a mixture of choices: three quarters of one that holds too much, a quarter of one that holds less than it need. No price
-tells them apart; a class that they decide otherwise does, and the branch with the lower bound is looked into first (Land and Doig,
-Econometrica 28(3), 1960).
+at which the cheapest of the choices that are known is dearest (Kelley's cutting planes, J. SIAM 8(4), 1960).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -26,97 +22,59 @@ from meshc.passes.planner.ascent import Ascent
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
 from meshc.passes.planner.narrow import MARGIN, Narrowed, columns_of, decoded
-from meshc.passes.planner.solve import Relaxed
-from meshc.passes.planner.space import Floats, Numbers
+from meshc.passes.planner.solve import NODES
+from meshc.passes.planner.space import Floats
 from meshc.passes.planner.weighed import Weighed
 
-START: Final = 0.1
-"""What all bytes of the budget cost at first, as a part of the seconds that a choice without a budget takes."""
+START: Final = 1e-13
+"""Seconds that a byte costs at first: a gigabyte a tenth of a millisecond."""
 RISE: Final = 16.0
-RISES: Final = 9
-"""The price rises so fast, and so often: then nothing fits."""
+HIGHEST: Final = 1e-3
+"""The price rises so fast, and to so many seconds a byte: then nothing fits."""
 PRICES: Final = 3
-"""That are tried once something fits,"""
-INNER: Final = 2
-"""and in each branch at once, where what is known is so"""
-FAR: Final = 3e-2
-"""far from the bound (else one, before it is looked into), none of them more than"""
-CAP: Final = 4.0
-"""times the one before, nor less than such a part of it."""
+"""That are tried once something fits."""
 SWEEPS: Final = 4
-"""At each price, so often until they raise the bound by no more than"""
-RAISES: Final = 1e-3
-"""of it,"""
-MOST: Final = 4
-"""or so many times."""
-PAIRS: Final = 20_000
-"""Of forms in a linear program,"""
-ALL: Final = 30_000
-"""or so many, where that is all there are."""
-BRANCHES: Final = 6
-"""Linear programs at most, each of one branch."""
+"""At each price."""
+PROGRAMS: Final = (10_000, 10_000, 20_000, 40_000, 40_000)
+"""Linear programs, each over so many pairs of forms at most and at the prices that the one before it gave."""
+MORE: Final = 6
+"""Of them where nothing fits yet, each with the moment that was too full in the one before."""
 FEW_NODES: Final = 20
-"""Of branch and bound within the program of a branch, where it is over all that is left there."""
+"""Of branch and bound, where that is not over all that is left."""
 ENOUGH: Final = 2e-3
 """A gap of this part of the seconds is looked into no further;"""
 GOAL: Final = 1e-2
-"""nor is one of this part, once branches are needed."""
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Some of the options of each class.
-
-    ascent   with those that a better choice may have
-    bound    no choice of these options within the budget takes fewer seconds
-    weights  the prices, by moment, of the highest bound
-    held     classes that have some of their options alone, with these
-    """
-
-    ascent: Ascent
-    bound: float
-    weights: tuple[float, ...] = ()
-    held: tuple[tuple[int, frozenset[int]], ...] = ()
-
-    def has(self, pick: Pick) -> bool:
-        return all(pick[number] in options for number, options in self.held)
+"""nor is one of this part, once it takes branch and bound over all that is left."""
 
 
 @dataclass
 class Within:
     """The search within one budget.
 
-    picks    choices, with their seconds and the bytes at each position
-    moments  that some choice found too full
-    highest  price that was tried until something fitted
+    picks   choices, with their seconds and the bytes at each position
+    bound   no choice within the budget takes fewer seconds
     """
 
     model: Model
     memory: Memory
     budget: float
+    ascent: Ascent
+    bound: float
     moments: list[int] = field(default_factory=list)
+    weights: Sequence[float] = ()
+    """The prices of the highest bound."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
-    highest: float = 0.0
 
-    def note(self, pick: Pick) -> None:
-        """The fullest moment of one that does not fit is one of those that have a price from now on."""
-        if pick in self.picks:
-            return
-        walked = self.memory.walk(pick)
-        self.picks[pick] = self.model.seconds(pick), walked
+    def note(self, pick: Pick) -> bool:
+        """Whether it fits; the fullest moment of one that does not is one of those that have a price from now on."""
+        if pick not in self.picks:
+            self.picks[pick] = self.model.seconds(pick), self.memory.walk(pick)
+        walked = self.picks[pick][1]
+        fits = bool(walked.max() <= self.budget)
         moment = int(walked.argmax())
-        if walked.max() > self.budget and moment not in self.moments:
+        if not fits and moment not in self.moments:
             self.moments.append(moment)
-
-    def _note_all(self, picks: Iterable[Pick]) -> None:
-        for pick in picks:
-            self.note(pick)
-
-    @property
-    def _known(self) -> list[Pick]:
-        """The best choice that fits, or else the one that holds least."""
-        least = min(self.picks, key=lambda one: (self.picks[one][1].max(), one))
-        return [least if self.fitting is None else self.fitting]
+        return fits
 
     @property
     def fitting(self) -> Pick | None:
@@ -133,146 +91,91 @@ class Within:
         """Whether the best choice that fits is so near to a bound."""
         return self.best < np.inf and self.best - bound <= part * self.best
 
-    # --------------------------------------------------------------------------------------------------------------------------- prices
+    @property
+    def close(self) -> bool:
+        return self.near(self.bound, ENOUGH)
 
-    def at(self, branch: Branch, weights: Sequence[float]) -> Branch:
-        """The bound at these prices, and what it leaves of the options; choices are noted."""
+    def at(self, weights: Sequence[float]) -> bool:
+        """The bound and choices at these prices; whether one of the choices is new."""
         weighed = Weighed(self.model, self.memory, dict(zip(self.moments, weights, strict=True)))
-        ascent, owed = Ascent(weighed, branch.ascent.left, branch.ascent), weighed.owed(self.budget)
-        for _ in range(MOST):
-            before = ascent.bound
-            for _ in range(SWEEPS):
-                ascent.sweep((self.best + owed) * (1 + MARGIN))
-            if self.best == np.inf:
-                self._note_all(decoded(ascent, self._known))
-            if ascent.bound - before <= RAISES * abs(ascent.bound - owed):
-                break
-        bound = ascent.bound - owed
-        if not all(keep.any() for keep in ascent.keep):
-            return replace(branch, bound=np.inf)  # nothing of it is better than what is known
-        if not all(keep.all() for keep in ascent.keep):
-            ascent = Ascent(weighed, [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)], ascent)
-        self._note_all(decoded(ascent, self._known))
-        if bound > branch.bound:
-            return replace(branch, ascent=ascent, bound=bound, weights=tuple(weights))
-        return replace(branch, ascent=Ascent(branch.ascent.weighed, ascent.left, branch.ascent))
+        left = self.ascent.left
+        ascent = Ascent(weighed, left, self.ascent)
+        owed = weighed.owed(self.budget)
+        for _ in range(SWEEPS):
+            ascent.sweep((self.best + owed) * (1 + MARGIN))
+        if ascent.bound - owed > self.bound:
+            self.weights = list(weights)
+        self.bound = max(self.bound, min(ascent.bound - owed, self.best))
+        self.ascent = ascent if all(keep.all() for keep in ascent.keep) else Ascent(
+            weighed, [row[keep] for row, keep in zip(left, ascent.keep, strict=True)], ascent
+        )
+        known = len(self.picks)
+        for pick in decoded(ascent, [] if self.fitting is None else [self.fitting]):
+            self.note(pick)
+        return len(self.picks) > known
 
-    def rise(self, branch: Branch) -> Branch:
+    def rise(self) -> None:
         """Until something fits, or nothing does."""
-        weight = START * branch.bound / self.budget
-        for _ in range(RISES):
-            if self.best < np.inf:
-                break
-            branch = self.at(branch, [weight] * len(self.moments))
-            self.highest = weight
+        weight = START
+        while self.best == np.inf and weight <= HIGHEST:
+            self.at([weight] * len(self.moments))
             weight *= RISE
-        return branch
 
-    def narrow(self, branch: Branch, prices: int) -> Branch:
+    def narrow(self) -> None:
         """Prices at which the cheapest of the known choices is dearest, while that finds new ones and the bound is not there."""
-        for _ in range(prices):
-            known = len(self.picks)
-            weights, most = self.dearest(branch)
-            if self.near(branch.bound, ENOUGH) or most - branch.bound <= ENOUGH * abs(most):
+        for _ in range(PRICES):
+            weights, most = self.dearest()
+            if self.close or most - self.bound <= ENOUGH * abs(most):
                 break
-            branch = self.at(branch, weights)
-            if len(self.picks) == known:
+            if not self.at(weights):
                 break
-        return branch
 
-    def dearest(self, branch: Branch) -> tuple[list[float], float]:
-        """Prices of the moments, and what the cheapest known choice of a branch costs at them, which is the most."""
-        inside = [found for pick, found in self.picks.items() if branch.has(pick)]
-        rows = [[*((self.budget - walked[self.moments]) * 1e-9), 1.0] for _, walked in inside]
-        seconds, count = [1e3 * one for one, _ in inside], len(self.moments)
-        known = max(branch.weights, default=self.highest)
-        cap = CAP * known * 1e12
-        bounds = [(cap / CAP**2 if count == 1 and branch.held else 0, cap)] * count
-        found = linprog([*[0.0] * count, -1.0], rows, seconds, bounds=[*bounds, (None, None)], method="highs")
+    def dearest(self) -> tuple[list[float], float]:
+        """Prices of the moments, and what the cheapest known choice costs at them, which is the most."""
+        rows = [[*((self.budget - walked[self.moments]) * 1e-9), 1.0] for _, walked in self.picks.values()]
+        seconds = [1e3 * one for one, _ in self.picks.values()]
+        moments = len(self.moments)
+        found = linprog([*[0.0] * moments, -1.0], rows, seconds, bounds=[*[(0, None)] * moments, (None, None)], method="highs")
         assert found.status == 0, found.message
         return [float(one) * 1e-12 for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
-    # ------------------------------------------------------------------------------------------------------------------------- branches
-
-    def branches(self, root: Branch) -> float:
-        """The bound of all branches, the lowest looked into first, until what is known is near to it."""
-        waiting, closed = [root], np.inf
-        for _ in range(BRANCHES):
-            lowest = min(waiting, key=lambda one: one.bound, default=None)
-            if lowest is None or self.near(lowest.bound, ENOUGH if lowest is root else GOAL):
-                break
-            waiting.remove(lowest)
-            if lowest is not root and self.near(lowest.bound, FAR):
-                lowest = self.narrow(lowest, 1)
-            bound, inner = self.looked_into(lowest)
-            closed = min(closed, bound)
-            waiting += inner
-        return min(self.best, closed, *(one.bound for one in waiting)) if waiting or closed < np.inf else self.best
-
-    def looked_into(self, branch: Branch) -> tuple[float, list[Branch]]:
-        """A linear program over what costs least beyond the bound. If that is all there is, its bound; else the branches of this one."""
-        known = self.best + branch.ascent.weighed.owed(self.budget)
-        columns, everything = columns_of(branch.ascent, known, self._known, self.moments, self.budget, most=PAIRS, everything=ALL)
-        relaxed = columns.relaxed()
-        if relaxed is None and (everything or self.best == np.inf):
-            return np.inf if everything else branch.bound, []
-        if relaxed is not None:
-            pick = columns.rounded(relaxed.shares)
-            self._note_all([pick, *decoded(branch.ascent, [pick])])
-        if everything and relaxed is not None:
-            bound = max(branch.bound, relaxed.bound)
-            if not relaxed.whole and not self.near(bound, GOAL):
-                found, least = columns.whole(FEW_NODES, GOAL / 2)
-                bound = max(bound, least or bound)
-                if found is not None:
-                    self.note(found)
-            if relaxed.whole or self.near(bound, GOAL):
-                return bound, []
-        weights = self._between(branch.weights, branch.weights if relaxed is None else relaxed.weights)
-        halves = [self.at(one, weights) for one in self._halves(branch, relaxed, columns.left)]
-        far = not self.near(branch.bound, FAR)
-        return np.inf, [self.narrow(one, INNER) if far else one for one in halves]
-
-    def _between(self, one: Sequence[float], other: Sequence[float]) -> list[float]:
-        """Prices half way: a program over some of the options says too much."""
-        near, far = ([*prices, *[0.0] * (len(self.moments) - len(prices))] for prices in (one, other))
-        return [(a + b) / 2 for a, b in zip(near, far, strict=True)]
-
-    def _halves(self, branch: Branch, relaxed: Relaxed | None, left: Sequence[Numbers]) -> list[Branch]:
-        """By the class of which the program takes a share of options that hold most and least, or, without one, the options differ most:
-        those that hold more than it takes on average, and those that hold less."""
-        weighed, best, most, limit = self._bytes(), 0, -1.0, 0.0
-        for number, row in enumerate(branch.ascent.left):
-            held = weighed[number]
+    def programs(self) -> None:
+        """Linear programs over what costs least beyond the bound, the second over more and so on, until one is over all that is left."""
+        for tried, most in enumerate((*PROGRAMS, *PROGRAMS[-1:] * MORE)):
+            if self.close or (tried >= len(PROGRAMS) and self.best < np.inf):
+                return
+            moments, known = len(self.moments), self.best + self.ascent.weighed.owed(self.budget)
+            fitting = [] if self.fitting is None else [self.fitting]
+            columns, everything = columns_of(self.ascent, known, fitting, self.moments, self.budget, most=most)
+            relaxed = columns.relaxed()
             if relaxed is None:
-                spread, mean = float(np.ptp(held[row])), float(held[row].mean())
-            else:
-                share = relaxed.shares[number]
-                mean = float(share @ held[left[number]])
-                spread = float(share @ np.abs(held[left[number]] - mean))
-            if spread > most and (held[row] <= mean).any() and (held[row] > mean).any():
-                best, most, limit = number, spread, mean
-        row = branch.ascent.left[best]
-        light = weighed[best][row] <= limit
-        return [self._with(branch, best, row[part]) for part in (light, ~light) if part.any()]
+                return
+            bound = relaxed.bound
+            self.note(columns.rounded(relaxed.shares))
+            if not relaxed.whole and not self.near(bound, GOAL if everything else ENOUGH):
+                pick, least = columns.whole(NODES if everything else FEW_NODES)
+                bound = max(bound, least or bound)
+                if pick is not None:
+                    self.note(pick)
+            if everything:
+                self.bound = max(self.bound, min(bound, self.best))
+            if not self.close and not self.at(self._between(relaxed.weights)) and everything and len(self.moments) == moments:
+                return
 
-    def _bytes(self) -> list[Floats]:
-        """That each class's options hold at the full moments, all of these together."""
-        weighed = Weighed(self.model, self.memory, dict.fromkeys(self.moments, 1.0))
-        return [plain - own for plain, own in zip(weighed.plain, self.model.own, strict=True)]
-
-    def _with(self, branch: Branch, number: int, options: Numbers) -> Branch:
-        left = [*branch.ascent.left]
-        left[number] = options
-        held = (*branch.held, (number, frozenset(options.tolist())))
-        return replace(branch, ascent=Ascent(branch.ascent.weighed, left, branch.ascent), held=held)
+    def _between(self, weights: Sequence[float]) -> list[float]:
+        """Prices half way from those of the highest bound: a program over some of the options says too much."""
+        far = [*weights, *[0.0] * (len(self.moments) - len(weights))]
+        near = [*self.weights, *[0.0] * (len(self.moments) - len(self.weights))]
+        return [(one + other) / 2 for one, other in zip(far, near, strict=True)]
 
 
 def within(model: Model, memory: Memory, budget: float, free: Narrowed, known: Sequence[Pick] = ()) -> tuple[list[Pick], float]:
     """Choices, and a bound on those that hold no more than the budget."""
-    search = Within(model, memory, budget)
+    search = Within(model, memory, budget, free.whole, free.bound)
     for pick in (free.pick, *known):
         search.note(pick)
-    root = search.rise(Branch(free.whole, free.bound))
-    bound = search.branches(search.narrow(root, PRICES) if search.best < np.inf else root)
-    return list(search.picks), bound
+    search.rise()
+    if search.best < np.inf:
+        search.narrow()
+    search.programs()
+    return list(search.picks), search.bound
