@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
@@ -31,14 +32,13 @@ from meshc.program.packing import is_view
 def recompute(lowered: Lowered) -> Lowered:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
     request, plan = lowered.request, lowered.plan
-    if not request.grad or (request.remat == "none" and not plan.remats):
+    if not request.grad:
         return lowered
     (stage,) = lowered.stages.values()
     forward = _forward(stage.graph)
-    modules = {records(node)[0].source.module for node in forward}
-    faults = [f"{line.where}: the model has no such module" for line in plan.remats if not any(map(line.covers, modules))]
-    kept, more = _kept_by_name(lowered)
-    refuse_faults("the plan does not fit this model", faults + more)
+    kept = _kept(lowered, forward)
+    if {request.remat, *(line.policy for line in plan.remats)} == {"none"}:
+        return lowered
     keys = stage.keys()
     written = {key for key in stage.results() if is_a(key, "buffer")}
     fixed = {node for node in forward if records(node)[0].of in kept}
@@ -47,9 +47,11 @@ def recompute(lowered: Lowered) -> Lowered:
     return lowered
 
 
-def _kept_by_name(lowered: Lowered) -> tuple[set[str], list[str]]:
-    """What lines of the plan keep, as records name it, and faults."""
-    kept, faults = set(), []
+def _kept(lowered: Lowered, forward: list[Node]) -> set[str]:
+    """What lines of the plan keep, as records name it. Raises PlanError."""
+    modules = {records(node)[0].source.module for node in forward}
+    faults = [f"{line.where}: the model has no such module" for line in lowered.plan.remats if not any(map(line.covers, modules))]
+    kept = set()
     for line in lowered.plan.kept:
         found = {
             f"{value.name}.{index}"
@@ -61,7 +63,8 @@ def _kept_by_name(lowered: Lowered) -> tuple[set[str], list[str]]:
         if not found:
             faults.append(f"{line.where}: the model has no module that returns such a value")
         kept |= found
-    return kept, faults
+    refuse_faults("the plan does not fit this model", faults)
+    return kept
 
 
 def remake(
@@ -72,7 +75,7 @@ def remake(
     learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
     among = set(forward)
     wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
-    never = {node for node in forward if node in fixed or _is_a_check(node) or not set(written).isdisjoint(node.all_input_nodes)}
+    never = {node for node in forward if node in fixed or _once(node) or not set(written).isdisjoint(node.all_input_nodes)}
     operands = _remakable(forward, backward, wanted, learned, never, policies)
 
     def bytes_of(node: Node) -> int | None:
@@ -107,8 +110,9 @@ def _remakable(
     return {node: [operand for operand in node.all_input_nodes if operand in among] for node in forward if node in may}
 
 
-def _is_a_check(node: Node) -> bool:
-    return op_name(node).startswith("meshc.check_")
+def _once(node: Node) -> bool:
+    """Checks, which are made, and draws of a generator, which would be others."""
+    return op_name(node).startswith("meshc.check_") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _too_far_ahead(

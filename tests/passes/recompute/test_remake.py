@@ -138,6 +138,14 @@ def test_lines_about_nothing_are_refused() -> None:
     )
 
 
+def test_without_a_policy_lines_that_keep_change_nothing_but_must_be_about_something() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Softplus()), torch.randn(4, 4)
+    plain, kept = (str(meshc.compile(model, meshc.Mesh("dp=2"), args=(x,), plan=f"dp: batch{line}")) for line in ("", "\nkeep value:0"))
+    assert plain[plain.index("def forward") :] == kept[kept.index("def forward") :]
+    with pytest.raises(PlanError, match="the model has no module that returns such a value"):
+        meshc.compile(model, meshc.Mesh("dp=2"), args=(x,), plan="dp: batch\nkeep value:7")
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PlanError, match=r"Options\(remat='all'\): use one of none, cheap, selective, layer, sqrt"):
         meshc.Options(remat="all")
