@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 STORES: Final[tuple[str, ...]] = ("params", "grads", "state")
 """What a store clause, or a store line, may name, in the order in which it is printed."""
@@ -57,7 +57,7 @@ class AxisEntry:
     @property
     def where(self) -> str:
         """The entry as messages and reasons cite it."""
-        return _cite(self) if self.source == "hand" else f"`{self}` ({self.source})"
+        return cite(self) if self.source == "hand" else f"`{self}` ({self.source})"
 
     @property
     def splits(self) -> str:
@@ -107,7 +107,7 @@ class _OfTensors:
     @property
     def where(self) -> str:
         """The line as messages and reasons cite it."""
-        return _cite(self)
+        return cite(self)
 
     def splits(self) -> list[tuple[str, int, str]]:
         """Every (axis, dim, factor) that the line asks for."""
@@ -188,7 +188,7 @@ class OperatorPin:
     @property
     def where(self) -> str:
         """The line as messages and reasons cite it."""
-        return _cite(self)
+        return cite(self)
 
     def __str__(self) -> str:
         told = [*self.splits, *("/".join((word, *axes)) for word, axes in ((NOTHING, self.whole), (PENDING, self.pending)) if axes)]
@@ -203,5 +203,16 @@ def duplicates(axes: Sequence[AxisEntry]) -> list[str]:
     return [f"{first[one.axis].where} and {one.where}" for one in axes if first.setdefault(one.axis, one) is not one]
 
 
-def _cite(item: AxisEntry | OperatorPin | _OfTensors) -> str:
+class Cited(Protocol):
+    """A line of a plan: its number, 0 where it has none, and its text as it was written."""
+
+    @property
+    def line(self) -> int: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+def cite(item: Cited) -> str:
+    """A line as messages and reasons cite it."""
     return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
+from meshc.plan.entries import cite
 from meshc.plan.faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
@@ -34,7 +35,7 @@ class RematLine:
     @property
     def where(self) -> str:
         """The line as messages cite it."""
-        return f"line {self.line}, `{self.text}`" if self.line else f"`{self}`"
+        return cite(self)
 
     def __str__(self) -> str:
         return f"remat {self.pattern}: {self.policy}"
@@ -51,7 +52,7 @@ class KeepLine:
     @property
     def where(self) -> str:
         """The line as messages cite it."""
-        return f"line {self.line}, `{self.text}`" if self.line else f"`{self}`"
+        return cite(self)
 
     def __str__(self) -> str:
         return f"keep {_VALUE}{self.pattern}"

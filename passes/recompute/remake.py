@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
 from meshc.ir import KEY, has_record, is_getitem, is_integer, local_bytes, record, records, set_record, spmd, value_of
-from meshc.ir.graph import made_of, made_only_of
+from meshc.ir.graph import copied_node, made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
 from meshc.passes.phases.lowered import Lowered
@@ -27,6 +27,9 @@ from meshc.passes.recompute.least import least_kept
 from meshc.passes.recompute.policies import Policies
 from meshc.plan.faults import refuse_faults
 from meshc.program.packing import is_view
+
+_NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
+_NO_MODULE = f"forward runs no operator in such a module; {_NAMED}"
 
 
 def recompute(lowered: Lowered) -> Lowered:
@@ -50,7 +53,7 @@ def recompute(lowered: Lowered) -> Lowered:
 def _kept(lowered: Lowered, forward: list[Node]) -> set[str]:
     """What lines of the plan keep, as records name it. Raises PlanError."""
     modules = {records(node)[0].source.module for node in forward}
-    faults = [f"{line.where}: the model has no such module" for line in lowered.plan.remats if not any(map(line.covers, modules))]
+    faults = [f"{line.where}: {_NO_MODULE}" for line in lowered.plan.remats if not any(map(line.covers, modules))]
     kept = set()
     for line in lowered.plan.kept:
         found = {
@@ -61,7 +64,7 @@ def _kept(lowered: Lowered, forward: list[Node]) -> set[str]:
             if any(fnmatchcase(path, line.pattern) for path in one.returned_by)
         }
         if not found:
-            faults.append(f"{line.where}: the model has no module that returns such a value")
+            faults.append(f"{line.where}: no module of this name returns a value; {_NAMED}")
         kept |= found
     refuse_faults("the plan does not fit this model", faults)
     return kept
@@ -167,7 +170,7 @@ def _write(graph: Graph, backward: list[Node], again: Mapping[Node, int]) -> Non
 
 
 def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
-    copy = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+    copy = copied_node(graph, node, lambda operand: copies.get(operand, operand))
     own = tuple(replace(one, phase="backward", returned_by=()) for one in records(node))
     set_record(copy, own if isinstance(node.meta[KEY], tuple) else own[0])
     return copy

@@ -133,8 +133,10 @@ def test_lines_about_nothing_are_refused() -> None:
         meshc.compile(nn.Linear(4, 4), meshc.Mesh("dp=2"), args=(torch.randn(4, 4),), plan=plan)
     assert str(caught.value) == (
         "the plan does not fit this model:\n"
-        "  line 2, `remat layers.*: cheap`: the model has no such module\n"
-        "  line 3, `keep value:mlp`: the model has no module that returns such a value"
+        "  line 2, `remat layers.*: cheap`: forward runs no operator in such a module; "
+        "name modules as model.named_modules() does, with * for any text, or leave the line out\n"
+        "  line 3, `keep value:mlp`: no module of this name returns a value; "
+        "name modules as model.named_modules() does, with * for any text, or leave the line out"
     )
 
 
@@ -142,7 +144,7 @@ def test_without_a_policy_lines_that_keep_change_nothing_but_must_be_about_somet
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Softplus()), torch.randn(4, 4)
     plain, kept = (str(meshc.compile(model, meshc.Mesh("dp=2"), args=(x,), plan=f"dp: batch{line}")) for line in ("", "\nkeep value:0"))
     assert plain[plain.index("def forward") :] == kept[kept.index("def forward") :]
-    with pytest.raises(PlanError, match="the model has no module that returns such a value"):
+    with pytest.raises(PlanError, match="line 2, `keep value:7`: no module of this name returns a value"):
         meshc.compile(model, meshc.Mesh("dp=2"), args=(x,), plan="dp: batch\nkeep value:7")
 
 
