@@ -14,7 +14,7 @@ from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import choose, compile, pipeline
+from meshc.passes.driver import choose, compile, judge, pipeline
 from meshc.passes.driver.run import run
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
@@ -91,7 +91,7 @@ def test_a_recipe_stands_in_for_what_cannot_grow(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("meshc.passes.driver.compile._lowered", lowered)
     taken = left(captured, "dp=4", **adam(captured))
-    assert {one.dropped for one in taken.weighed if one.name in (choose.FOUND, choose.HIDES)} == {choose.UNLIKE}
+    assert {one.dropped for one in taken.weighed if one.name in (choose.FOUND, choose.HIDES)} == {judge.UNLIKE}
     (note,) = (note for note in taken.notes if "searched;" in note)
     assert note.startswith("dp: searched; ") and "by the model" in note and note.endswith(f" options; {taken.weighed[0].name} is taken")
 

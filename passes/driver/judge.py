@@ -1,0 +1,179 @@
+"""Judge: candidates for the axes that a plan leaves open, each through all passes; of those whose program keeps the budget by its own walk
+the one that the clock likes best.
+
+    candidate            by the model   by the clock   a rank holds
+    found, hiding more   173.2 ms       158.4 ms       39.2 GB         taken
+    found                170.1 ms       158.2 ms       41.2 GB         more than a rank may hold
+    found                171.0 ms       158.9 ms       39.7 GB         slower than what is taken
+    ddp over dp, tp      172.4 ms       159.3 ms       39.1 GB         slower than what is taken
+    ddp+megatron         236.0 ms                      38.1 GB         slower than what is taken
+
+What is estimated to be slower than a plan that is known elsewhere is not made (`beaten.py`). `choose.py` says which candidates there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from typing import Final
+
+from meshc.cost.devices import for_mesh
+from meshc.cost.memory import RankBytes
+from meshc.cost.weigh import weigh
+from meshc.errors import MeshcError
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.driver import beaten
+from meshc.passes.driver.beaten import Beaten
+from meshc.passes.driver.nothing_fits import nothing_fits
+from meshc.passes.driver.search import SLOWER, Heard
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import Hook
+from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.stages.fit import DoesNotFit
+from meshc.plan.weighed import Weighed
+
+TOO_LARGE: Final = "more than a rank may hold"
+UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(depth="whole") takes them one by one'
+
+Lower = Callable[[Placed, "Hook | None"], Lowered]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan whose program is there."""
+
+    weighed: Weighed
+    lowered: Lowered
+    heard: Heard
+
+    @property
+    def seconds(self) -> float:
+        return self.weighed.seconds or 0.0
+
+
+@dataclass
+class Judge:
+    """
+    budget    bytes that a rank may hold; None: whatever it takes
+    best      of those that keep the budget the fastest by the clock; of the others no program is kept
+    lowered   what has been through all passes, with what its rank holds;  dropped  what has not
+    refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that fits and cannot grow from a few layers
+    slower    what was estimated to be slower than a plan that is known elsewhere
+    apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
+    ratio     seconds of a call for each that was estimated: of stages, as those of the last candidate were
+    """
+
+    placed: Placed
+    lower: Lower
+    budget: int | None
+    best: Candidate | None = None
+    lowered: list[tuple[Weighed, RankBytes]] = field(default_factory=list)
+    dropped: list[Weighed] = field(default_factory=list)
+    refused: list[MeshcError] = field(default_factory=list)
+    unequal: Unequal | None = None
+    slower: list[Weighed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = self.placed.request
+        pipeline_axis = request.mesh.pipeline_axis
+        self.known_s = request.beaten_s
+        self.apart = pipeline_axis is not None or request.count > 1
+        self.ratio = 1.0 if pipeline_axis is None else 1.0 / pipeline_axis.size
+
+    # ------------------------------------------------------------------------------------------------------------------ before it is made
+
+    def known_faster(self, weighed: Weighed) -> bool:
+        """Whether a plan elsewhere is faster than a candidate is estimated to be. Estimates are low: they count hidden what can be."""
+        if self.known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= self.known_s:
+            return False
+        self.slower.append(replace(weighed, dropped=SLOWER))
+        return True
+
+    def too_large(self, weighed: Weighed) -> bool:
+        """Whether it holds more than a rank may by the model, which reads what there is at once."""
+        return self.budget is not None and not self.apart and weighed.holds is not None and weighed.holds > self.budget
+
+    def too_slow(self, weighed: Weighed, ratio: float, margin: float) -> bool:
+        """Whether, at so many seconds for each that is estimated, it is so much slower than the best so far, or slower than what is known
+        elsewhere."""
+        most = min(inf if self.best is None else self.best.seconds * (1 + margin), inf if self.known_s is None else self.known_s)
+        return weighed.estimated is not None and weighed.estimated * ratio > most
+
+    def last_ratio(self) -> float:
+        """Seconds by the clock for each that was estimated, of what was made last."""
+        last = self.lowered[-1][0] if self.lowered else None
+        return last.seconds / last.estimated if last is not None and last.seconds and last.estimated else self.ratio
+
+    def drop(self, weighed: Weighed, why: str) -> None:
+        self.dropped.append(replace(weighed, dropped=why))
+
+    # ----------------------------------------------------------------------------------------------------------------------------- made
+
+    def weigh(self, weighed: Weighed, placed: Placed, near: bool = True) -> int | None:
+        """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless
+        layers were held to decide alike (`near`)."""
+        try:
+            found = attempt(partial(self._candidate, weighed, placed))
+        except Unequal as unequal:
+            if not near:
+                raise
+            if self.apart or self.budget is None or (weighed.holds or 0) <= self.budget:
+                self.unequal = unequal
+            self.drop(weighed, UNLIKE)
+            return None
+        if isinstance(found, Refused):
+            if isinstance(found.error, Beaten):
+                self.slower.append(replace(weighed, dropped=SLOWER))
+                self.ratio = found.error.least_s / weighed.estimated if weighed.estimated else self.ratio
+                return None
+            self.refused.append(found.error)
+            self.drop(weighed, str(found))
+            return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
+        candidate, most = found
+        self.lowered.append((candidate.weighed, most))
+        if self._keeps(most) and (self.best is None or candidate.seconds < self.best.seconds):
+            self.best = candidate
+        return most.total
+
+    def _candidate(self, weighed: Weighed, placed: Placed) -> tuple[Candidate, RankBytes]:
+        heard = Heard()
+        lowered = self.lower(placed, heard.hook)
+        weighed, most = weigh(weighed, lowered.as_program(), for_mesh(placed.mesh))
+        return Candidate(weighed, lowered, heard), most
+
+    def _keeps(self, most: RankBytes) -> bool:
+        return self.budget is None or most.total <= self.budget
+
+    # -------------------------------------------------------------------------------------------------------------------------- answers
+
+    def fits(self, names: Collection[str]) -> bool:
+        """Whether the program of one that is called so keeps the budget."""
+        return any(self._keeps(most) for one, most in self.lowered if one.name in names)
+
+    def refusal(self, axes: tuple[str, ...], least: float | None) -> MeshcError:
+        """Why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found."""
+        if self.unequal is not None:
+            return self.unequal
+        if self.slower:
+            return self._beaten()
+        needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
+        if self.refused and not needs:
+            return self.refused[0]
+        return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()))
+
+    def _beaten(self) -> Beaten:
+        least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio
+        return Beaten(float(least_s), self.known_s or 0.0, beaten.BY_STAGES if self.apart else beaten.BY_ESTIMATE)
+
+    def table(self) -> Iterator[Weighed]:
+        """What is taken first, then what was made, then what was not."""
+        taken = None if self.best is None else self.best.weighed
+        if taken is not None:
+            yield taken
+        for one, most in sorted(self.lowered, key=lambda one: one[0].seconds or 0.0):
+            if one is not taken:
+                yield replace(one, dropped=SLOWER if self._keeps(most) else TOO_LARGE)
+        yield from sorted((*self.dropped, *self.slower), key=lambda one: one.modelled or inf)
