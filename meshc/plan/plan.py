@@ -128,8 +128,8 @@ class Plan:
         for one in self.stores:
             for kind in one.kinds:
                 about[kind, one.pattern].append(one)
-        for alike in about.values():
-            faults += contradictions(alike)
+        for (what, _), alike in about.items():
+            faults += contradictions(alike, named=what == "pin")
         refuse_faults(f"the plan does not fit the mesh {mesh}, or itself", list(dict.fromkeys(faults)))
 
     def __add__(self, other: Plan) -> Plan:
@@ -157,22 +157,27 @@ def file_to_write(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def contradictions(lines: Sequence[TensorLine]) -> list[str]:
-    """What pins, or store lines, about one tensor contradict each other in: a message for each, which names both lines."""
+def contradictions(lines: Sequence[TensorLine], named: bool = True) -> list[str]:
+    """What pins, or store lines, about one tensor contradict each other in: a message for each, which names both lines.
+
+    `named`: whether the tensor has the factors that they name (or is called so, by a pin). Two names of one dim may be a name and a slip
+    until a model has been asked.
+    """
     if len(lines) > MOST_PINS:
         what = "pins" if isinstance(lines[0], Pin) else "store lines"
         return [f"{lines[0].where} and {len(lines) - 1} more {what} are about one tensor, of which {MOST_PINS} may be; join them into one"]
-    return [f"{one.where} and {other.where}: {why}" for one, other in itertools.combinations(lines, 2) for why in _clashes(one, other)]
+    return [f"{one.where} and {other.where}: {why}" for one, other in itertools.combinations(lines, 2)
+            for why in _clashes(one, other, named)]  # fmt: skip
 
 
-def _clashes(one: TensorLine, other: TensorLine) -> Iterator[str]:
+def _clashes(one: TensorLine, other: TensorLine, named: bool) -> Iterator[str]:
     what = "pin" if isinstance(one, Pin) else "store line"
     if len(one.dims) != len(other.dims):
         yield f"they name {len(one.dims)} and {len(other.dims)} dims; a {what} has one entry for each dim of the tensor"
         return
     for dim, (left, right) in enumerate(zip(one.dims, other.dims, strict=True)):
         here, there = _numbered(left), _numbered(right)
-        if here and there and not (here.keys() <= there.keys() or here.keys() >= there.keys()):
+        if named and here and there and not (here.keys() <= there.keys() or here.keys() >= there.keys()):
             yield f"dim {dim} is {left} and {right}; if the dim holds these factors together, write one {what} and join them by *"
             return
         for (factor, number), part in here.items():
@@ -182,7 +187,7 @@ def _clashes(one: TensorLine, other: TensorLine) -> Iterator[str]:
                 return
     for axis, dim, factor in one.splits():
         for other_axis, other_dim, other_factor in other.splits():
-            if axis == other_axis and (dim, factor) != (other_dim, other_factor):
+            if axis == other_axis and (dim != other_dim or (named and factor != other_factor)):
                 yield f"{axis} splits {factor} in dim {dim} and {other_factor} in dim {other_dim}; an axis splits a value once"
 
 

@@ -185,6 +185,15 @@ def test_all_faults_are_said_at_once() -> None:
     assert "ffn in dim 1 is split by dp in one and whole in the other" in said
 
 
+def test_a_slip_in_a_second_line_about_one_weight_is_no_contradiction() -> None:
+    """Under one pattern and under two."""
+    for pattern in ("down.weight", "down.*t"):
+        said = refusal(f"{OPEN}\nstore down.weight: _, ffn/tp/dp\nstore {pattern} state: _, fnf/dp/tp")
+        assert said.splitlines()[1:] == [
+            f"  line 4, `store {pattern} state: _, fnf/dp/tp`: dim 1 of down.weight is ffn, it has no factor 'fnf'"
+        ]
+
+
 def test_module_mode_stores_all_kinds_alike() -> None:
     said = refusal("dp: batch; store state\ntp: ffn\nstore down.weight state: _, ffn/tp/dp", what="module")
     assert "line 1, `dp: batch; store state`: it stores state split, and parameters whole" in said
