@@ -1,4 +1,4 @@
-"""CPU seconds and memory of compiling a training step of Llama, by layers, ranks and phase; no process group, no Inductor.
+"""CPU seconds and memory of compiling a training step of Llama, by layers, ranks and phase, and of Gemma2; no process group, no Inductor.
 
     python bench/compile_time.py                            # the table
     python bench/compile_time.py --layers 2 32 --ranks 64   # some of it
@@ -6,7 +6,7 @@
 
 Each cell is a process of its own, forked from one that has imported everything: it pays for what a first compilation sets up, and what
 the imports take is said once. Weights are on the meta device; 80 layers have the 70B shape, fewer the 8B's. The plan is the axes' own;
-with `pp` there are two stages and four microbatches.
+with `pp` there are two stages and four microbatches. Gemma2 has the widths of 27B and 32 layers, of which every second is local.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import os
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of idle threads are no one's
@@ -31,6 +32,11 @@ LAYERS, RANKS, TOKENS = (2, 8, 32, 80), (8, 64, 512, 4096), 8192
 SMALL: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
+GEMMA2: dict[str, Any] = {
+    "hidden_size": 4608, "intermediate_size": 36864, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+}  # fmt: skip
+IN_TURN = 32
+"""Layers of Gemma2."""
 LARGE = SMALL | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 PHASES = ("capture", "differentiate", "partition", "grow", "memory")
 
@@ -41,11 +47,19 @@ def mesh_of(ranks: int, stages: int) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
-def compile_once(layers: int, ranks: int, stages: int) -> dict[str, float]:
+def llama(layers: int) -> transformers.PreTrainedModel:
+    sizes = LARGE if layers >= 80 else SMALL
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=layers, max_position_embeddings=TOKENS, **sizes))
+
+
+def gemma2(layers: int) -> transformers.PreTrainedModel:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(num_hidden_layers=layers, max_position_embeddings=TOKENS, **GEMMA2))
+
+
+def compile_once(make: Callable[[int], transformers.PreTrainedModel], layers: int, ranks: int, stages: int) -> dict[str, float]:
     """CPU seconds by phase and of all, and the process's peak of memory in GB."""
     with torch.device("meta"):
-        config = transformers.LlamaConfig(num_hidden_layers=layers, max_position_embeddings=TOKENS, **(LARGE if layers >= 80 else SMALL))
-        model = transformers.LlamaForCausalLM(config).train()
+        model = make(layers).train()
         ids = torch.zeros(max(64, ranks // 8), TOKENS, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     step = meshc.TrainStep(model, optimizer=optimizer, clip_grad_norm=1.0, microbatches=4 if stages > 1 else None)
@@ -58,14 +72,15 @@ def compile_once(layers: int, ranks: int, stages: int) -> dict[str, float]:
 def table(layers: list[int], ranks: list[int]) -> str:
     imports, resident = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rows: list[list[object]] = []
-    for stages in (1, 2):
-        for count in layers:
-            for size in ranks:
-                found = in_a_process(compile_once, count, size, stages)
-                rest = found["all"] - sum(found.get(phase, 0.0) for phase in PHASES)
-                seconds = [f"{value:.1f}" for value in (*(found.get(phase, 0.0) for phase in PHASES), rest, found["all"])]
-                rows.append([count, size, mesh_of(size, stages), *seconds, f"{found['GB']:.2f}"])
-                print(*rows[-1], flush=True)
+    cells = [(llama, count, size, stages) for stages in (1, 2) for count in layers for size in ranks]
+    cells += [(gemma2, IN_TURN, size, 1) for size in ranks]
+    for make, count, size, stages in cells:
+        found = in_a_process(compile_once, make, count, size, stages)
+        rest = found["all"] - sum(found.get(phase, 0.0) for phase in PHASES)
+        seconds = [f"{value:.1f}" for value in (*(found.get(phase, 0.0) for phase in PHASES), rest, found["all"])]
+        said = f"{count} of Gemma2" if make is gemma2 else str(count)
+        rows.append([said, size, mesh_of(size, stages), *seconds, f"{found['GB']:.2f}"])
+        print(*rows[-1], flush=True)
     heads = ("layers", "ranks", "mesh", *PHASES, "other", "all", "GB")
     beside = f"imports beside that: {imports:.1f} s, and {resident:.2f} GB of the peak"
     shown = tabulate(rows, heads, tablefmt="github", disable_numparse=True)
@@ -78,7 +93,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    from transformers.models.llama import modeling_llama  # noqa: F401  # these with the imports, not with every cell
+    from transformers.models.gemma2 import modeling_gemma2  # noqa: F401  # these with the imports, not with every cell
+    from transformers.models.llama import modeling_llama  # noqa: F401
 
     from meshc.private import aot_export_joint_with_descriptors, graph_capture  # noqa: F401
 

@@ -4,6 +4,7 @@
     mm  # model.layers.2.mlp.up_proj                block 2
     add # model, of values of layers 1 and 2        block 2: code of what holds the list goes with what it reads last
     cos # model.rotary_emb                          none
+    slice # model.layers.1, of a mask               none, if other layers read it too: the first that needs it makes it for all
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch.fx import Graph, Node
 
 from meshc.ir import records
 from meshc.ir.graph import placeholders
+from meshc.passes.depth.draws import call_of
 from meshc.passes.depth.mentions import Mentions
+from meshc.passes.phases.depth import INSIDE
 from meshc.passes.phases.traced import Joint
 from meshc.program.program import Port
 
@@ -35,7 +38,7 @@ def blocks_of(joint: Joint, mentions: Mentions) -> Blocks:
             block = _near(node, found, mentions) if label is None else mentions.block(label)
             if block is not None:
                 found[node] = block
-    return found
+    return _without_common(joint.graph, found)
 
 
 def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, int | None], mentions: Mentions) -> Blocks:
@@ -47,6 +50,19 @@ def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, 
             block = whole[name] if name in whole else _near(node, found, mentions)
             if block is not None:
                 found[node] = block
+    return _without_common(graph, found)
+
+
+def _without_common(graph: Graph, found: Blocks) -> Blocks:
+    """Without what layers inside make of nothing of any layer's, and others read."""
+    made = set[Node]()
+    for node in graph.nodes:
+        if found.get(node) in INSIDE and node.op == "call_function" and call_of(node) is None:
+            if all(operand not in found or (operand in made and found[operand] == found[node]) for operand in node.all_input_nodes):
+                made.add(node)
+    for node in reversed(graph.nodes):
+        if node in made and any(found.get(user) != found[node] for user in node.users if user.op != "output"):
+            del found[node]
     return found
 
 

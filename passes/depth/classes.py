@@ -20,7 +20,7 @@ from torch import nn
 from meshc.passes.depth.probe import UNKNOWN, Log, Origin, Row
 from meshc.passes.depth.said import Said
 from meshc.passes.depth.shown import shown
-from meshc.passes.phases.depth import CAPTURED
+from meshc.passes.phases.depth import INSIDE
 
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PARTS: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_call_impl", *HOOKS)
@@ -28,15 +28,28 @@ PARTS: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks of `period` layers from `first` on, `blocks` of them. All are equal but the first, which may be anything: it is captured."""
+    """Layers from `first` on, `layers` of them, that repeat with a period: all are equal to the one a period before, but for the first
+    `ends` of them and for a block behind these, to which there is none. Those at its two ends may be anything: they are captured, and two
+    blocks from inside."""
 
     first: int
-    period: int
-    blocks: int
+    layers: int = 1
+    period: int = 1
+    ends: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """That are left out."""
+        return max(0, (self.layers - 2 * self.ends) // self.period - len(INSIDE))
 
     @property
     def left_out(self) -> int:
-        return max(0, self.blocks - CAPTURED)
+        return self.blocks * self.period
+
+    @property
+    def seam(self) -> int:
+        """Behind how many of its layers those that are left out come."""
+        return self.ends + self.period
 
 
 class Layers:
@@ -47,40 +60,38 @@ class Layers:
         values = log.values()
         self.faces = [_Face.of(path, number, module, log, values, said) for number, module in enumerate(modules)]
 
-    def runs(self) -> list[Run]:
+    def runs(self, whole_ends: bool) -> list[Run]:
         """In order; each run is the one from its first layer that leaves out most, unless one from the next layer on leaves out more: then
-        its first layer stands alone (of T5's it alone makes what all others are given)."""
+        its first layer stands alone (of T5's it alone makes what all others are given). `whole_ends`: with a block at each end."""
         found: list[Run] = []
         first = 0
         while first < len(self.faces):
-            best = self._best(first)
-            if 0 < best.left_out * best.period < (after := self._best(first + 1)).left_out * after.period:
-                found, best = [*found, Run(first, 1, 1)], after
+            best = self._best(first, whole_ends)
+            if 0 < best.left_out < (after := self._best(first + 1, whole_ends)).left_out:
+                found, best = [*found, Run(first)], after
             found.append(best)
-            first = best.first + best.blocks * best.period
+            first = best.first + best.layers
         return found
 
-    def _best(self, first: int) -> Run:
+    def _best(self, first: int, whole_ends: bool) -> Run:
         """The run from a layer on that leaves out most."""
-        return max(self._from(first), key=lambda run: (run.left_out * run.period, -run.period))
+        return max(self._from(first, whole_ends), key=lambda run: (run.left_out, -run.period))
 
-    def _from(self, first: int) -> list[Run]:
-        count = len(self.faces)
-        periods = range(1, (count - first) // (CAPTURED + 1) + 1)
-        return [Run(first, 1, 1), *(Run(first, period, self._blocks(first, period)) for period in periods)]
+    def _from(self, first: int, whole_ends: bool) -> list[Run]:
+        found = [Run(first)]
+        for period in range(1, (len(self.faces) - first - 2) // (len(INSIDE) + 1) + 1):
+            ends = period if whole_ends else 1
+            found.append(Run(first, self._layers(first, period, ends), period, ends))
+        return found
 
-    def _blocks(self, first: int, period: int) -> int:
-        """How many blocks there are from `first` on, of which the second and all later ones are equal."""
+    def _layers(self, first: int, period: int, ends: int) -> int:
+        """How many layers there are from `first` on that repeat; each place of a block has its own step of integers."""
         steps: dict[int, tuple[int, ...]] = {}
-        block = 2
-        while first + (block + 1) * period <= len(self.faces):
-            for place in range(period):
-                one, other = first + (block - 1) * period + place, first + block * period + place
-                step = self._step(one, other)
-                if step is None or steps.setdefault(place, step) != step:
-                    return block
-            block += 1
-        return block
+        for number in range(first + ends + period, len(self.faces)):
+            step = self._step(number - period, number)
+            if step is None or steps.setdefault((number - first) % period, step) != step:
+                return number - first
+        return len(self.faces) - first
 
     def _step(self, one: int, other: int) -> tuple[int, ...] | None:
         """By how much the integers of two equal layers differ; None if they are not equal."""

@@ -20,7 +20,8 @@ from torch.fx.node import map_arg
 from meshc.ir import KEY, Record, records
 from meshc.ir.graph import placeholders, results_of
 from meshc.passes.depth.blocks import Blocks
-from meshc.passes.depth.equal import call_of, same_records, twins, with_call
+from meshc.passes.depth.draws import call_of, with_call
+from meshc.passes.depth.equal import same_records, twins
 from meshc.passes.depth.mentions import Elsewhere, Mentions
 from meshc.passes.depth.order import grown
 from meshc.passes.depth.series import Series

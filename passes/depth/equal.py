@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from meshc.ir import Record, op_name, records
 from meshc.passes.depth.blocks import Blocks
+from meshc.passes.depth.draws import call_of, with_call
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
-from meshc.private import OpOverload
 
 Relative = tuple[int, int]
 """What is read of a block: how many blocks further on, and which of its nodes."""
@@ -103,20 +102,6 @@ def _without_nodes(node: Node) -> str:
     """The arguments but for other nodes and for texts, which are compared by what they mention."""
     args = tuple("" if isinstance(argument, str) else argument for argument in node.args)
     return repr(map_arg((args, node.kwargs), lambda operand: None))
-
-
-def call_of(node: Node) -> int | None:
-    """At which argument a random operator has the number of its call; None of others."""
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "meshc":
-        return None
-    return next((place for place, row in enumerate(node.target._schema.arguments) if row.name == "call"), None)
-
-
-def with_call(node: Node, number: Any) -> tuple[Any, ...]:
-    """The arguments with another number of the call."""
-    place = call_of(node)
-    assert place is not None
-    return (*node.args[:place], number, *node.args[place + 1 :])
 
 
 def _numbers_apart(one: Node, other: Node) -> int:

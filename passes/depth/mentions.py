@@ -31,10 +31,13 @@ class Mentions:
     def block(self, name: str) -> int | None:
         """The number of the captured block, from the stretch's first, in which a named thing lies; below 0 and above the last outside it.
         None: in no layer of the list."""
+        layer = self.layer(name)
+        return None if layer is None else self.stretch.block(layer)
+
+    def layer(self, name: str) -> int | None:
+        """The number of the list's layer in which a named thing lies."""
         found = self._split(name)
-        if len(found) < 2 or found[0]:
-            return None
-        return (int(found[1]) - self.stretch.first) // self.stretch.period
+        return None if len(found) < 2 or found[0] else int(found[1])
 
     def numbers(self, text: str) -> tuple[int, ...]:
         """Of the layers that a text mentions, in its order."""

@@ -18,17 +18,17 @@ from meshc.passes.depth.probe import LEAST, UNKNOWN, Log, Origin, Row, probe
 from meshc.passes.depth.said import Said
 from meshc.passes.depth.slice import sliced
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.phases.depth import CAPTURED, Depth, Stretch
+from meshc.passes.phases.depth import Depth, Stretch
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.request import Request
 
 
-def with_depth(outset: Outset) -> Outset:
+def with_depth(outset: Outset, whole_ends: bool = False) -> Outset:
     """With what is captured of the model, or a note of what is in the way."""
     if outset.request.depth == "whole":
         return outset
     try:
-        return replace(outset, depth=prove(outset.request))
+        return replace(outset, depth=prove(outset.request, whole_ends))
     except Unequal as difference:
         return outset.noting(whole_note(difference))
 
@@ -37,14 +37,16 @@ def whole_note(difference: object) -> str:
     return f"all layers of the model are compiled, one by one: {difference}"
 
 
-def prove(request: Request) -> Depth | None:
-    """How much of the model is captured; None: it has no list of layers of which any could be left out. Raises Unequal."""
+def prove(request: Request, whole_ends: bool = False) -> Depth | None:
+    """How much of the model is captured; None: it has no list of layers of which any could be left out. Raises Unequal.
+
+    `whole_ends`: of what repeats in blocks of several layers a block at each end, not one layer."""
     lists = [*_lists(request.module)]
     if not lists or request.dynamic:
         return None
     whole, said = _log(request, lists, "its code does what tensors without values cannot"), Said(request)
     faces = {path: Layers(path, [*request.module.get_submodule(path).children()], whole, said) for path in lists}
-    runs = {path: layers.runs() for path, layers in faces.items()}
+    runs = {path: layers.runs(whole_ends) for path, layers in faces.items()}
     runs = {path: found for path, found in runs.items() if any(run.left_out for run in found)}
     if not runs:
         raise Unequal(next(iter(faces.values())).difference())
@@ -85,12 +87,12 @@ def _lists(module: nn.Module) -> Iterator[str]:
 
 
 def _captured(runs: list[Run]) -> tuple[int, ...]:
-    """Of each run the first three blocks and the last; where as many from the front are of the same classes, those: their own numbers are
-    then the ones that they have in the list."""
+    """Of each run what is ahead, two blocks, and what is behind; where as many from the front are of the same classes, those: their own
+    numbers are then the ones that they have in the list."""
     numbers: list[int] = []
     for run in runs:
-        blocks = (*range(CAPTURED - 1), run.blocks - 1) if run.left_out else range(run.blocks)
-        numbers += [run.first + block * run.period + place for block in blocks for place in range(run.period)]
+        back = run.seam + run.period if run.left_out else run.layers
+        numbers += [*range(run.first, run.first + back), *range(run.first + back + run.left_out, run.first + run.layers)]
     longest = [run for run in runs if run.left_out]
     return tuple(range(len(numbers))) if longest == [runs[-1]] else tuple(numbers)
 
@@ -98,22 +100,28 @@ def _captured(runs: list[Run]) -> tuple[int, ...]:
 def _numbers(runs: list[Run]) -> dict[int, int]:
     """The layers of a list that are not left out, counted from both ends of each run: number in the list -> among those captured."""
     found: dict[int, int] = {}
-    first = 0
-    for run in runs:
-        for block in range(run.blocks):
-            kept = block if block < 2 or not run.left_out else block - run.left_out if block >= run.blocks - 2 else None
-            if kept is not None:
-                found |= {run.first + block * run.period + place: first + kept * run.period + place for place in range(run.period)}
-        first += (run.blocks - run.left_out) * run.period
+    for run, first in _captured_first(runs):
+        for place in range(run.layers):
+            if not run.left_out or place < run.seam:
+                found[run.first + place] = first + place
+            elif place >= run.seam + run.left_out:
+                found[run.first + place] = first + place - run.left_out
     return found
 
 
 def _stretches(path: str, runs: list[Run]) -> Iterator[Stretch]:
+    for run, first in _captured_first(runs):
+        if run.left_out:
+            behind = run.layers - run.left_out - run.seam - run.period
+            yield Stretch(path, first, run.period, run.blocks, run.ends, behind)
+
+
+def _captured_first(runs: list[Run]) -> Iterator[tuple[Run, int]]:
+    """Each with the number of its first layer among those captured."""
     first = 0
     for run in runs:
-        if run.left_out:
-            yield Stretch(path, first, run.period, run.left_out)
-        first += (run.blocks - run.left_out) * run.period
+        yield run, first
+        first += run.layers - run.left_out
 
 
 # ------------------------------------------------------------------------------------------------------------------ whole and part

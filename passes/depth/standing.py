@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from meshc.ir import records
+from meshc.ir.graph import placeholders
 from meshc.passes.depth.blocks import blocks_of
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.depth.equal import twins
@@ -17,17 +20,20 @@ from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.order import seams
 from meshc.passes.phases.depth import CAPTURED, Depth
 from meshc.passes.phases.traced import Joint
+from meshc.program.program import Port
 
 
 @dataclass(frozen=True)
 class Standing:
     """
     block  of the nodes of a stretch: which stretch, and the number of the block in it
+    place  of the same: which of the block's layers that is
     twin   of each node of a block 2 its equal in block 1
     count  of each node of a block 1: how many it stands for, itself included
     """
 
     block: dict[Node, tuple[int, int]] = field(default_factory=dict)
+    place: dict[Node, int] = field(default_factory=dict)
     twin: dict[Node, Node] = field(default_factory=dict)
     count: dict[Node, int] = field(default_factory=dict)
     _seam: dict[Node, int] = field(default_factory=dict)
@@ -44,15 +50,24 @@ class Standing:
 def standing_of(joint: Joint, depth: Depth | None) -> Standing:
     """Of the global view of what was captured. Raises Unequal where two blocks inside are not the same."""
     found = Standing(count=dict(counts_of(joint, depth)))
-    nodes = [*joint.graph.nodes]
+    nodes, ports = [*joint.graph.nodes], dict(zip(placeholders(joint.graph), joint.inputs, strict=True))
     for number, stretch in enumerate(depth.stretches if depth is not None else ()):
         mentions = Mentions(stretch)
         blocks = blocks_of(joint, mentions)
         pairs = {twin.one: twin.other for twin in twins(joint.graph, blocks, mentions, {})}
-        found.block.update((node, (number, block)) for node, block in blocks.items() if 0 <= block < CAPTURED)
+        inside = {node: (number, block) for node, block in blocks.items() if 0 <= block < CAPTURED}
+        found.block.update(inside)
+        found.place.update((node, stretch.place(mentions.layer(_named(node, joint, ports)) or 0)) for node in inside)
         found.twin.update((other, one) for one, other in pairs.items())
         found._seam.update(seams(nodes, blocks, pairs))
     return found
+
+
+def _named(node: Node, joint: Joint, ports: Mapping[Node, Port]) -> str:
+    """The parameter or the module by which a node names a layer, if it does."""
+    if node in ports:
+        return ports[node].of or ports[node].name
+    return joint.updates.get(node) or records(node)[0].source.module
 
 
 def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -18,25 +17,13 @@ Line = TypeVar("Line", bound=Pin | StoreLine | OperatorPin)
 
 def captured_name(name: str, depth: Depth | None) -> str:
     """The name, with the layers' numbers as they are among those captured."""
-    for path, kept in (depth.captured if depth is not None else {}).items():
-        if not name.startswith(f"{path}."):
-            continue
-        number, dot, rest = name.removeprefix(f"{path}.").partition(".")
-        if number.isdecimal():
+    for path in depth.captured if depth is not None else ():
+        found = re.match(rf"{re.escape(path)}\.(\d+)(?=[./]|$)", name)
+        if found is not None:
             assert depth is not None
-            return f"{path}.{_captured(path, int(number), kept, depth)}{dot}{rest}"
+            standing = (number for number, whole in enumerate(_whole_numbers(path, depth)) if found[1] in whole)
+            return f"{path}.{next(standing, found[1])}{name[found.end() :]}"
     return name
-
-
-def _captured(path: str, number: int, kept: tuple[int, ...], depth: Depth) -> int:
-    before = bisect_right(kept, number) - 1
-    if before >= 0 and kept[before] == number:
-        return before
-    for stretch in depth.stretches:
-        inside = stretch.first + stretch.period  # the second block, which stands for those that are left out
-        if stretch.path == path and stretch.first <= before < stretch.first + 4 * stretch.period:
-            return inside + (number - kept[inside]) % stretch.period
-    return number
 
 
 def captured_lines(lines: Sequence[Line], depth: Depth | None) -> tuple[Line, ...]:
@@ -48,11 +35,17 @@ def captured_lines(lines: Sequence[Line], depth: Depth | None) -> tuple[Line, ..
 
 def captured_patterns(pattern: str, depth: Depth) -> tuple[str, ...]:
     """Of a pattern that names a list and some numbers in it, one for each captured layer that it means; any other as it is."""
-    for path, kept in depth.captured.items():
+    for path in depth.captured:
         found = re.match(rf"(?:value:)?{re.escape(path)}\.([\d?\[\]!-]+)(?=[./]|$)", pattern)
         if found is not None:
             front, behind = pattern[: found.start(1)], pattern[found.end() :]
-            whole = [[name.removeprefix(f"{path}.") for name in whole_names(depth, f"{path}.{number}")] for number in range(len(kept))]
+            whole = _whole_numbers(path, depth)
             named = [number for number, numbers in enumerate(whole) if any(fnmatchcase(one, found[1]) for one in numbers)]
             return tuple(f"{front}{number}{behind}" for number in named) or (pattern,)
     return (pattern,)
+
+
+def _whole_numbers(path: str, depth: Depth) -> list[list[str]]:
+    """Of each captured layer of a list: the numbers of those that it stands for."""
+    names = [whole_names(depth, f"{path}.{number}") for number in range(len(depth.captured[path]))]
+    return [[name.removeprefix(f"{path}.") for name in each] for each in names]

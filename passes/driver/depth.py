@@ -1,5 +1,7 @@
 """At depth: a compilation of the layers that stand for all, where that is proved and comes to an end; else of all of them.
 
+Where layers of several kinds take turns, one at each end is tried first, and then one of each kind.
+
 Before `grow` errors would name layers by their numbers among those captured, and what one layer lacks all of them lack: the whole model is
 compiled then, and says what is wrong with it. From `grow` on graphs are the whole model's.
 """
@@ -15,6 +17,7 @@ from meshc.passes.depth.prove import prove, whole_note, with_depth
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.pipeline import GROW
+from meshc.passes.phases.depth import Depth
 from meshc.passes.phases.outset import Outset, begin
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
@@ -28,14 +31,17 @@ def still(traced: Traced, request: Request) -> bool:
     if traced.depth is None:
         return True
     try:
-        found = prove(request)
+        return any(_same(traced.depth, prove(request, whole_ends)) for whole_ends in (False, True))
     except Unequal:
         return False
-    return found is not None and (found.stretches, found.captured) == (traced.depth.stretches, traced.depth.captured)
+
+
+def _same(one: Depth, other: Depth | None) -> bool:
+    return other is not None and (one.stretches, one.captured) == (other.stretches, other.captured)
 
 
 def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request, hook: Hook | None) -> Answer:
-    """What `compiled` makes of the request. `hook` may be told of passes twice, the second time of all."""
+    """What `compiled` makes of the request. `hook` may be told of passes more than once, the last time of all."""
     outset = with_depth(begin(request))
     whole = False
 
@@ -48,7 +54,13 @@ def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request
     if outset.depth is None:
         return compiled(outset, told)
     try:
-        return compiled(outset, told)
+        try:
+            return compiled(outset, told)
+        except Unequal:
+            wider = with_depth(begin(request), whole_ends=True)
+            if wider.depth is None or _same(outset.depth, wider.depth):
+                raise
+            return compiled(wider, told)
     except Unequal as difference:
         outset = outset.noting(whole_note(difference))
     except NothingFits:

@@ -3,6 +3,8 @@
     layers of the model    0 1 2 3 4 ... 30 31      all equal: one stretch of blocks of one layer each
     layers captured        0 1 2 3                  the first, two from inside, the last
     left out                   28 blocks            which stand behind the second of those captured, each a copy of it, one further on
+
+    two kinds in turn      0 1 2 3 4 5 ... 30 31    of 0 | 1 2 | 3 4 | 5 the first and the last need be no whole blocks
 """
 
 from __future__ import annotations
@@ -14,27 +16,48 @@ from typing import Final
 from meshc.frontend.output_tree import OutputTree
 
 CAPTURED: Final = 4
-"""Blocks of a stretch that are captured: the first and the last have neighbours of their own, two inside show what repeats."""
+"""Blocks of a stretch that are captured: the first and the last have neighbours of their own, two inside show what repeats. Of the first
+and the last there may be less than a block."""
+INSIDE: Final = (1, 2)
+"""Those that are captured whole and compared."""
 
 
 @dataclass(frozen=True)
 class Stretch:
     """Layers of one list that repeat: blocks of `period` layers, each equal to the one before it.
 
-    path    of the list in the model
-    first   number of its first layer among those that are captured
+    path      of the list in the model
+    first     number of its first layer among those that are captured
     left_out  how many blocks are not captured
+    ahead     of its captured layers, those before the two blocks inside
+    behind    likewise those after them
     """
 
     path: str
     first: int
     period: int
     left_out: int
+    ahead: int = 1
+    behind: int = 1
+
+    @property
+    def layers(self) -> int:
+        """That are captured."""
+        return self.ahead + len(INSIDE) * self.period + self.behind
 
     @property
     def seam(self) -> int:
         """Number of the captured layer before which the copies stand: the first of the third block."""
-        return self.first + 2 * self.period
+        return self.first + self.ahead + self.period
+
+    def block(self, layer: int) -> int:
+        """The number of the block in which a captured layer of the list lies; below 0 and above the last where it is not the stretch's."""
+        place = layer - self.first
+        return -1 if place < 0 else CAPTURED if place >= self.layers else (place - self.ahead) // self.period + 1
+
+    def place(self, layer: int) -> int:
+        """Which of its block's layers a captured layer is."""
+        return (layer - self.first - self.ahead) % self.period
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ block 1; likewise in backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch.fx import Node
 
@@ -72,28 +72,46 @@ def neighbours(
         if node not in standing.block:
             pairs = [(value, 0, value, 1), (value, 3, value, 1)]
         for one, block, like, inside in pairs:
-            for mine, theirs in zip(_by(one, block, standing), _by(like, inside, standing), strict=False):
+            for mine, theirs in _pairs(_by(one, block, standing), _by(like, inside, standing), standing):
                 found.setdefault(mine.reader, twins.get(theirs.reader, theirs.reader))
     found.update(stored)  # the norm of all gradients adds up what they leave pending, layer by layer
     return {key: twin for key, twin in found.items() if key not in twins and key != twin}
 
 
 def stored_alike(decisions: Collection[Key], standing: Standing, parameters: Mapping[str, Node]) -> dict[Key, Key]:
-    """How blocks 0 and 3 store their parameters and states, with how block 1 does it. Equal blocks have theirs in one order."""
-    names: dict[tuple[int, int], list[str]] = defaultdict(list)
+    """How the layers of blocks 0 and 3 store their parameters and states, with how those of block 1 do it. Equal layers have theirs in
+    one order."""
+    names: dict[tuple[int, int, int], list[str]] = defaultdict(list)
     for name, node in parameters.items():
         if node in standing.block:
-            names[standing.block[node]].append(name)
+            names[(*standing.block[node], standing.place[node])].append(name)
     return {
         (kind, name): (kind, one)
-        for (stretch, block), mine in names.items() if block in (0, 3) and len(mine) == len(names.get((stretch, 1), ()))
-        for name, one in zip(mine, names[stretch, 1], strict=True)
+        for (stretch, block, place), mine in names.items() if block in (0, 3) and len(mine) == len(names.get((stretch, 1, place), ()))
+        for name, one in zip(mine, names[stretch, 1, place], strict=True)
         for kind in ("parameter", "state") if (kind, name) in decisions and (kind, one) in decisions
     }  # fmt: skip
 
 
 def _from(standing: Standing, node: Node, block: int) -> bool:
     return node in standing.block and standing.block[node][1] == block
+
+
+def _pairs(mine: Iterable[Reading], theirs: Iterable[Reading], standing: Standing) -> Iterator[tuple[Reading, Reading]]:
+    """Readings of two blocks that the same layers of them make, in order. Block 0 and block 3 may have less layers."""
+    rows: dict[int, list[Reading]] = defaultdict(list)
+    for one in theirs:
+        rows[_place(one, standing)].append(one)
+    left = {place: iter(row) for place, row in rows.items()}
+    for one in mine:
+        other = next(left.get(_place(one, standing), iter(())), None)
+        if other is not None:
+            yield one, other
+
+
+def _place(reading: Reading, standing: Standing) -> int:
+    assert reading.node is not None
+    return standing.place[reading.node]
 
 
 def _by(value: Made, block: int, standing: Standing) -> Iterator[Reading]:

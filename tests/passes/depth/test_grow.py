@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
+from meshc.passes.phases.depth import Stretch
 from tests.broad import broad
-from tests.passes.depth.stacks import WORDS, Stack, compiled
+from tests.passes.depth.stacks import WIDTH, WORDS, Layer, Stack, compiled
 from tests.passes.depth.texts import text_of
 from tests.passes.stepped import around, changed
 
@@ -69,6 +71,48 @@ def test_texts_are_equal(hidden: list[int], asked: dict[str, Any]) -> None:
     assert text_of(grown.compiled) == text_of(whole.compiled)
     assert grown.compiled.info == whole.compiled.info
     assert grown.compiled.notes == whole.compiled.notes
+
+
+class Sliced(Layer):
+    """Each makes of what it is given the same as all others that are given it."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x, shift[:WIDTH].exp())
+
+
+class InTurn(Stack):
+    """The first two layers make what the others read: each gives one of two things to every second."""
+
+    def __init__(self, hidden: Sequence[int]) -> None:
+        super().__init__(hidden, 0.1, Sliced)
+
+    def shift(self, number: int) -> Tensor:
+        return self.shifts[number % 2]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", broad("dp_shard=2,tp=2"), broad("pp=2,tp=2")])
+def test_what_the_first_of_a_kind_makes_for_all_is_no_layer_s(mesh: str) -> None:
+    whole, grown = (compiled(InTurn([16] * 11), mesh, depth) for depth in ("whole", "auto"))
+    assert grown.lowered.depth is not None and grown.lowered.depth.stretches == (Stretch("layers", 0, 2, 2, 1, 2),)
+    assert text_of(grown.compiled) == text_of(whole.compiled)
+
+
+class Learned(InTurn):
+    """What every second layer is given takes a gradient, which is added up from the last of each kind on."""
+
+    def __init__(self, hidden: Sequence[int]) -> None:
+        super().__init__(hidden)
+        self.even, self.odd = (nn.Parameter(shift.clone()) for shift in self.shifts)
+
+    def shift(self, number: int) -> Tensor:
+        return self.odd if number % 2 else self.even
+
+
+@pytest.mark.broad
+def test_a_block_at_each_end_is_captured_where_one_layer_is_not_enough() -> None:
+    whole, grown = (compiled(Learned([16] * 12), depth=depth) for depth in ("whole", "auto"))
+    assert grown.lowered.depth is not None and grown.lowered.depth.stretches == (Stretch("layers", 0, 2, 2, 2, 2),)
+    assert text_of(grown.compiled) == text_of(whole.compiled)
 
 
 def test_what_is_not_equal_is_captured_whole_with_a_note() -> None:

@@ -17,6 +17,7 @@ from meshc.frontend.train_step import traced_step
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.prove import prove
 from meshc.passes.depth.unequal import Unequal
+from meshc.passes.phases.depth import Stretch
 from meshc.passes.phases.request import Request
 from tests.passes.depth.stacks import Layer, Stack, cross_entropy
 
@@ -48,11 +49,12 @@ def test_lists_of_four_are_captured_whole() -> None:
 @pytest.mark.parametrize(
     ("hidden", "found"),
     [
-        ([16, 8] * 6, [(0, 2, 2)]),
-        ([16, 16, 8] * 5, [(0, 3, 1)]),
+        ([16, 8] * 6, [(0, 2, 3)]),
+        ([16, 16, 8] * 5, [(0, 3, 2)]),
         ([8] * 2 + [16] * 6, [(1, 1, 3)]),
         ([8] * 6 + [16] * 6, [(0, 1, 2), (4, 1, 2)]),
-        ([16, 8] * 6 + [16], [(0, 2, 2)]),
+        ([16, 8] * 6 + [16], [(0, 2, 3)]),
+        ([16, 8] * 4, [(0, 2, 1)]),
     ],
 )
 def test_layers_of_several_classes(hidden: list[int], found: list[tuple[int, int, int]]) -> None:
@@ -71,7 +73,16 @@ class Alternating(Stack):
 
 
 def test_what_layers_are_given_tells_them_apart() -> None:
-    assert stretches(Alternating([16] * 12)) == [(0, 2, 2)]
+    assert stretches(Alternating([16] * 12)) == [(0, 2, 3)]
+
+
+def test_of_layers_in_turn_one_is_captured_at_each_end() -> None:
+    """Two blocks inside, and what is left over of the last one; with whole ends a block at each."""
+    found, whole_ends = (prove(request(Stack([16, 16, 8] * 6)), whole_ends) for whole_ends in (False, True))
+    assert found is not None and whole_ends is not None
+    assert found.stretches == (Stretch("layers", 0, 3, 3, 1, 2),) and found.captured == {"layers": tuple(range(9))}
+    assert whole_ends.stretches == (Stretch("layers", 0, 3, 2, 3, 3),) and whole_ends.captured == {"layers": tuple(range(12))}
+    assert [found.stretches[0].block(layer) for layer in (-1, *range(10))] == [-1, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4]
 
 
 class Makes(Layer):

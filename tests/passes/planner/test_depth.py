@@ -15,7 +15,7 @@ from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.standing import whole_names
-from meshc.passes.depth.stands_for import captured_patterns
+from meshc.passes.depth.stands_for import captured_name, captured_patterns
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run
@@ -118,6 +118,15 @@ def test_captured_patterns() -> None:
         assert captured_patterns(other, depth) == (other,)
 
 
+def test_captured_names() -> None:
+    """The last layer of all is the last of those captured, whichever number that has in the list."""
+    depth = Depth((Stretch("layers", 0, 2, 13),), {"layers": tuple(range(6))}, None)  # type: ignore[arg-type]
+    named = {number: captured_name(f"layers.{number}.up", depth) for number in (0, 1, 2, 3, 27, 28, 29, 30, 31, 32)}
+    assert [name.split(".")[1] for name in named.values()] == ["0", "1", "2", "1", "1", "2", "3", "4", "5", "32"]
+    assert captured_name("layers.31", depth) == "layers.5" and captured_name("layers", depth) == "layers"
+    assert captured_name("embed", depth) == captured_name("embed", None) == "embed"
+
+
 @pytest.mark.broad
 def test_a_budget_is_kept_by_the_whole_model() -> None:
     whole = compiled("whole", mesh="dp=4")
@@ -160,7 +169,7 @@ def test_what_fits_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_names_in_the_whole_model() -> None:
-    stretches = (Stretch("dense", 0, 1, 2), Stretch("layers", 0, 2, 1))
+    stretches = (Stretch("dense", 0, 1, 2), Stretch("layers", 0, 2, 1, 2, 2))
     depth = Depth(stretches, {}, None)  # type: ignore[arg-type]
     assert whole_names(depth, "dense.1.up") == ("dense.1.up", "dense.2.up", "dense.3.up")
     assert [whole_names(depth, f"dense.{layer}") for layer in (0, 2, 3)] == [("dense.0",), ("dense.4",), ("dense.5",)]
