@@ -16,7 +16,7 @@ FAMILIES: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "llama": ({"num_hidden_layers": 6}, {"num_hidden_layers": 9}),
     "gpt2": ({"n_layer": 6}, {"n_layer": 9}),
     "gemma2": ({"num_hidden_layers": 10}, {"num_hidden_layers": 13}),
-    "gemma3": ({"num_hidden_layers": 30}, {"num_hidden_layers": 33}),
+    "gemma3": ({"num_hidden_layers": 20}, {"num_hidden_layers": 27}),
     "gpt_oss": ({"num_hidden_layers": 10}, {"num_hidden_layers": 12}),
     "deepseek_v3": ({"num_hidden_layers": 8, "first_k_dense_replace": 2}, {"num_hidden_layers": 10, "first_k_dense_replace": 3}),
     "qwen3_moe": ({"num_hidden_layers": 10, "decoder_sparse_step": 2}, {"num_hidden_layers": 12, "decoder_sparse_step": 2}),
