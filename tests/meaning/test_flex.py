@@ -109,7 +109,7 @@ CASES: dict[str, Heads] = {
     "narrow": narrow_values,
 }
 EVERY_TIME = ("documents", "statistics")
-BESIDE_THE_OPERATOR = ("mask by head", "narrow")
+BESIDE_THE_OPERATOR = ("mask by head",)
 """The cases that every run tries, each against one of two: torch's form written out, and the operator itself."""
 LEARNED = {"table"}
 """Cases that read the table."""

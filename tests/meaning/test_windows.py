@@ -50,7 +50,7 @@ def moved(program: meshc.Program) -> Counter[str]:
     [
         broad("cp=2", "cp: height"),
         broad("cp=3", "cp: width"),
-        ("h=2,w=2", "h: height\nw: width"),
+        broad("h=2,w=2", "h: height\nw: width"),
         broad("dp=2,cp=2", "dp: batch\ncp: height"),
         ("a=2,b=2", "a: height\nb: height"),
         ("tp=2,cp=2", "tp: blocks.*.weight.0\ncp: height"),

@@ -1,11 +1,11 @@
-"""Calls of meshc's own operators with operands that do not fit together: run as a program, one line a call, `NAME: what it raised`.
+"""Calls of meshc's own operators with operands that do not fit together, fake ones and then real ones: run as a program, one line a call,
+`KIND: NAME: what it raised`.
 
 A kernel that walked one operand by the sizes of another would end this process: operands lie before pages that nobody may touch.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +95,7 @@ def main(fake: bool) -> None:
         return fenced.tensor(value) if isinstance(value, Tensor) else value
 
     for name, call, args in calls():
-        print(name, end=": ", flush=True)
+        print("fake" if fake else "real", name, sep=": ", end=": ", flush=True)
         try:
             if fake:
                 with FakeTensorMode(allow_non_fake_inputs=True):
@@ -108,4 +108,5 @@ def main(fake: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("fake" in sys.argv)
+    main(fake=True)
+    main(fake=False)

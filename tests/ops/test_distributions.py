@@ -208,7 +208,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize(
     "kind, first",
-    [(nn.LSTM, True), broad(nn.GRU, False), broad(nn.LSTM, False), broad(nn.GRU, True), broad(nn.RNN, True), broad(nn.RNN, False)],
+    [(nn.RNN, True), broad(nn.LSTM, True), broad(nn.LSTM, False), broad(nn.GRU, True), broad(nn.GRU, False), broad(nn.RNN, False)],
 )
 def test_recurrent_layers_with_dropout_between_them(kind: type[nn.RNNBase], first: bool) -> None:
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from meshc.passes.stages.halves import weights_apart
 from meshc.program.program import PlainProgram, Stage
+from tests.broad import broad
 from tests.cost.building import Building
 from tests.pipelining.cells import captured, verify
 
@@ -65,7 +66,7 @@ def convolutions(program: PlainProgram, half: str) -> list[list[bool]]:
     return [mask for name, stage in program.stages.items() if name.startswith(half) for mask in masks(stage)]
 
 
-@pytest.mark.parametrize("mesh, plan", [("pp=2", None), ("pp=2,cp=2", "cp: height")])
+@pytest.mark.parametrize("mesh, plan", [broad("pp=2", None), ("pp=2,cp=2", "cp: height")])
 def test_gradients_of_convolutions_weights_wait(mesh: str, plan: str | None) -> None:
     """The first convolution reads the images, whose gradient nobody wants. Of a split height, neighbours' parts are read and added."""
     assert verify("unet", "zb_h1", mesh, plan=plan).ok

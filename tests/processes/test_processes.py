@@ -104,13 +104,9 @@ def test_more_of_pipeline_stages_on_two_ranks() -> None:
     assert run("pipeline", 2, "pp=2", *names).split() == [*names]
 
 
-def test_pipeline_stages_beside_another_axis() -> None:
-    assert run("pipeline", 4, "pp=2,dp=2", "local_inputs").split() == ["local_inputs"]
-
-
 @pytest.mark.broad
-def test_more_of_pipeline_stages_beside_another_axis() -> None:
-    names = ("scheduled", "as_they_lie")
+def test_pipeline_stages_beside_another_axis() -> None:
+    names = ("local_inputs", "scheduled", "as_they_lie")
     assert run("pipeline", 4, "pp=2,dp=2", *names).split() == [*names]
 
 

@@ -109,6 +109,7 @@ def test_nothing_fits_and_what_would() -> None:
     assert lines[2].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[2]
 
 
+@pytest.mark.broad
 def test_more_microbatches_are_advised_where_they_would_do() -> None:
     captured = Captured(models.mlp(batch=64), train=True, double=False)
     ask = adam(captured)

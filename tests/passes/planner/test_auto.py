@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from meshc.optimizer.optimizer import describe
 from meshc.plan.recipes import resolve
 from meshc.text.show import print_program
 from tests import models
+from tests.broad import broad
 from tests.captured import Captured
 from tests.models import Case
 
@@ -37,8 +41,9 @@ def test_both_axes_of_a_small_model() -> None:
     proved(models.mlp(torch.float64), "dp=2,tp=2", OPEN)
 
 
-def test_one_axis_beside_one_that_is_given() -> None:
-    proved(models.llama(torch.float64, layers=1), "dp=2,tp=2", "dp: batch; store state\ntp: auto")
+@pytest.mark.parametrize("build", [models.mlp, broad(partial(models.llama, layers=1), id="llama")])
+def test_one_axis_beside_one_that_is_given(build: Callable[..., models.Case]) -> None:
+    proved(build(torch.float64), "dp=2,tp=2", "dp: batch; store state\ntp: auto")
 
 
 @pytest.mark.broad

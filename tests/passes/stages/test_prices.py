@@ -14,6 +14,7 @@ from meshc.passes.stages import cut_stages
 from meshc.passes.stages.cut_stages import Uncut
 from meshc.passes.stages.shape import Shape
 from meshc.pipelining.timing import Costs
+from tests.broad import broad
 from tests.models import Case, gpt2, llama
 
 
@@ -40,7 +41,7 @@ def clock(lowered: Lowered) -> Costs:
     return costs_of(lowered.pipeline, lowered.stages, lowered.mesh)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [broad("1f1b"), "zb_h1"])
 def test_what_stages_are_balanced_by_is_what_the_clock_plays_of_the_cut_program(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     uncut, shape, made = cut(monkeypatch, llama(batch=4, layers=3), "pp=2", 4, schedule=schedule)
     estimated, played = uncut.work.costs(shape.cuts).seconds, clock(made).seconds
