@@ -23,7 +23,8 @@ def run(options: argparse.Namespace) -> None:
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, environment.local_rank()) if kind == "cuda" else torch.device(kind)
     with process_group(device) if environment.world_size() > 1 else nullcontext():
-        found = calibrate(device, link_times(device) if environment.world_size() > 1 else {}, path)
+        links = link_times(device) if environment.world_size() > 1 else None
+        found = calibrate(device, links.samples if links else {}, path, links.contention if links else None)
     if environment.rank() == 0:
         keep(found, path)
         print(f"{found.table()}\nwritten to {path}")

@@ -32,18 +32,22 @@ class Calibration:
         return "\n".join([self.device.source, *(f"  {line}".rstrip() for line in text.splitlines())])
 
 
-def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], path: Path) -> Calibration:
-    """Measure a device, with the samples of its links that another measured (by INSIDE, BETWEEN).
+def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], path: Path, contention: float | None = None) -> Calibration:
+    """Measure a device, with the samples of its links that another measured (by INSIDE, BETWEEN), and what computing loses beside them.
 
-    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's.
+    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's. So does what computing loses.
     """
     name = "cpu" if hardware.type == "cpu" else name_of(torch.cuda.get_device_name(hardware))
     before = _before(name, hardware, path)
     launch_s = measure.overhead(hardware)
-    products = {dtype: fit.rate(measure.products(hardware, getattr(torch, dtype)), launch_s) for dtype in DTYPES}
+    fitted = {dtype: fit.products(measure.products(hardware, getattr(torch, dtype)), launch_s) for dtype in DTYPES}
+    products, per_byte_s = {dtype: one for dtype, (one, _) in fitted.items()}, fitted["float32"][1]
     attention = fit.rate([measure.attention(hardware)], launch_s).figure / products["float32"].figure
     memory = fit.rate(measure.additions(hardware), launch_s)
+    moves = per_byte_s * memory.figure if measure.THIN[hardware.type] else before.product_moves
+    contention = before.contention if contention is None else contention
     rows = [(f"products in {dtype}", f"{one.figure / 1e9:.1f} GFLOP/s", _within(one.error)) for dtype, one in products.items()]
+    rows.append(("products move beside that", f"{moves:.1f} times", ""))
     rows.append(("attention", f"{100 * attention:.0f} % of that", ""))
     rows.append(("memory", f"{memory.figure / 1e9:.2f} GB/s", _within(memory.error)))
     rows.append(("an operator's overhead", f"{launch_s * 1e6:.2f} us", ""))
@@ -58,6 +62,7 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
             found = kept
             rows.append((f"link {where}", _link_text(found), "not measured"))
         links.append(found)
+    rows.append(("computing loses beside", f"{100 * contention:.0f} % of what a collective takes", ""))
     if overheads:
         rows.append(("a collective's overhead", f"{max(overheads) * 1e6:.1f} us", ""))
     made = replace(
@@ -72,6 +77,8 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
         between_nodes=links[1],
         ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,
         efficiency=Efficiency(attention=attention),
+        contention=contention,
+        product_moves=moves,
         source=_source(hardware),
     )
     return Calibration(made, rows)

@@ -17,7 +17,7 @@ from meshc.cost import memory
 from meshc.cost.clock import stage_seconds
 from meshc.cost.devices import Device, Link, for_mesh
 from meshc.cost.links import link_of, send_seconds
-from meshc.cost.played import Took, arrivals, arriving, played
+from meshc.cost.played import Took, arriving, early, played
 from meshc.cost.predict import costs_of
 from meshc.ir import spmd
 from meshc.pipelining.cut import Move, Pipeline, stage_name
@@ -75,6 +75,7 @@ def _last(program: PlainProgram, rank: int, ready: float, actions: Sequence[Even
     if stage is None:
         return
     began = {event.instruction: event.start_s for event in actions}
+    ran = {event.instruction: event.end_s - event.start_s for event in actions}
     within: dict[Action, list[Stage]] = {}
     for start in program.pipeline.starts:
         within.setdefault(start.during, []).append(program.stages[start.stage])
@@ -82,9 +83,10 @@ def _last(program: PlainProgram, rank: int, ready: float, actions: Sequence[Even
     prepared = 0.0
     for action, starts in within.items():
         if action in began:
-            after = arrivals(program.stages[stage_name(action)], starts, program.mesh, device)
-            due |= {key: began[action] + seconds for key, seconds in after.items()}
+            found = early(program.stages[stage_name(action)], starts, program.mesh, device)
+            due |= {key: began[action] + one.end_s for one in found for key in one.start.outputs}
             prepared += sum(stage_seconds(one.graph, program.mesh, device).compute for one in starts)
+            prepared += device.contention * sum(one.beside(ran[action]) for one in found)
     begin = ready + prepared
     takes = stage_seconds(stage.graph, program.mesh, device, arriving(stage, due, begin)).total
     yield Event(rank, Run(stage.name), ready, begin + takes)

@@ -3,13 +3,19 @@
     computing   |mm|mm|..wait..|mm|          a collective starts where it stands, and is waited for where its result is first read
     link           |all_reduce |
 
-So it is in the generated code (`runtime/run/codegen.py`). What the clock assumes: computing and communicating do not slow each other
-down; a rank has one link, on which collectives go one after another; all ranks are equally fast.
+So it is in the generated code (`runtime/run/codegen.py`). Where the two share cores (`contention` of the device, c), each is slower beside
+the other: while an operator computes for T seconds, the link does what takes it at most T / max(c, 1 - c) seconds alone, and the operator
+loses c of each of these.
+
+    c = 0      |mm|mm|mm|mm|          1      |mm  |mm  |mm|mm|      both in turns, as long as one after the other
+               |all_reduce|                  |a l l _ r e d u c e|
+
+What the clock assumes: a rank has one link, on which collectives go one after another; all ranks are equally fast.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,8 +50,8 @@ class Seconds:
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication beside which something is computed."""
-        return self.compute + sum(self.communication.values()) + self.idle - self.total
+        """Seconds of communication that cost none, since something is computed beside it; none where each slows the other by more."""
+        return max(0.0, self.compute + sum(self.communication.values()) + self.idle - self.total)
 
 
 def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> Seconds:
@@ -56,7 +62,7 @@ def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[No
 
 def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, dict[Node, float]]:
     """The seconds of one run, and when each value is made; of a collective, when it is first waited for."""
-    clock, compute = Clock(arriving), 0.0
+    clock, compute = Clock(arriving, device.contention), 0.0
     communication: dict[str, float] = {}
     for node in graph.nodes:
         if node.op == "call_function" and spmd.is_collective(node.target):
@@ -75,19 +81,20 @@ class Clock:
     """One rank's, told of each node in turn with what it takes.
 
     made    when each value is there; of a collective, when it is first waited for
-    waited  seconds that the rank stood still for a collective
+    waited  seconds that a collective costs the rank: it stood still for it, or computed more slowly beside it
     """
 
-    def __init__(self, arriving: Mapping[Node, float] | None = None) -> None:
+    def __init__(self, arriving: Mapping[Node, float] | None = None, contention: float = 0.0) -> None:
         self.made: dict[Node, float] = {}
-        self.waited: dict[Node, float] = {}
+        self.waited: dict[Node, float] = defaultdict(float)
+        self._contention = contention
         self._now = 0.0
-        self._ready: dict[Node, float] = dict(arriving or {})
+        self._ready: dict[Node, float] = dict(sorted((arriving or {}).items(), key=lambda one: one[1]))
         self._free = max(self._ready.values(), default=0.0)
 
     def compute(self, node: Node, takes: float) -> None:
         self._read(node)
-        self._now += takes
+        self._now += takes + self._lost(takes)
         self.made[node] = self._now
 
     def exchange(self, node: Node, takes: float) -> None:
@@ -99,6 +106,22 @@ class Clock:
         for node in list(self._ready):
             self._await(node)
 
+    def _lost(self, takes: float) -> float:
+        """Seconds that computing for so many loses to the link, which does not get on by as many either."""
+        if not self._contention or self._free <= self._now or not takes:
+            return 0.0
+        done = self._now + min(self._free - self._now, takes / max(self._contention, 1 - self._contention))
+        at, lost = self._now, self._contention * (done - self._now)
+        for node, ready in self._ready.items():  # in the order in which the link has them
+            if ready > at:
+                self.waited[node] += self._contention * (min(ready, done) - at)
+                at = min(ready, done)
+        behind = self._now + takes + lost - done
+        if self._free > done:
+            self._free += behind
+            self._ready |= {node: ready + behind for node, ready in self._ready.items() if ready > done}
+        return lost
+
     def _read(self, node: Node) -> None:
         awaited = [operand for operand in node.all_input_nodes if operand in self._ready]
         for operand in awaited:
@@ -107,7 +130,7 @@ class Clock:
 
     def _await(self, node: Node) -> None:
         ready = self._ready.pop(node)
-        self.waited[node] = max(ready - self._now, 0.0)
+        self.waited[node] += max(ready - self._now, 0.0)
         self._now = max(self._now, ready)
 
     @property

@@ -36,7 +36,12 @@ TABLE: Final = Path(__file__).with_name("devices.toml")
 ANEW: Final = "put it right (docs/cost-model.md), or delete the file, and `meshc calibrate` writes it anew"
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 NUMBERS: Final = ("memory_Bps", "memory_bytes", "launch_s", "collective_s", "attention_keys", "ranks_per_node")
-COSTS: Final = ("launch_s", "collective_s", "latency_s")
+COSTS: Final = ("launch_s", "collective_s", "latency_s", "contention", "product_moves")
+"""Figures that may be 0; so they are where a section leaves out one of"""
+TIMES: Final = ("contention", "product_moves")
+"""these, which are"""
+MOST_TIMES: Final = 100.0
+"""at most."""
 LEAST, MOST = 1e-12, 1e24
 """Of figures in the files; no device comes near either."""
 MOST_CHARACTERS: Final = 1 << 20
@@ -70,6 +75,9 @@ class Device:
     collective_s    overhead of each collective, beside its messages' latency
     attention_keys  keys that attention's kernels go through at once: a mask saves work by as many
     ranks_per_node  ranks r and s share a node if r // ranks_per_node == s // ranks_per_node
+    contention      seconds that computing loses for each that a collective beside it takes alone: 0 where communicating takes nothing that
+                    computing needs, 1 and more where the two share cores
+    product_moves   how often a product moves its operands and results while it does not multiply: 0 where kernels multiply meanwhile
     source          where the figures come from, in words
     """
 
@@ -84,6 +92,8 @@ class Device:
     between_nodes: Link
     ranks_per_node: int
     efficiency: Efficiency = Efficiency()
+    contention: float = 0.0
+    product_moves: float = 0.0
     source: str = ""
 
     def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
@@ -218,7 +228,10 @@ def _device(name: str, section: object, path: Path) -> Device:
     missing = [dtype for dtype in DTYPES if dtype not in one.flops_per_s]
     if missing:
         raise ArtifactError(f"{where}.flops_per_s]: {', '.join(missing)} missing; {ANEW}")
-    _numbers({key: getattr(one, key) for key in NUMBERS}, f"{where}]")
+    _numbers({key: getattr(one, key) for key in (*NUMBERS, *TIMES)}, f"{where}]")
+    for key in TIMES:
+        if getattr(one, key) > MOST_TIMES:
+            raise ArtifactError(f"{where}]: {key} is {shown(getattr(one, key))}, more than {MOST_TIMES:g}; {ANEW}")
     for key in ("attention_keys", "ranks_per_node"):
         if type(getattr(one, key)) is not int or getattr(one, key) < 1:
             raise ArtifactError(f"{where}]: {key} is {shown(getattr(one, key))}, no integer of 1 or more; {ANEW}")

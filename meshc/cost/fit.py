@@ -28,6 +28,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Product:
+    """Seconds of a product of matrices, with its multiplications and additions, and the bytes of its operands and its result."""
+
+    flops: float
+    moved: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Fit:
     """A figure, and the largest relative error of the predictions that it makes for what it was fitted to."""
 
@@ -43,6 +52,17 @@ def rate(points: Sequence[Point], overhead_s: float) -> Fit:
     squares = sum((work / seconds) ** 2 for work, seconds in usable)
     slope = sum(work * (seconds - overhead_s) / seconds**2 for work, seconds in usable) / squares
     return Fit(1 / slope, max(abs((overhead_s + work * slope) / seconds - 1) for work, seconds in points))
+
+
+def products(points: Sequence[Product], overhead_s: float) -> tuple[Fit, float]:
+    """Flops a second, and the seconds a byte that products move while they do not multiply:
+    `seconds = overhead_s + flops / rate + moved * a byte's`. Raises StateError if nothing took longer than the overhead."""
+    rows = [[one.flops / one.seconds, one.moved / one.seconds, 1 - overhead_s / one.seconds] for one in points if one.seconds > overhead_s]
+    per_flop, per_byte = _not_negative(torch.tensor(rows, dtype=torch.float64)) if rows else (0.0, 0.0)
+    if per_flop <= 0:
+        return rate([(one.flops, one.seconds) for one in points], overhead_s), 0.0
+    error = max(abs((overhead_s + one.flops * per_flop + one.moved * per_byte) / one.seconds - 1) for one in points)
+    return Fit(1 / per_flop, error), per_byte
 
 
 ROUNDS: Final = 20

@@ -1,16 +1,18 @@
-"""Measures what one device does: products by dtype, memory, and the overhead of an operator. Some seconds a device."""
+"""Measures what one device does: products by dtype and shape, memory, and the overhead of an operator. Some seconds a device."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 
 import meshc.ops.attention  # noqa: F401 - registers the operator
-from meshc.cost.fit import Point
+from meshc.cost.fit import Point, Product
+
+Sides = tuple[int, int, int]
 
 BATCHES: Final = 7
 BATCH_S: Final = 0.02
@@ -22,6 +24,11 @@ TOO_LONG_S: Final = 0.3
 SQUARES: Final = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Sides of the matrices: what models have, from the smallest that fills the device on."""
 
+THIN: Final[Mapping[str, Sequence[Sides]]] = {
+    "cpu": ((32, 1024, 1024), (64, 1024, 1024), (128, 1024, 1024), (1024, 64, 1024), (1024, 1024, 64)), "cuda": (),
+}  # fmt: skip
+"""(rows, what is summed over, columns) of products that multiply little by what they move. On a GPU, kernels do both at a time."""
+
 VECTORS: Final = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 24, 1 << 25, 1 << 26, 1 << 27)}
 """Numbers in each operand of an addition in float32."""
 
@@ -31,19 +38,36 @@ WORKING_SET: Final = 1 << 27
 HEADS: Final = {"cpu": (4, 8, 256, 64), "cuda": (8, 16, 2048, 64)}
 """Batch, heads, sequence and head size of the attention that is measured."""
 
+MOST_PAIRS: Final = 64
+
 SMALL: Final = 16
 
 
-def products(device: torch.device, dtype: torch.dtype) -> list[Point]:
-    """(flops, seconds) of square products."""
-    found: list[Point] = []
-    for side in SQUARES[device.type]:
-        x, y = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-        seconds = timed(lambda x=x, y=y: x @ y, device)  # type: ignore[misc]
-        found.append((2.0 * side**3, seconds))
-        if seconds > TOO_LONG_S / 8:  # the next takes eight times as long
+def products(device: torch.device, dtype: torch.dtype) -> list[Product]:
+    """Of squares, and of thin matrices."""
+    found: list[Product] = []
+    for sides in (*((side, side, side) for side in SQUARES[device.type]), *THIN[device.type]):
+        found.append(product(device, dtype, sides))
+        if found[-1].seconds > TOO_LONG_S / 8:  # the next square takes eight times as long
             break
     return found
+
+
+def product(device: torch.device, dtype: torch.dtype, sides: Sides) -> Product:
+    """Of matrices that were not read just before."""
+    rows, inner, columns = sides
+    moved = (rows * inner + inner * columns + rows * columns) * dtype.itemsize
+    pairs = [
+        (torch.ones(rows, inner, dtype=dtype, device=device), torch.ones(inner, columns, dtype=dtype, device=device))
+        for _ in range(max(1, min(MOST_PAIRS, WORKING_SET // moved)))
+    ]
+    turns = itertools.cycle(pairs)
+
+    def run() -> object:
+        x, y = next(turns)
+        return x @ y
+
+    return Product(2.0 * rows * inner * columns, float(moved), timed(run, device))
 
 
 def attention(device: torch.device) -> tuple[float, float]:

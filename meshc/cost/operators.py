@@ -1,11 +1,13 @@
 """What one operator of a per-rank program takes: a roofline over its local shapes.
 
-    seconds = max(flops / rate of its dtype, bytes read and written / memory bandwidth) + launch
+    seconds = max(flops / rate of its dtype + product_moves * moving, moving) + launch
+    moving  = bytes read and written / memory bandwidth
 
 Operands and results are each read or written once: what a composite operator (attention, an optimizer's update of all parameters) makes
 inside is not memory traffic of its own. Views and integers take nothing. In a compiled region, lines whose values are made for one another
 are one kernel (`fused.py`): what is between them is not moved, and only the last is launched. Williams, Waterman, Patterson: Roofline (CACM
-52(4), 2009).
+52(4), 2009). On a CPU a product does not multiply while it brings its operands into the order in which it does (Goto, van de Geijn: Anatomy
+of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, which multiply little by what they move, are slower by that.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.cost.devices import Device
-from meshc.cost.flops import flops
+from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
 from meshc.ir import spmd
 from meshc.ops.attention_spans import spans
@@ -41,6 +43,7 @@ class Price:
 
     work_s   of its multiplications and additions; they grow if any of its values does
     fixed_s  of moving the values that do not grow;  grown_s  of those that do
+    apart    how often they are moved while nothing is multiplied
     """
 
     work_s: float = 0.0
@@ -48,9 +51,11 @@ class Price:
     grown_s: float = 0.0
     launch_s: float = 0.0
     grows: bool = False
+    apart: float = 0.0
 
     def seconds(self, times: float = 1.0) -> float:
-        return max(self.work_s * (times if self.grows else 1.0), self.fixed_s + self.grown_s * times) + self.launch_s
+        moving_s = self.fixed_s + self.grown_s * times
+        return max(self.work_s * (times if self.grows else 1.0) + self.apart * moving_s, moving_s) + self.launch_s
 
 
 FREE: Final = Price()
@@ -73,7 +78,13 @@ def price(node: Node, device: Device, grows: Grows = lambda node, index: False) 
     launch_s = 0.0 if is_fused(node) else device.launch_s
     values = (*map(ir.value_of, ir.operands(node)), *((node, index) for index in range(len(ir.records(node)))))
     work_s, bytes_per_s = _work(node, device) / rate, device.bytes_per_s
-    return Price(work_s, fixed / bytes_per_s, grown / bytes_per_s, launch_s, any(grows(*value) for value in values))
+    grown_any = any(grows(*value) for value in values)
+    return Price(work_s, fixed / bytes_per_s, grown / bytes_per_s, launch_s, grown_any, product_moves(node, device))
+
+
+def product_moves(node: Node, device: Device) -> float:
+    """How often a product moves its operands and results while it does not multiply; 0 for other operators."""
+    return device.product_moves if ir.op_name(node) in COUNTS and ir.op_name(node) not in ATTENTION else 0.0
 
 
 def moved_bytes(node: Node) -> float:

@@ -3,8 +3,8 @@
     computing   |each 0|each 1 ......|cat|after ..wait..|...|     the reductions of sums begin as each 1 makes the last of their parts;
     link                    |all_reduce |all_reduce |             what prepares them (cat) takes the rank's time, and counts behind the run
 
-Adding to sums counts behind the run, as if a run made all its parts before it adds the first. The collectives of the run itself and those
-that start within it do not slow each other down.
+Adding to sums counts behind the run, as if a run made all its parts before it adds the first; so does what computing loses to what starts
+within the run (`contention` of the device). The collectives of the run itself and those that start within it do not slow each other down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def played(program: PlainProgram, steps: Sequence[Instruction], device: Device) 
     known: dict[str, Seconds] = {}
     sums: set[str] = set()
     due: dict[str, float] = {}
-    now = 0.0
+    within: dict[str, Early] = {}
+    now = ran_s = 0.0
     for position, step in enumerate(steps):
         stage = program.stages.get(step.stage)
         takes = Seconds()
@@ -48,11 +49,13 @@ def played(program: PlainProgram, steps: Sequence[Instruction], device: Device) 
             else:
                 takes = known[stage.name] if stage.name in known else stage_seconds(stage.graph, program.mesh, device)
                 known[stage.name] = takes
-            starts = starts_behind(program, steps, position)
-            due |= {key: now + after for key, after in arrivals(stage, starts, program.mesh, device).items()}
+            within = {one.start.name: one for one in early(stage, starts_behind(program, steps, position), program.mesh, device)}
+            due |= {key: now + one.end_s for one in within.values() for key in one.start.outputs}
+            ran_s = takes.total
         elif step.op == "start" and stage is not None:
             alone = stage_seconds(stage.graph, program.mesh, device)
-            takes = replace(alone, total=alone.compute)
+            lost = device.contention * within[stage.name].beside(ran_s) if stage.name in within else 0.0
+            takes = replace(alone, total=alone.compute + lost)
         elif step.op in ACCUMULATES:
             if step.into in sums:  # the first part becomes the sum
                 seconds = device.launch_s + 3 * made[step.value] / device.bytes_per_s
@@ -78,20 +81,32 @@ def starts_behind(program: PlainProgram, steps: Sequence[Instruction], position:
     return found
 
 
-def arrivals(stage: Stage, starts: Sequence[Stage], mesh: Mesh, device: Device) -> dict[str, float]:
-    """Seconds from the beginning of a run of `stage` until what starts within it has arrived, by its key."""
+@dataclass(frozen=True)
+class Early:
+    """When the link has what starts within a run, in seconds from the beginning of the run."""
+
+    start: Stage
+    begin_s: float
+    end_s: float
+
+    def beside(self, run_s: float) -> float:
+        """Seconds of it that are beside the run."""
+        return max(0.0, min(self.end_s, run_s) - self.begin_s)
+
+
+def early(stage: Stage, starts: Sequence[Stage], mesh: Mesh, device: Device) -> list[Early]:
     if not starts:
-        return {}
+        return []
     _, made = play(stage.graph, mesh, device)
-    whole = {found[1]: made[value] for key, value in stage.results().items() if (found := whole_of(key)) is not None}
-    there: dict[str, float] = {}
+    whole = {way[1]: made[value] for key, value in stage.results().items() if (way := whole_of(key)) is not None}
+    found: list[Early] = []
     ready = free = 0.0
     for start in starts:
         alone = stage_seconds(start.graph, mesh, device)
         ready = max([ready, *(whole.get(key, 0.0) for key in start.inputs)]) + alone.compute
-        free = max(ready, free) + sum(alone.communication.values())
-        there |= dict.fromkeys(start.outputs, free)
-    return there
+        begin, free = max(ready, free), max(ready, free) + sum(alone.communication.values())
+        found.append(Early(start, begin, free))
+    return found
 
 
 def arriving(stage: Stage, due: Mapping[str, float], now: float) -> dict[Node, float]:

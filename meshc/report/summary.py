@@ -299,7 +299,7 @@ def _time(program: PlainProgram, device: Device) -> str:
     title = f"predicted time of a call ({device.name}: {device.source})"
     lines = [table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
     if takes.communication:
-        lines.append(f"  {seconds_text(takes.hidden)} of the communication while something is computed")
+        lines.append(f"  {seconds_text(takes.hidden)} of the communication hidden behind computing")
     return "\n".join(lines)
 
 

@@ -50,8 +50,8 @@ class Operators:
         for token in tokens:
             part[token] = np.array([self.part(instance.size[token], option.axes[labels[token]]) for option in options])
         work = flops(node) * prod(part.values(), start=np.ones(len(options)))
-        rate = self.device.rate(roofline._dtype(node))
-        found: Floats = np.maximum(work / rate, self._moved(instance, part) / self.device.bytes_per_s) + self.device.launch_s
+        work_s, moving_s = work / self.device.rate(roofline._dtype(node)), self._moved(instance, part) / self.device.bytes_per_s
+        found: Floats = np.maximum(work_s + roofline.product_moves(node, self.device) * moving_s, moving_s) + self.device.launch_s
         return found
 
     def part(self, size: int, axes: Axes) -> float:

@@ -1,7 +1,8 @@
 """Overlap: what a choice takes if all communication is hidden that can be, an estimate of what the clock will say.
 
     computing      |fwd ......|bwd ...............|adam|         gathers of stored parameters and reductions of gradients run beside it:
-    hidden            |gather|  |reduce_scatter|                 what they take counts as far as it exceeds the computing
+    hidden            |gather|  |reduce_scatter|                 what they take counts as far as it exceeds the computing, or as far as
+                                                                 computing loses by it (`contention` of the device)
     exposed        what operators wait for: activations that change their split, outputs, parameters gathered after their update
 
 The objective of a search counts everything; of two choices that cost the same by it, one may hide what the other waits for. So there is a
@@ -17,11 +18,17 @@ from typing import Final
 from meshc.passes.planner.model import Group, Leg, Model
 
 HIDDEN: Final = 0.1
-"""What counts in the second objective of what can be hidden: of two plans that hide all, the one that sends less is better still."""
+"""What counts at least in the second objective of what can be hidden: of two plans that hide all, the one that sends less is better
+still."""
 
 
 def hiding(model: Model, part: float = HIDDEN) -> Model:
-    """The second objective, what can be hidden counting for this part of its price: for none, its bound is one of `overlapped_seconds`."""
+    """The second objective, what can be hidden counting for this part of its price, or for what computing loses by it if that is more.
+
+    For none, its bound is one of `overlapped_seconds` and of the clock's: nothing costs more beside computing than apart from it there.
+    """
+    lost = model.operators.device.contention
+    part = max(part, lost) if part else min(lost, 1.0)
     groups = [
         replace(group, legs=tuple(replace(leg, price=leg.price * part) if _hides(model, group, leg) else leg for leg in group.legs))
         for group in model.groups
@@ -46,7 +53,7 @@ def overlapped_seconds(model: Model, pick: Sequence[int]) -> float:
         share = aside / price if price else 0.0
         hidden += whole * share
         exposed += whole * (1 - share)
-    return exposed + max(computing, hidden)
+    return exposed + max(computing + model.operators.device.contention * hidden, hidden)
 
 
 def _hides(model: Model, group: Group, leg: Leg) -> bool:

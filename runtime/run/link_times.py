@@ -1,15 +1,22 @@
-"""Measures the links of a running process group, by what programs do on them: all-reduces, and messages from one rank to another.
+"""Measures the links of a running process group, by what programs do on them: collectives, and messages from one rank to another.
 
     ranks of a node   |0 1 2 3|  |4 5 6 7|        a group a node, and groups of the ranks that have the same place in their nodes
     places            |0 4|  |1 5|  |2 6|  |3 7|
+
+    alone        |all_reduce|                     products that take longer than a collective are started behind it: what both take
+    computing    |mm|mm|mm|mm|mm|                 together, less what the products take, is what computing loses to the collective
+    beside       |mm |mm |mm |mm|mm|
+                 |a l l _ r e d|
 
 All groups of a kind measure at the same time, as those of an axis communicate at the same time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -27,6 +34,18 @@ SIZES: Final = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
 
 BATCHES: Final = 7
 
+BESIDE: Final = (1 << 18, 1 << 20, 1 << 22)
+"""Bytes of a collective beside which something is computed."""
+
+SIDE: Final = {"cpu": 256, "cuda": 2048}
+"""Of the matrices whose products are computed beside it,"""
+
+LONGER: Final = 2.0
+"""so long at least as it takes alone, since it may take longer beside them."""
+
+COUNT: Final = 4
+"""Runs of a batch of these."""
+
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
@@ -40,29 +59,80 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def link_times(device: torch.device) -> dict[str, list[Sample]]:
-    """What this rank measured of its links, by where they lead. All ranks call it together."""
+@dataclass(frozen=True)
+class Links:
+    """What this rank measured.
+
+    samples     by where they lead
+    contention  seconds that computing loses for each that a collective beside it takes alone
+    """
+
+    samples: dict[str, list[Sample]]
+    contention: float
+
+
+def link_times(device: torch.device) -> Links:
+    """All ranks call it together."""
     world, here = dist.get_world_size(), environment.local_world_size()
     nodes = [list(range(first, first + here)) for first in range(0, world, here)]
     places = [list(range(place, world, here)) for place in range(here)]
-    return {where: _measured(groups, device) for where, groups in ((INSIDE, nodes), (BETWEEN, places)) if len(groups[0]) > 1}
+    found = {where: _group(groups) for where, groups in ((INSIDE, nodes), (BETWEEN, places)) if len(groups[0]) > 1}
+    samples = {where: _measured(group, device) for where, group in found.items()}
+    return Links(samples, _contention(next(iter(found.values())), device))
 
 
-def _measured(groups: list[list[int]], device: torch.device) -> list[Sample]:
+def _group(groups: list[list[int]]) -> ProcessGroup:
+    """This rank's of these."""
     made = [dist.new_group(ranks) for ranks in groups]  # every rank makes every group
     (group,) = [one for one, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
+    return group
+
+
+def _measured(group: ProcessGroup, device: torch.device) -> list[Sample]:
     samples = []
     for size in SIZES:
         x = torch.ones(size // 4, device=device)
         count = max(2, min(50, (1 << 24) // size))
-        samples.append(Sample("all_reduce", group.size(), size, _timed(lambda x=x: _all_reduce(x, group), count, group, device)))  # type: ignore[misc]
+        for kind, start in _collectives(x, group).items():
+            samples.append(Sample(kind, group.size(), size, _timed(lambda start=start: start().wait(), count, group, device)))  # type: ignore[misc]
         seconds = _timed(lambda x=x: _there_and_back(x, group), count, group, device)  # type: ignore[misc]
         samples.append(Sample("send", 2, size, seconds / 2))
     return samples
 
 
-def _all_reduce(x: torch.Tensor, group: ProcessGroup) -> None:
-    collectives.all_reduce(x, group, "max", out=x).wait()
+def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[], collectives.Pending]]:
+    """Those in which as many bytes count as x has; x is whole parts for each rank, or nearly."""
+    ranks, found = group.size(), {"all_reduce": lambda: collectives.all_reduce(x, group, "max", out=x)}
+    if x.shape[0] >= ranks:
+        whole = x[: x.shape[0] // ranks * ranks]
+        found["all_gather"] = lambda: collectives.gather_dim(whole[: len(whole) // ranks], 0, group)
+        found["reduce_scatter"] = lambda: collectives.scatter_dim(whole, 0, group, "max")
+    return found
+
+
+def _contention(group: ProcessGroup, device: torch.device) -> float:
+    """The mean over collectives of BESIDE bytes."""
+    x, y = (torch.ones(SIDE[device.type], SIDE[device.type], device=device) for _ in range(2))
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(x, y)
+
+    def beside(start: Callable[[], collectives.Pending], products: int) -> None:
+        pending = start()
+        compute(products)
+        pending.wait()
+
+    one_s = _timed(lambda: compute(1), 20, group, device)
+    lost = []
+    for size in BESIDE:
+        for start in _collectives(torch.ones(size // 4, device=device), group).values():
+            alone_s = _timed(lambda start=start: start().wait(), COUNT, group, device)  # type: ignore[misc]
+            products = max(1, math.ceil(LONGER * alone_s / one_s))
+            computing_s = _timed(lambda products=products: compute(products), COUNT, group, device)  # type: ignore[misc]
+            both_s = _timed(lambda start=start, products=products: beside(start, products), COUNT, group, device)  # type: ignore[misc]
+            lost.append(max(0.0, both_s - computing_s) / alone_s)
+    return sum(lost) / len(lost)
 
 
 def _there_and_back(x: torch.Tensor, group: ProcessGroup) -> None:

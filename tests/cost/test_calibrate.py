@@ -15,7 +15,7 @@ from meshc import environment
 from meshc.cost import calibrate, fit, measure
 from meshc.cost.calibrate import BETWEEN, INSIDE
 from meshc.cost.devices import DTYPES, Link, device, for_mesh, read, write
-from meshc.cost.fit import Sample
+from meshc.cost.fit import Product, Sample
 from meshc.cost.links import fastest
 from meshc.errors import StateError
 from meshc.ir.mesh import Mesh
@@ -39,6 +39,18 @@ def test_small_and_large_sizes_count_alike() -> None:
 def test_a_rate_needs_something_that_takes_time() -> None:
     with pytest.raises(StateError, match="longer than the overhead"):
         fit.rate([(1.0, 1e-6)], 1e-5)
+
+
+def test_what_products_move_is_told_from_what_they_multiply() -> None:
+    shapes = [(128, 128, 128), (1024, 1024, 1024), (32, 1024, 1024), (1024, 64, 1024)]
+    points = [(2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)) for m, k, n in shapes]
+    found, per_byte_s = fit.products([Product(flops, moved, 1e-6 + flops / 9e10 + moved * 1.2e-10) for flops, moved in points], 1e-6)
+    assert found.figure == pytest.approx(9e10) and per_byte_s == pytest.approx(1.2e-10) and found.error == pytest.approx(0, abs=1e-9)
+    squares = [Product(flops, moved, 1e-6 + flops / 9e10) for flops, moved in points]
+    found, per_byte_s = fit.products(squares, 1e-6)
+    assert found.figure == pytest.approx(9e10) and per_byte_s == pytest.approx(0, abs=1e-15)
+    with pytest.raises(StateError, match="longer than the overhead"):
+        fit.products(squares, 1.0)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -82,6 +94,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring that ends at once: what is measured is not judged here."""
     monkeypatch.setattr(measure, "BATCH_S", 1e-4)
     monkeypatch.setattr(measure, "SQUARES", {"cpu": (64, 128)})
+    monkeypatch.setattr(measure, "THIN", {"cpu": ((8, 128, 128),)})
     monkeypatch.setattr(measure, "VECTORS", {"cpu": (1 << 16, 1 << 18)})
     monkeypatch.setattr(measure, "WORKING_SET", 1 << 20)
 
@@ -94,24 +107,26 @@ def test_a_calibration_is_kept_beside_others_and_found(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     truth = Link(4e-5, 1.5e9)
     samples = {INSIDE: [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]}
-    found = calibrate.calibrate(torch.device("cpu"), samples, path)
+    found = calibrate.calibrate(torch.device("cpu"), samples, path, contention=1.25)
     calibrate.keep(found, path)
     one = read(path)["cpu"]
     assert read(path)["h200"] == other
     assert one.inside_node.latency_s == pytest.approx(4e-5) and one.inside_node.bandwidth_Bps == pytest.approx(1.5e9)
     assert one.between_nodes == device("cpu").between_nodes and one.ranks_per_node == 2
     assert one.source.startswith("measured on ") and all(one.flops_per_s[dtype] > 0 for dtype in DTYPES)
+    assert one.contention == 1.25
     table = found.table()
+    assert "computing loses beside" in table and "125 % of what a collective takes" in table
     assert "link inside a node, 2 ranks  40.0 us, 1.50 GB/s" in table and f"link {BETWEEN}" in table and "not measured" in table
     monkeypatch.setenv(environment.DEVICES, str(path))
     assert for_mesh(Mesh("dp=2")) == one
     again = calibrate.calibrate(torch.device("cpu"), {}, path)  # without a process group the links stay as they were measured
-    assert again.device.inside_node == one.inside_node and again.device.ranks_per_node == 2
+    assert again.device.inside_node == one.inside_node and again.device.ranks_per_node == 2 and again.device.contention == 1.25
 
 
 def test_a_dtype_without_a_fast_kernel_is_not_tried_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "timed", lambda run, device: 1.0)
-    assert measure.products(torch.device("cpu"), torch.float16) == [(2.0 * 128**3, 1.0)]
+    assert measure.products(torch.device("cpu"), torch.float16) == [Product(2.0 * 128**3, 2.0 * 3 * 128**2, 1.0)]
 
 
 SCRIPT = """
@@ -121,7 +136,8 @@ from meshc.cost import measure
 from meshc.runtime.run import link_times
 
 measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
-link_times.SIZES = (1 << 10, 1 << 20)
+measure.THIN = {"cpu": ((8, 128, 128),)}
+link_times.SIZES, link_times.BESIDE = (1 << 10, 1 << 20), (1 << 18,)
 sys.exit(main(["calibrate", "--device", "cpu", *sys.argv[1:]]))
 """
 
@@ -136,4 +152,5 @@ def test_the_command_measures_links_under_a_launcher(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"written to {path}") == 1 and "link inside a node, 2 ranks" in done.stdout
     one = read(path)["cpu"]
+    assert "contention = " in path.read_text() and "computing loses beside" in done.stdout
     assert one.ranks_per_node == 2 and one.inside_node != device("cpu").inside_node

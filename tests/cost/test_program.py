@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import meshc
 from meshc.cost import memory
+from meshc.cost.clock import Clock
 from meshc.cost.devices import device
 from meshc.cost.program import Seconds, program_seconds, stage_seconds
 from meshc.errors import CompileError
@@ -51,6 +54,55 @@ def test_a_rank_has_one_link() -> None:
     assert one.total == pytest.approx(2 * SENT)
 
 
+def beside(count: int) -> Building:
+    """relu(x) reduced so often, while relu(x) is computed again."""
+    b = Building()
+    x = b.given(1000, 1000)
+    first = b.call(aten.relu.default, x, made=(1000, 1000))
+    sent = [b.call(spmd.all_reduce, first, ["dp"], "sum", made=(1000, 1000)) for _ in range(count)]
+    b.graph.output([*sent, b.call(aten.relu.default, x, made=(1000, 1000))])
+    return b
+
+
+@pytest.mark.parametrize(
+    "contention, count, total",
+    [
+        # what is on the link for SENT (4.0 ms) takes as much of the 8.0 ms of the relu beside it, or a part, or more
+        (0.25, 1, 2 * RELU + 0.25 * SENT),
+        (1.0, 1, 2 * RELU + SENT),
+        (1.5, 1, 2 * RELU + 1.5 * SENT),
+        # what is on it for 12.0 ms is not slowed down by a relu that takes a quarter less of the core, and the rank waits for it
+        (0.25, 3, RELU + 3 * SENT),
+        # where they are in turns, the relu takes twice its time, in which the link does as much as takes RELU alone, or less
+        (1.0, 3, RELU + 2 * RELU + (3 * SENT - RELU)),
+        (1.5, 3, RELU + 2 * RELU + (3 * SENT - RELU / 1.5)),
+    ],
+)
+def test_computing_and_communicating_share_cores(contention: float, count: int, total: float) -> None:
+    on = replace(ROUND, contention=contention)
+    one = stage_seconds(beside(count).graph, Mesh("dp=2"), on)
+    assert one.total == pytest.approx(total)
+    assert one.compute == pytest.approx(2 * RELU) and one.communication == {"dp": pytest.approx(count * SENT)}
+    assert one.hidden == pytest.approx(max(0.0, 2 * RELU + count * SENT - total), abs=1e-12)
+    # what the rank waits for takes as long as on a link of its own
+    alone = stage_seconds(overlapping(True).graph, Mesh("dp=2"), on)
+    assert alone.total == pytest.approx(2 * RELU + SENT)
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.25, 1.0, 1.5])
+def test_what_collectives_cost_a_rank_is_told_of_each(contention: float) -> None:
+    """Together they are all that is not computing; the first is over before the relu beside it."""
+    graph = beside(3).graph
+    clock = Clock(contention=contention)
+    takes = {node: SENT if node.target is spmd.all_reduce else RELU for node in graph.nodes if node.op == "call_function"}
+    for node, seconds in takes.items():
+        (clock.exchange if node.target is spmd.all_reduce else clock.compute)(node, seconds)
+    clock.settle()
+    assert sum(clock.waited.values()) == pytest.approx(clock.end_s - 2 * RELU)
+    first = next(node for node in takes if node.target is spmd.all_reduce)
+    assert clock.waited[first] == pytest.approx(contention * SENT)
+
+
 def test_a_schedule_adds_up() -> None:
     b = Building()
     made = b.call(aten.relu.default, b.given(1000, 1000), made=(1000, 1000))
@@ -65,6 +117,30 @@ def test_a_schedule_adds_up() -> None:
     program.schedule = (Instruction("leap"),)
     with pytest.raises(CompileError, match="does not know the instruction leap"):
         program_seconds(program, ROUND)
+
+
+def test_what_starts_within_a_run_slows_it_down() -> None:
+    """A sum is reduced beside the rest of the run that has made it; what comes after reads it. In turns nothing is gained."""
+    b = Building()
+    x = b.given(1000, 1000)
+    made = b.call(aten.relu.default, x, made=(1000, 1000))
+    b.graph.output([made, b.call(aten.relu.default, x, made=(1000, 1000))])
+    s = Building()
+    s.graph.output((s.call(spmd.all_reduce, s.given(1000, 1000), ["dp"], "sum", made=(1000, 1000)),))
+    a = Building()
+    a.graph.output((a.call(aten.relu.default, a.given(1000, 1000), made=(1000, 1000)),))
+    stages = {
+        "each": Stage("each", b.graph, ("input:x",), ("part:y", "output:z")),
+        "start": Stage("start", s.graph, ("sum:y",), ("early:y",)),
+        "after": Stage("after", a.graph, ("early:y",), ("output:y",)),
+    }
+    schedule = (
+        Instruction("run", "each"), Instruction("add", value="part:y", into="sum:y"),
+        Instruction("start", "start", keys=("sum:y",), during="each"), Instruction("run", "after"),
+    )  # fmt: skip
+    program = PlainProgram(stages, Mesh("dp=2"), Plan("dp: rows"), (), (), schedule)
+    takes = {part: program_seconds(program, replace(ROUND, contention=part)).total for part in (0.0, 0.5, 1.0)}
+    assert takes == {part: pytest.approx(3 * RELU + part * SENT) for part in takes}
 
 
 def test_seconds_add_up_by_axes() -> None:

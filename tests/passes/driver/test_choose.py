@@ -146,3 +146,11 @@ def test_what_can_be_hidden_counts_as_far_as_it_exceeds_computing() -> None:
         assert computing <= seconds <= search.model.seconds(pick)
         assert search.hiding(0.0).least_s <= seconds
         assert (seconds < computing * 1.01) == hides
+    for contention in (0.5, 1.0, 1.5):  # computing loses as much as it hides, or a part, or more
+        search = Search(given, replace(fast, contention=contention), ())
+        pick = search.found()[0].pick
+        computing = float(sum(own[option] for own, option in zip(search.model.own, pick, strict=True)))
+        whole, seconds = search.model.seconds(pick), overlapped_seconds(search.model, pick)
+        assert seconds - computing == pytest.approx(contention * (whole - computing), rel=0.01)
+        assert search.hiding(0.0).least_s <= min(seconds, whole) * (1 + 1e-12)
+        assert search.hiding().model.seconds(pick) == pytest.approx(seconds, rel=0.01)
