@@ -25,6 +25,7 @@ from meshc.errors import CompileError
 from tests import models
 from tests.captured import Captured, Make
 from tests.coverage_page import left_alone
+from tests.table_command import command, in_time
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "out" / "matrix.jsonl"
@@ -230,32 +231,26 @@ def chosen(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=(__doc__ or "").splitlines()[0])
+    parser = command("tests.matrix", __doc__)
     parser.add_argument("--models", default=",".join(KINDS), help="kinds, joined by commas")
     parser.add_argument("--only", default="", help="only cells whose key has this text: 'zero1+ulysses dp=2'")
     parser.add_argument("--sample", type=int, default=0, help="so many cells at random")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no cell after so many seconds")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     arguments = parser.parse_args()
     RESULTS.parent.mkdir(exist_ok=True)
     if arguments.fresh:
         RESULTS.unlink(missing_ok=True)
     done = {key for key, row in read_results().items() if "error" not in row}
     work = [cell for cell in chosen(arguments) if cell.key not in done]
-    begin = time.monotonic()
     failures = 0
-    for number, cell in enumerate(work, 1):
-        if time.monotonic() - begin > arguments.limit_seconds:
-            print(f"time is up: {len(work) - number + 1} cells left")
-            break
+    for place, cell in in_time(work, arguments.limit_seconds):
         row = run(cell)
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         failures += "error" in row
         errors = ", ".join(f"{kind} {row[kind]:.1e}" for kind in ("training", "inference") if kind in row)
         found = row.get("error") or errors
-        print(f"[{number}/{len(work)}] {cell.key}: {found}{' (mean of parts)' * row['refused']}, {row['seconds']} s", flush=True)
+        print(f"{place} {cell.key}: {found}{' (mean of parts)' * row['refused']}, {row['seconds']} s", flush=True)
     rows = read_results()
     if not left_alone(parser, arguments, len({cell.key for cell in cells(KINDS)} - set(rows)), TABLE):
         TABLE.write_text(table(rows))

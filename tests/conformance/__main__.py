@@ -7,10 +7,8 @@ Rows are kept in out/conformance.json, so a run that was stopped goes on where i
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 import warnings
 from collections import Counter
 
@@ -21,16 +19,15 @@ from tests.conformance.table import table
 from tests.conformance.torch_samples import entries
 from tests.coverage_page import left_alone, put
 from tests.results import Results
+from tests.table_command import command, in_time
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=(__doc__ or "").splitlines()[0])
+    parser = command("tests.conformance", __doc__, "entries")
     parser.add_argument("--only", default="", help="entries, joined by commas")
     parser.add_argument("--sample", type=int, default=0, help="so many entries at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calls", type=int, default=SAMPLES, help="sample calls of an entry")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no entry after so many seconds")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -44,16 +41,13 @@ def main() -> int:
     work = only or [name for name in everything if rows.get(name, {}).get("status", WRONG) == WRONG]
     if arguments.sample:
         work = random.Random(arguments.seed).sample(work, min(arguments.sample, len(work)))
-    begin, conformance = time.monotonic(), Conformance()
-    for number, name in enumerate(work, 1):
-        if time.monotonic() - begin > arguments.limit_seconds:
-            print(f"time is up: {len(work) - number + 1} entries left")
-            break
+    conformance = Conformance()
+    for number, (place, name) in enumerate(in_time(work, arguments.limit_seconds, "entries"), 1):
         row = rows[name] = conformance.run(name, everything[name], arguments.calls, arguments.seed)
-        if number % 20 == 0 or number == len(work):
+        if number % 20 == 0:
             results.keep()
         why = "; ".join([*row["wrong"], *row["whole"], *row["reasons"]])
-        print(f"[{number}/{len(work)}] {name}: {row['status']}, {row['splits']} splits, {row['seconds']} s; {why}", flush=True)
+        print(f"{place} {name}: {row['status']}, {row['splits']} splits, {row['seconds']} s; {why}", flush=True)
     results.keep()
     if not left_alone(parser, arguments, len(set(everything) - set(rows))):
         put("conformance", table(rows, len(everything)))

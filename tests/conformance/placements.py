@@ -8,7 +8,6 @@ know is asked anew every time, in a minute or two.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -26,6 +25,7 @@ from tests.conformance.refuted import REFUTED
 from tests.conformance.torch_samples import entries
 from tests.coverage_page import left_alone, put
 from tests.results import Results
+from tests.table_command import command, in_time
 from tests.zoo.operators import used
 
 CALLS = 1
@@ -66,11 +66,9 @@ def said(combination: dtensor.Combination) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance.placements", description=(__doc__ or "").splitlines()[0])
+    parser = command("tests.conformance.placements", __doc__, "entries")
     parser.add_argument("--only", default="", help="entries, joined by commas")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no entry after so many seconds")
     parser.add_argument("--show", choices=("valid", "dtensor"), help="print what our rules do not know of these")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -79,11 +77,7 @@ def main() -> int:
     results = Results("placements", arguments.fresh)
     rows: dict[str, list[dict[str, Any]]] = results.rows
     work = arguments.only.split(",") if arguments.only else [name for name in everything if name not in rows]
-    begin = time.monotonic()
-    for number, name in enumerate(work, 1):
-        if time.monotonic() - begin > arguments.limit_seconds:
-            print(f"time is up: {len(work) - number + 1} entries left")
-            break
+    for place, name in in_time(work, arguments.limit_seconds, "entries"):
         before = time.process_time()
         try:
             rows[name] = run(name, everything[name])
@@ -93,7 +87,7 @@ def main() -> int:
         results.keep()
         for row in rows[name]:
             print(
-                f"[{number}/{len(work)}] {name}, {row['operator']}: {len(row['valid'])} valid, DTensor {len(row['dtensor'])}, "
+                f"{place} {name}, {row['operator']}: {len(row['valid'])} valid, DTensor {len(row['dtensor'])}, "
                 f"{time.process_time() - before:.1f} s",
                 flush=True,
             )

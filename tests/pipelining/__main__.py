@@ -9,7 +9,6 @@ run again. The table is written to docs/pipelines.md once there is a row for eve
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -21,6 +20,7 @@ from tests.coverage_page import PAGE, left_alone, put
 from tests.pipelining import processes
 from tests.pipelining.cells import FAMILIES, MESHES, MICROBATCHES, SCHEDULES, STEPS, verify
 from tests.results import Results
+from tests.table_command import command, in_time
 
 
 def key(family: str, schedule: str, mesh: str) -> str:
@@ -61,11 +61,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.pipelining", description=(__doc__ or "").splitlines()[0])
+    parser = command("tests.pipelining", __doc__)
     parser.add_argument("--only", default="", help="models, joined by commas")
     parser.add_argument("--schedule", default="", help="one schedule")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no cell after so many seconds")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--torchrun", action="store_true", help="ten cells on processes")
     arguments = parser.parse_args()
     if arguments.torchrun:
@@ -80,16 +78,12 @@ def main() -> int:
         if (not arguments.only or cell[0] in arguments.only.split(",")) and arguments.schedule in ("", cell[1])
     ]
     work = [cell for cell in chosen if not rows.get(key(*cell), {}).get("ok")]
-    begin = time.monotonic()
-    for number, cell in enumerate(work, 1):
-        if time.monotonic() - begin > arguments.limit_seconds:
-            print(f"time is up: {len(work) - number + 1} cells left")
-            break
+    for place, cell in in_time(work, arguments.limit_seconds):
         before = time.process_time()
         row = rows[key(*cell)] = run(*cell)
         results.keep()
         said = f"{row['worst']:.1e}" if row["ok"] else row["error"]
-        print(f"[{number}/{len(work)}] {key(*cell)}: {said} ({time.process_time() - before:.1f} s)", flush=True)
+        print(f"{place} {key(*cell)}: {said} ({time.process_time() - before:.1f} s)", flush=True)
     missing = [cell for cell in every if key(*cell) not in rows]
     page = PAGE.with_name("pipelines.md")
     if not left_alone(parser, arguments, len(missing), page):

@@ -8,7 +8,6 @@ again in any case. A run that is told to leave something out leaves the table al
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 
 from tests.coverage_page import left_alone, put
 from tests.results import Results
+from tests.table_command import command, in_time
 from tests.zoo.run import MESHES, NAMES, first_line, run
 from tests.zoo.table import key, table
 
@@ -25,11 +25,9 @@ def is_ok(row: dict[str, Any] | None) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=(__doc__ or "").splitlines()[0])
+    parser = command("tests.zoo", __doc__)
     parser.add_argument("--only", default="", help="families, joined by commas")
     parser.add_argument("--mesh", default="", help="one mesh of the table")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no cell after so many seconds")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     only = arguments.only.split(",") if arguments.only else []
@@ -40,16 +38,13 @@ def main() -> int:
     rows = results.rows
     wanted = [(name, mesh) for name in only or NAMES for mesh in MESHES if arguments.mesh in ("", mesh)]
     work = [cell for cell in wanted if only or not is_ok(rows.get(key(*cell)))]
-    begin, failures = time.monotonic(), 0
-    for number, (name, mesh) in enumerate(work, 1):
-        if time.monotonic() - begin > arguments.limit_seconds:
-            print(f"time is up: {len(work) - number + 1} cells left")
-            break
+    failures = 0
+    for place, (name, mesh) in in_time(work, arguments.limit_seconds):
         before = time.process_time()
         row = rows[key(name, mesh)] = run(name, mesh)
         results.keep()
         failures += not is_ok(row)
-        print(f"[{number}/{len(work)}] {told(row)} ({time.process_time() - before:.1f} s)", flush=True)
+        print(f"{place} {told(row)} ({time.process_time() - before:.1f} s)", flush=True)
     missing = [cell for cell in ((name, mesh) for name in NAMES for mesh in MESHES) if key(*cell) not in rows]
     if not left_alone(parser, arguments, len(missing)):
         put("zoo", table(rows))
