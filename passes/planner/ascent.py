@@ -16,7 +16,7 @@ An option with which the bound is above what some choice costs is in no better o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class Edge:
 
     price   seconds of each given form and each wanted form, and what memory that it alone keeps alive costs (`extra`)
     share   of a change that others may pay for too: what this leg takes of it
+    columns of what all legs of the group take: those of the forms that this one wants
+    mine    that in this leg's phase;  others  in the other phases;  lasting  which changes are paid once for all phases (none: None)
     """
 
     group: int
@@ -61,9 +63,13 @@ class Edge:
     maker: Side
     reader: Side
     price: Floats
-    extra: Floats | float
+    extra: Floats | None
     phase: str
     share: Floats | None = None
+    columns: slice | Numbers = field(default_factory=lambda: slice(None))
+    mine: Floats | None = None
+    others: Sequence[Floats] = ()
+    lasting: Floats | None = None
 
 
 @dataclass
@@ -106,7 +112,7 @@ class Ascent:
             wanted, wanted_at = np.unique(leg.forms[self.left[leg.reader]], return_inverse=True)
             price = self.weighed.price[number][at][np.ix_(given, wanted)]
             more = self.weighed.extra[number][at]
-            extra: Floats | float = 0.0 if more is None else more[np.ix_(given, wanted)]
+            extra = None if more is None else more[np.ix_(given, wanted)]
             if price.any():
                 maker = Side(group.maker, given, given_at, np.zeros(len(given)))
                 reader = Side(leg.reader, wanted, wanted_at, np.zeros(len(wanted)))
@@ -117,15 +123,23 @@ class Ascent:
 
     def _shared(self, group: Group, given: Numbers, edges: Sequence[Edge]) -> Common:
         """Memory that several legs keep alive each alone is taken in equal parts."""
-        covering = [edge for edge in edges if not isinstance(edge.extra, float)]
-        for edge in covering:
-            part = edge.extra / len(covering)
-            edge.price, edge.extra = edge.price - edge.extra + part, part
+        covering = [(edge, edge.extra) for edge in edges if edge.extra is not None]
+        for edge, extra in covering:
+            part = extra / len(covering)
+            edge.price, edge.extra = edge.price - extra + part, part
         for edge in edges:
             edge.share = np.zeros_like(edge.price)
         shape = len(given), len(group.wants)
         gathers = group.legs[0].gathers[given]
-        return Common({phase: np.zeros(shape) for phase in dict.fromkeys(edge.phase for edge in edges)}, np.where(gathers, 0.0, 1.0))
+        common = Common({phase: np.zeros(shape) for phase in dict.fromkeys(edge.phase for edge in edges)}, np.where(gathers, 0.0, 1.0))
+        for edge in edges:
+            edge.columns = _run(edge.reader.forms)
+            edge.mine = common.taken[edge.phase]
+            lasting = common.lasting[:, edge.columns]
+            if len(common.taken) > 1 and lasting.any():
+                edge.others = [taken for phase, taken in common.taken.items() if phase != edge.phase]
+                edge.lasting = None if lasting.all() else lasting
+        return common
 
     def _resume(self, start: Ascent) -> None:
         """Messages of another ascent of the same model, as far as they are still allowed."""
@@ -181,20 +195,27 @@ class Ascent:
 
     def _room(self, edge: Edge) -> Floats:
         """What there is for a leg's two messages together."""
-        if edge.share is None:
+        if edge.share is None or edge.mine is None:
             return edge.price
-        taken = self.common[edge.group].taken[edge.phase][:, edge.reader.forms]
-        return edge.price - taken + edge.share
+        room: Floats = edge.price - edge.mine[:, edge.columns]
+        room += edge.share
+        return room
 
     def _take(self, edge: Edge) -> None:
-        if edge.share is None:
+        if edge.share is None or edge.mine is None:
             return
-        share = np.maximum(edge.maker.message[:, None] + edge.reader.message - edge.extra, 0.0)
+        share: Floats = edge.maker.message[:, None] + edge.reader.message
+        if edge.extra is not None:
+            share -= edge.extra
+        np.maximum(share, 0.0, out=share)
         change = share - edge.share
         edge.share = share
-        common, columns = self.common[edge.group], edge.reader.forms
-        for phase, taken in common.taken.items():
-            taken[:, columns] += change if phase == edge.phase else change * common.lasting[:, columns]
+        edge.mine[:, edge.columns] += change
+        if edge.others:
+            if edge.lasting is not None:
+                change *= edge.lasting
+            for taken in edge.others:
+                taken[:, edge.columns] += change
 
     # --------------------------------------------------------------------------------------------------------------------------- dropped
 
@@ -211,3 +232,9 @@ class Ascent:
             ends = edge.maker.least(beyond[edge.maker.number])[:, None] + edge.reader.least(beyond[edge.reader.number])
             found[edge.group, edge.leg] = slack + ends
         return found
+
+
+def _run(numbers: Numbers) -> slice | Numbers:
+    """Numbers in a row as a slice, which makes no copy of what it picks."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers

@@ -23,6 +23,7 @@ from meshc.passes.planner import fold, overlap
 from meshc.passes.planner.beside import option_of, widened
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.chosen import choices
+from meshc.passes.planner.least import least
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick, build
 from meshc.passes.planner.moves import Moves
@@ -39,7 +40,7 @@ from meshc.plan.recipes import by_role
 ALL_OF: Final = 3
 """Axes of which every option of every decision is known. Of more it is those around a plan, then around what is found, and so on,"""
 STEPS: Final = 6
-"""so often."""
+"""so often. (Within a budget with small linear programs, and only at the end with all.)"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Search:
     near: bool = False
     """Whether layers beside those that were not captured are held to decide as these, where they hand each other values."""
     least: float | None = None
-    """The fewest bytes that any choice holds by the model, of those that were found."""
+    """The fewest bytes that any choice holds by the model, of those that were found. Where nothing keeps a budget, it is looked for."""
 
     def __post_init__(self) -> None:
         placed = self.placed
@@ -109,14 +110,17 @@ class Search:
             return [self._with_certificate(free.pick, free.bound, budget)]
         near = copy(self) if self.some else self
         if self.some:
-            near._step(lambda: near._nearest(near._within(budget)[0], budget))
+            near._step(lambda: near._nearest(near._within(budget, near=True)[0], budget))
         picks, bound = near._within(budget)
+        if not any(near.held(one) <= budget for one in picks):
+            picks = [*picks, least(near.model, near.memory, near.everything, picks).best]
         fitting = [one for one in picks if near.held(one) <= budget]
         self.least = near.least
         return [near._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (near.model.seconds(one), one))]
 
-    def _within(self, budget: float) -> tuple[list[Pick], float]:
-        return within(self.model, self.memory, budget, self._unbounded(), self._known)
+    def _within(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
+        """`near`: whether one small linear program will do."""
+        return within(self.model, self.memory, budget, self._unbounded(), self._known, near)
 
     def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
         """The fastest that fits, or else the one that holds least."""

@@ -21,8 +21,8 @@ from scipy.optimize import linprog
 from meshc.passes.planner.ascent import Ascent
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
-from meshc.passes.planner.narrow import MARGIN, Narrowed, columns_of, decoded
-from meshc.passes.planner.solve import NODES
+from meshc.passes.planner.narrow import MARGIN, Narrowed, columns_of, decoded, mixed, together
+from meshc.passes.planner.solve import Columns
 from meshc.passes.planner.space import Floats
 from meshc.passes.planner.weighed import Weighed
 
@@ -35,16 +35,18 @@ PRICES: Final = 3
 """That are tried once something fits."""
 SWEEPS: Final = 4
 """At each price."""
-PROGRAMS: Final = (10_000, 10_000, 20_000, 40_000, 40_000)
+PROGRAMS: Final = (10_000, 10_000, 20_000, 40_000)
 """Linear programs, each over so many pairs of forms at most and at the prices that the one before it gave."""
 MORE: Final = 6
 """Of them where nothing fits yet, each with the moment that was too full in the one before."""
 FEW_NODES: Final = 20
-"""Of branch and bound, where that is not over all that is left."""
-ENOUGH: Final = 2e-3
-"""A gap of this part of the seconds is looked into no further;"""
-GOAL: Final = 1e-2
-"""nor is one of this part, once it takes branch and bound over all that is left."""
+"""Of branch and bound."""
+CROSSED: Final = 4
+"""So many of the best choices, and what relaxations mix, are open to branch and bound, beside"""
+PAIRS: Final = (5_000, 10_000)
+"""pairs of forms that cost least, at first and later."""
+ENOUGH: Final = 5e-3
+"""A gap of this part of the seconds is looked into no further."""
 
 
 @dataclass
@@ -64,6 +66,9 @@ class Within:
     weights: Sequence[float] = ()
     """The prices of the highest bound."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mixed: list[set[int]] = [set() for _ in self.model.own]
 
     def note(self, pick: Pick) -> bool:
         """Whether it fits; the fullest moment of one that does not is one of those that have a price from now on."""
@@ -139,28 +144,39 @@ class Within:
         assert found.status == 0, found.message
         return [float(one) * 1e-12 for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
-    def programs(self) -> None:
+    def programs(self, sizes: tuple[int, ...] = PROGRAMS) -> None:
         """Linear programs over what costs least beyond the bound, the second over more and so on, until one is over all that is left."""
-        for tried, most in enumerate((*PROGRAMS, *PROGRAMS[-1:] * MORE)):
-            if self.close or (tried >= len(PROGRAMS) and self.best < np.inf):
+        for tried, most in enumerate((*sizes, *sizes[-1:] * MORE)):
+            if self.close or (tried >= len(sizes) and self.best < np.inf):
                 return
             moments, known = len(self.moments), self.best + self.ascent.weighed.owed(self.budget)
-            fitting = [] if self.fitting is None else [self.fitting]
+            fitting = together([] if self.fitting is None else [self.fitting], self.ascent)
             columns, everything = columns_of(self.ascent, known, fitting, self.moments, self.budget, most=most)
             relaxed = columns.relaxed()
             if relaxed is None:
                 return
             bound = relaxed.bound
             self.note(columns.rounded(relaxed.shares))
-            if not relaxed.whole and not self.near(bound, GOAL if everything else ENOUGH):
-                pick, least = columns.whole(NODES if everything else FEW_NODES)
-                bound = max(bound, least or bound)
-                if pick is not None:
-                    self.note(pick)
+            if not relaxed.whole and not self.near(bound, ENOUGH):
+                least = self._cross(columns, relaxed.shares, PAIRS[tried > 0])
+                bound = max(bound, least) if everything else bound
             if everything:
                 self.bound = max(self.bound, min(bound, self.best))
             if not self.close and not self.at(self._between(relaxed.weights)) and everything and len(self.moments) == moments:
                 return
+
+    def _cross(self, columns: Columns, shares: Sequence[Floats], most: int) -> float:
+        """Notes what is best of what costs least, of the options that relaxations mix, and of the best choices that are known. A bound, if
+        that is all there is."""
+        best = sorted(self.picks, key=lambda one: (max(self.picks[one][1].max(), self.budget), self.picks[one][0], one))[:CROSSED]
+        self.mixed = mixed(columns, shares, self.mixed)
+        kept = [mine | known for mine, known in zip(self.mixed, together(best, self.ascent), strict=True)]
+        known = self.best + self.ascent.weighed.owed(self.budget)
+        few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=most)
+        pick, least = few.whole(FEW_NODES)
+        if pick is not None:
+            self.note(pick)
+        return least if everything and least is not None else -np.inf
 
     def _between(self, weights: Sequence[float]) -> list[float]:
         """Prices half way from those of the highest bound: a program over some of the options says too much."""
@@ -169,13 +185,15 @@ class Within:
         return [(one + other) / 2 for one, other in zip(far, near, strict=True)]
 
 
-def within(model: Model, memory: Memory, budget: float, free: Narrowed, known: Sequence[Pick] = ()) -> tuple[list[Pick], float]:
-    """Choices, and a bound on those that hold no more than the budget."""
+def within(
+    model: Model, memory: Memory, budget: float, free: Narrowed, known: Sequence[Pick] = (), near: bool = False
+) -> tuple[list[Pick], float]:
+    """Choices, and a bound on those that hold no more than the budget. `near`: with one small linear program at most."""
     search = Within(model, memory, budget, free.whole, free.bound)
     for pick in (free.pick, *known):
         search.note(pick)
     search.rise()
     if search.best < np.inf:
         search.narrow()
-    search.programs()
+    search.programs(PROGRAMS[:1] if near else PROGRAMS)
     return list(search.picks), search.bound

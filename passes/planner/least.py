@@ -1,0 +1,116 @@
+"""The fewest bytes that a choice can hold at its fullest moment: what to say where nothing keeps a budget.
+
+    weights of moments, 1 in all        no choice holds less, at its fullest moment, than the least weighed sum of bytes
+    choices that are known              weights at which the cheapest of them is dearest come next (a matrix game: von Neumann, 1928)
+
+Seconds do not count, so a model of bytes alone is asked, by the messages that the search itself is asked by (`ascent.py`). What they leave
+open is asked of branch and bound: whether some choice holds a little less than the least that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+from scipy.optimize import linprog
+
+from meshc.passes.planner.ascent import Ascent
+from meshc.passes.planner.memory import Memory
+from meshc.passes.planner.model import Model, Pick
+from meshc.passes.planner.narrow import columns_of, decoded, together
+from meshc.passes.planner.space import Floats, Numbers
+from meshc.passes.planner.weighed import Weighed
+
+ROUNDS: Final = 12
+SWEEPS: Final = 4
+GIGA: Final = 1e9
+"""Bytes are weighed as billions: tolerances of solvers are absolute."""
+CLOSE: Final = 1e-3
+"""A choice that holds so much less, of what is known, is not looked for."""
+PAIRS: Final = 2_000
+NODES: Final = 20
+
+
+@dataclass
+class Least:
+    """
+    picks   choices with their bytes at each position;  bound  no choice holds less
+    """
+
+    model: Model
+    memory: Memory
+    left: Sequence[Numbers]
+    picks: dict[Pick, Floats] = field(default_factory=dict)
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        groups = [
+            replace(group, legs=tuple(replace(leg, price=np.zeros_like(leg.price)) for leg in group.legs)) for group in self.model.groups
+        ]
+        self.bytes = replace(self.model, own=[np.zeros_like(own) for own in self.model.own], groups=groups)
+        self.moments: list[int] = []
+
+    @property
+    def best(self) -> Pick:
+        return min(self.picks, key=lambda one: (self.picks[one].max(), one))
+
+    @property
+    def held(self) -> float:
+        return float(self.picks[self.best].max())
+
+    def note(self, pick: Pick) -> bool:
+        """Whether it is new; its fullest moment counts from now on."""
+        if pick in self.picks:
+            return False
+        self.picks[pick] = self.memory.walk(pick)
+        moment = int(self.picks[pick].argmax())
+        if moment not in self.moments:
+            self.moments.append(moment)
+        return True
+
+    def find(self) -> None:
+        weights, ascent = [1.0], None
+        for _ in range(ROUNDS):
+            weighed = Weighed(self.bytes, self.memory, {at: one / GIGA for at, one in zip(self.moments, weights, strict=False)})
+            ascent = Ascent(weighed, self.left, ascent)
+            for _ in range(SWEEPS):
+                ascent.sweep()
+            self.bound = max(self.bound, (ascent.bound - weighed.owed(0.0)) * GIGA)
+            new = [self.note(pick) for pick in decoded(ascent, [self.best])]
+            if not self._less(ascent) and not any(new):
+                break
+            if self.held <= self.bound * (1 + CLOSE):
+                break
+            weights = self._dearest()
+
+    def _less(self, ascent: Ascent) -> bool:
+        """Whether branch and bound over what weighs least knows of a choice that holds less."""
+        if self.held <= self.bound * (1 + CLOSE):
+            return False
+        known, kept = ascent.weighed.seconds(self.best), together([self.best], ascent)
+        columns, _ = columns_of(ascent, known, kept, self.moments, self.held * (1 - CLOSE), most=PAIRS)
+        pick, _ = columns.whole(NODES)
+        return pick is not None and self.note(pick)
+
+    def _dearest(self) -> list[float]:
+        """Weights of the moments at which the known choice that weighs least weighs most."""
+        count = len(self.moments)
+        rows = [[*(-walked[self.moments] / GIGA), 1.0] for walked in self.picks.values()]
+        found = linprog(
+            [*[0.0] * count, -1.0], rows, [0.0] * len(rows), [[*[1.0] * count, 0.0]], [1.0],
+            bounds=[*[(0, None)] * count, (None, None)], method="highs",
+        )  # fmt: skip
+        assert found.status == 0, found.message
+        return [float(one) for one in found.x[:-1]]
+
+
+def least(model: Model, memory: Memory, left: Sequence[Numbers], known: Sequence[Pick]) -> Least:
+    """From choices that are known."""
+    found = Least(model, memory, left)
+    for pick in known:
+        found.note(pick)
+    found.moments = [int(found.picks[found.best].argmax())]
+    found.find()
+    return found

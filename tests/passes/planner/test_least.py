@@ -1,0 +1,34 @@
+"""The fewest bytes that a choice can hold: of small problems, by going through all choices; on three axes, by its bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshc.cost.devices import device
+from meshc.passes.planner.least import least
+from meshc.passes.planner.search import Search
+from tests.passes.planner.drawn import GIGA, choices, drawn
+from tests.passes.planner.known import two
+from tests.passes.planner.test_solver import everything, fullest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_holds_less_than_what_is_found(seed: int) -> None:
+    model, memory = drawn(seed, classes=4)
+    first = tuple(0 for _ in model.own)
+    found = least(model, memory, everything(model), [first])
+    fewest = min(fullest(memory, pick) for pick in choices(model))
+    assert found.held == fullest(memory, found.best) == pytest.approx(fewest, rel=1e-3)
+    assert found.bound <= fewest + GIGA * 1e-9
+
+
+def test_what_is_named_on_three_axes_is_held_by_a_choice_and_nothing_holds_a_tenth_less() -> None:
+    mesh = "dp=2,dp_shard=2,tp=2"
+    search = Search(two(1 << 10, 512, 2048, mesh, "dp: auto\ndp_shard: auto\ntp: auto"), device("h100"))
+    (free,) = search.found()
+    assert search.found(1000.0) == []
+    fewest = search.least
+    found = least(search.model, search.memory, search.everything, [free.pick])
+    assert fewest == search.held(found.best) < free.certificate.held
+    assert 0.9 * fewest < found.bound <= fewest
+    assert search.found(0.9 * fewest) == [] and search.least == fewest
