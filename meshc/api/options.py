@@ -27,15 +27,16 @@ class Options:
     stages_per_rank  how many stages of a pipeline each rank has, of equal predicted time; default: as many as the schedule wants
     microbatches   of an inference over a pipeline: in how many parts the batch goes through it; default: the predicted best that fits.
                    A TrainStep has its own
-    memory_budget  bytes that a rank may hold, or text such as "80GB", of a pipeline or a plan that is searched for: what holds more is not
-                   chosen, and refused if it is named; default: a GPU's memory, which bounds only what is left open; on CPU ranks no bound
+    memory_budget  bytes that a rank may hold by the predicted peak, or text such as "80GB": what holds more is not chosen, and refused if
+                   it is named; default: a GPU's memory, which bounds only what is left open; on CPU ranks no bound
     check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
     remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
-                   but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers
+                   but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
+                   what takes least time of all that makes a rank keep the memory_budget, and nothing without one
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -51,7 +52,7 @@ class Options:
     local_loss: str | None = None
     check_indices: bool = True
     depth: str = "auto"
-    remat: str = "none"
+    remat: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_budget, str):
@@ -69,7 +70,7 @@ class Options:
         dynamic.read(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
-        if self.remat not in POLICIES:
+        if self.remat is not None and self.remat not in POLICIES:
             raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(POLICIES)}")
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")

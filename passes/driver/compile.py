@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
+from meshc.passes.driver.within_budget import refuse_what_holds_more, within_budget
 from meshc.passes.lower.specialise import specialise
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset, begin
@@ -98,7 +100,11 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     """By the request's plan; of a pipeline, in the way that is found to be best."""
     request = said(placed.request)
     placed = placed.asked(request) if request is not placed.request else placed
-    return choose(placed, _lowered, hook) if open_axes(placed.plan) else _lowered(placed, hook)
+    if open_axes(placed.plan):
+        return choose(placed, partial(within_budget, lower=_lowered), hook)
+    left = within_budget(placed, hook, _lowered)
+    refuse_what_holds_more(left)
+    return left
 
 
 def _lowered(placed: Placed, hook: Hook | None) -> Lowered:

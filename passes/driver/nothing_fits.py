@@ -42,15 +42,23 @@ def nothing_fits(
         found = "" if least is None else f"; the least that one was found to need is {int(least):,}, by the planner's model"
         advice = [*([_budget(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
         return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least, weighed=weighed)
-    kept, grown = sum(closest.kept.values()), closest.peak.gradients
-    made = closest.peak.total - grown
+    return _closest(placed, budget, closest, f"{start}; the least that one was found to need is {closest.total:,}", weighed)
+
+
+def by_this_plan(placed: Placed, budget: int, holds: RankBytes) -> NothingFits:
+    """Of a plan that leaves nothing open."""
+    again = "" if placed.request.remat is None else f", although backward makes again what Options(remat={placed.request.remat!r}) says"
+    start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}"
+    return _closest(placed, budget, holds, start, ())
+
+
+def _closest(placed: Placed, budget: int, holds: RankBytes, start: str, weighed: Sequence[Weighed]) -> NothingFits:
+    kept, grown = sum(holds.kept.values()), holds.peak.gradients
+    made = holds.peak.total - grown
     cheapest = _in_parts(placed, budget, kept + grown, made)
     parts = f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
-    return NothingFits(
-        f"{start}; the least that one was found to need is {closest.total:,}:\n  {parts}\n"
-        f"  what to do: {'; or '.join(_advice(budget, closest.total, cheapest))}",
-        closest.total, parts, cheapest, weighed,
-    )  # fmt: skip
+    advice = "; or ".join(_advice(budget, holds.total, cheapest))
+    return NothingFits(f"{start}:\n  {parts}\n  what to do: {advice}", holds.total, parts, cheapest, weighed)
 
 
 def _advice(budget: int, least: int, cheapest: str) -> Iterator[str]:

@@ -33,9 +33,9 @@ from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.beaten import BY_STAGES, Beaten
+from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
@@ -134,26 +134,6 @@ def _likely(placed: Placed, counts: list[int]) -> int:
 def _dropped(tried: list[Tried], taken: Fitting) -> Iterator[Tried]:
     for each in sorted(tried, key=lambda each: each.microbatches):
         yield replace(each, dropped=SLOWER) if not each.dropped and each is not taken.tried else each
-
-
-class Heard:
-    """Passes that have run, each with the phase that it left."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[str, Outset]] = []
-
-    def hook(self, name: str, phase: Outset) -> None:
-        self.steps.append((name, phase))
-
-    def tell(self, hook: Hook | None) -> None:
-        if hook is not None:
-            for name, phase in self.steps:
-                hook(name, phase)
-
-    def copied(self) -> Heard:
-        other = Heard()
-        other.steps = list(self.steps)
-        return other
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,15 @@ class Request:
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
     stages_per_rank  of a pipeline; None: as many as the schedule wants
-    memory_budget  bytes that a rank may hold of a pipeline or a searched plan; None: of a GPU its memory, for what is not named
+    memory_budget  bytes that a rank may hold; None: of a GPU its memory, for what is not named
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
     check_indices  labels and indices that their reader has no row for are refused
     backend       what will run the program
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
-    remat         what backward makes again of forward: a policy's name
+    remat         what backward makes again of forward: a policy's name; None: as little as keeps `memory_budget`, if there is one
+    spare         bytes of that budget that are left to what passes after `recompute` add
     beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
@@ -73,7 +74,8 @@ class Request:
     backend: str = "eager"
     searched: Known | None = None
     depth: str = "auto"
-    remat: str = "none"
+    remat: str | None = None
+    spare: int = 0
     beaten_s: float | None = None
 
     @property

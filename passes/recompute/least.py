@@ -1,10 +1,10 @@
-"""Least: which values of forward to keep so that backward has all it needs and the least bytes are kept.
+"""Least: which values of forward to keep so that backward has all it needs at the least cost.
 
     x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be made again of h, so h is kept and a is not
 
 A minimum cut (Ford and Fulkerson, 1956; as in torch's partitioner, He and Yu, MLSys 2023): what is there flows from all that may not be
-made again to all that backward reads, through each value at the price of its bytes. Of cuts of equal bytes the one closest to backward is
-taken, so that least is made again.
+made again to all that backward reads, through each value at the price of keeping it, and into each at the price of making it again. Of cuts
+of equal cost the one closest to backward is taken, so that least is made again.
 """
 
 from __future__ import annotations
@@ -25,25 +25,42 @@ _TOTAL: Final = 2**30
 def least_kept(
     values: Sequence[Node], operands: Mapping[Node, Sequence[Node]], bytes_of: Callable[[Node], int | None], wanted: Collection[Node]
 ) -> set[Node]:
-    """The values to keep.
+    """The values to keep, of the fewest bytes.
 
     values    of forward, in order
     operands  of the values that may be made again, those among `values`; what is not there may not be
     bytes_of  None: it takes no memory of its own, and is never kept (a view, an integer, what is made of parameters alone)
     wanted    what backward reads
     """
+    sizes = {node: bytes_of(node) for node in values}
+    unit = max(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
+    return _cut(values, operands, {node: None if size is None else max(1, size // unit) for node, size in sizes.items()}, {}, wanted)
+
+
+def cheapest_kept(
+    values: Sequence[Node], operands: Mapping[Node, Sequence[Node]], keeping: Mapping[Node, float | None], making: Mapping[Node, float],
+    wanted: Collection[Node],
+) -> set[Node]:  # fmt: skip
+    """The same at the least cost of `keeping` values (None: it is never kept) and of `making` others again, in one unit."""
+    total = sum(cost or 0.0 for cost in keeping.values()) + sum(making.get(node, 0.0) for node in operands)
+    scale = _TOTAL / total if total > 0 else 0.0
+    keep = {node: None if cost is None else round(cost * scale) for node, cost in keeping.items()}
+    return _cut(values, operands, keep, {node: round(making.get(node, 0.0) * scale) for node in operands}, wanted)
+
+
+def _cut(
+    values: Sequence[Node], operands: Mapping[Node, Sequence[Node]], keep: Mapping[Node, int | None], make: Mapping[Node, int],
+    wanted: Collection[Node],
+) -> set[Node]:  # fmt: skip
     if not wanted:
         return set()
     place = {node: 2 * index + 2 for index, node in enumerate(values)}  # where it comes in; it leaves one further
     source, sink = 0, 1
-    sizes = {node: bytes_of(node) for node in values}
-    unit = max(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
     edges: dict[tuple[int, int], int] = {}
     for node, at in place.items():
-        size = sizes[node]
-        edges[at, at + 1] = _MOST if size is None else max(1, size // unit)
-        if node not in operands:
-            edges[source, at] = _MOST
+        cost = keep[node]
+        edges[at, at + 1] = _MOST if cost is None else cost
+        edges[source, at] = make.get(node, 0) if node in operands else _MOST
         for operand in operands.get(node, ()):
             edges[place[operand] + 1, at] = _MOST
         if node in wanted:

@@ -36,6 +36,9 @@ CHEAP: Final = frozenset({
 })  # fmt: skip
 """Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
 
+BY_BUDGET: Final = "by budget"
+"""No policy that users name: what `layer` would make again, and beside layers `cheap`, as far as a budget asks for it (`within.py`)."""
+
 _MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 
@@ -47,7 +50,11 @@ class Policy:
     """
 
     may: Callable[[Node], bool]
-    ahead: int | None
+    ahead: Callable[[Node], int | None]
+
+
+def _any(node: Node) -> int | None:
+    return None
 
 
 AHEAD: Final = 8
@@ -95,7 +102,7 @@ def _layers(forward: Iterable[Node], together: Callable[[int], int] = lambda cou
     """`together`: of so many layers, how many are made again at a time."""
     names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
     size = together(len(names))
-    return Policy(_within({name: number // size for number, name in enumerate(names)}), None)
+    return Policy(_within({name: number // size for number, name in enumerate(names)}), _any)
 
 
 def _square_root(count: int) -> int:
@@ -105,11 +112,14 @@ def _square_root(count: int) -> int:
 def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
     """A policy for a graph's forward calls."""
     if name == "none":
-        return Policy(lambda node: False, None)
+        return Policy(lambda node: False, _any)
     if name == "cheap":
-        return Policy(is_cheap, AHEAD)
+        return Policy(is_cheap, lambda node: AHEAD)
     if name == "selective":
-        return Policy(is_no_product, AHEAD)
+        return Policy(is_no_product, lambda node: AHEAD)
+    if name == BY_BUDGET:
+        inside = _layers(forward).may
+        return Policy(lambda node: inside(node) if layer_of(node) else is_cheap(node), lambda node: None if layer_of(node) else AHEAD)
     return _layers(forward, _square_root) if name == "sqrt" and not pipeline else _layers(forward)
 
 

@@ -1,0 +1,26 @@
+"""Heard: what a hook is told of the passes of the candidate that is taken, and of no other."""
+
+from __future__ import annotations
+
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.single import Hook
+
+
+class Heard:
+    """Passes that have run, each with the phase that it left."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, Outset]] = []
+
+    def hook(self, name: str, phase: Outset) -> None:
+        self.steps.append((name, phase))
+
+    def tell(self, hook: Hook | None) -> None:
+        if hook is not None:
+            for name, phase in self.steps:
+                hook(name, phase)
+
+    def copied(self) -> Heard:
+        other = Heard()
+        other.steps = list(self.steps)
+        return other

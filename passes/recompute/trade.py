@@ -1,0 +1,86 @@
+"""Trade: seconds of making again for bytes that are kept, a value at a time.
+
+    seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or making again, is one minimum
+            |    . .             cut (`least.py`), and lies on the lower hull of all choices. The price between two of the hull leads
+            |      .      .      to one between them, until there is none. The line through both is below what any choice takes that keeps
+            |__________.____ all  no more.
+               bytes kept
+
+Everett, Operations Research 11(3), 1963. Equal layers would all change at one price: what is early in forward counts up to a fiftieth more,
+so that they change one after another, the first of them first. The bound knows nothing of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from torch.fx import Node
+
+from meshc.ir.graph import made_of
+from meshc.passes.recompute.least import cheapest_kept, least_kept
+from meshc.passes.recompute.remakable import Remakable
+
+EARLIER: Final = 0.02
+"""How much more a byte of the first value of forward counts than one of the last."""
+
+PRICES: Final = 40
+"""Of which a byte is given one after another, at most."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept, its bytes, what is made again for it, and the seconds of that. `weighed`: bytes, of which early ones count more."""
+
+    nodes: frozenset[Node]
+    bytes: int
+    weighed: float
+    again: tuple[Node, ...]
+    seconds: float
+
+
+class Trade:
+    """Of what may be made again. `takes`: seconds of making each value again, of those that take any."""
+
+    def __init__(self, can: Remakable, takes: Mapping[Node, float]) -> None:
+        self.can, self.takes = can, takes
+        self._sizes = {node: can.bytes_of(node) for node in can.forward}
+        count = max(1, len(can.forward))
+        self._weight = {node: 1 + EARLIER * (1 - turn / count) for turn, node in enumerate(can.forward)}
+
+    def all(self) -> Kept:
+        """Nothing is made again but what is never kept."""
+        return self._at(0.0)
+
+    def least(self) -> Kept:
+        """The fewest bytes."""
+        return self._kept(least_kept(self.can.forward, self.can.operands, self._sizes.__getitem__, self.can.wanted))
+
+    def within(self, most: int) -> tuple[Kept, float]:
+        """What takes fewest seconds of what was found to keep at most so many bytes, and the seconds below which nothing does. What keeps
+        least, where nothing keeps so few."""
+        low, high, price = self.least(), self.all(), 0.0
+        if high.bytes <= most or low.bytes > most:
+            return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
+        for _ in range(PRICES):
+            price = max(0.0, low.seconds - high.seconds) / (high.weighed - low.weighed)
+            between = self._at(price)
+            if between.bytes in (low.bytes, high.bytes):
+                break
+            low, high = (between, high) if between.bytes <= most else (low, between)
+        even = self._at(price, even=True)
+        return low, max(0.0, even.seconds + price * (even.bytes - most))
+
+    def _at(self, price: float, even: bool = False) -> Kept:
+        """The cheapest at a price of a byte. `even`: an early one counts no more than a late one."""
+        cost = {node: None if size is None else price * size * (1 if even else self._weight[node]) for node, size in self._sizes.items()}
+        return self._kept(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted))
+
+    def _kept(self, nodes: set[Node]) -> Kept:
+        asked = [node for node in self.can.wanted if node not in nodes]
+        made = made_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
+        again = tuple(node for node in self.can.forward if node in made and node not in nodes and node in self.can.operands)
+        sizes = {node: self._sizes[node] or 0 for node in nodes}
+        weighed = sum(size * self._weight[node] for node, size in sizes.items())
+        return Kept(frozenset(nodes), sum(sizes.values()), weighed, again, sum(self.takes.get(node, 0.0) for node in again))

@@ -1,0 +1,105 @@
+"""Within: as little is made again as makes a rank hold no more than it may.
+
+    24 GB:  without 70.7 GB, 58.1 of them kept  ->  at most 11.4 GB kept: 24.6 GB held  ->  at most 10.8: 23.9 GB held, 41 ms made again
+
+What is held is walked (`meshc/cost/memory.py`) over the whole graph, of one microbatch where there are several: what is made again is in
+memory too. What is over the budget must be kept less, three times at most; after that what keeps least is taken, and whether that does is
+for others to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+from torch.fx import Graph, Node
+
+from meshc.cost import memory
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import collective_seconds
+from meshc.cost.operators import seconds
+from meshc.ir import spmd
+from meshc.ir.graph import copy_into
+from meshc.passes.lower.share_memory import words_of
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.request import Request
+from meshc.passes.recompute.policies import BY_BUDGET
+from meshc.passes.recompute.remakable import Remakable, of_lowered
+from meshc.passes.recompute.trade import Kept, Trade
+from meshc.passes.recompute.write import make_again
+from meshc.program.program import Instruction
+
+ROUNDS: Final = 3
+PARTS: Final = 4
+
+
+def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lowered:
+    """`budget`: bytes of a rank. `fixed`: what is not made again."""
+    held = held_of(lowered)
+    if held <= budget:
+        return lowered
+    can = of_lowered(lowered, BY_BUDGET, fixed=fixed)
+    trade = Trade(can, _takes(can, lowered, for_mesh(lowered.mesh)))
+    whole = trade.all().bytes
+    fewest = trade.least().bytes
+    least = _Made(lowered, can, *trade.within(fewest))
+    if least.held > budget:
+        # what is made again is in memory as well: one of those between may hold less
+        between = [_Made(lowered, can, *trade.within(whole * part // PARTS)) for part in range(PARTS - 1, 0, -1)]
+        fits = [one for one in between if one.held <= budget]
+        return (fits[0] if fits else min((*between, least), key=lambda one: one.held)).left
+    most = whole
+    for _ in range(ROUNDS):
+        most -= max(held - budget, (most - fewest) // ROUNDS)
+        made = _Made(lowered, can, *trade.within(most))
+        held = made.held
+        if held <= budget:
+            return made.left
+    return least.left
+
+
+class _Made:
+    """What comes of a choice, and what a rank holds of it."""
+
+    def __init__(self, lowered: Lowered, can: Remakable, kept: Kept, bound: float) -> None:
+        self.left = _with(lowered, can, kept).noting(_said(kept, bound, can))
+        self.held = held_of(self.left)
+
+
+def may_hold(request: Request) -> int | None:
+    """Bytes of the user's budget. What is widened to float64, to be compared with the model, may hold twice that, so that it makes again
+    about what the program does that will run."""
+    return None if request.memory_budget is None else request.memory_budget * (2 if request.double else 1)
+
+
+def held_of(lowered: Lowered) -> int:
+    """Bytes of a rank, as they are known before a pass has made microbatches or stages."""
+    (stage,) = lowered.stages.values()
+    return memory.worst(replace(lowered, schedule=(Instruction("run", stage.name),)).as_program(), words_of).total
+
+
+def _takes(can: Remakable, lowered: Lowered, device: Device) -> dict[Node, float]:
+    """Seconds of making each value again. What is made of parameters alone is made in backward in any case."""
+    return {
+        node: collective_seconds(node, lowered.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)
+        for node in can.operands
+        if node not in can.learned
+    }
+
+
+def _with(lowered: Lowered, can: Remakable, kept: Kept) -> Lowered:
+    """A copy in which backward makes again what is not kept."""
+    (stage,) = lowered.stages.values()
+    graph, copies = Graph(), dict[Node, Node]()
+    graph.output(copy_into(graph, stage.graph, copies))
+    make_again(graph, [copies[node] for node in can.backward], [copies[node] for node in kept.again])
+    return replace(lowered, stages={stage.name: replace(stage, graph=graph)})
+
+
+def _said(kept: Kept, bound: float, can: Remakable) -> str:
+    least = f", at least {bound * 1e3:.3g} ms for so few bytes" if kept.seconds > bound else ""
+    return (
+        f"memory: to hold no more than it may, backward makes {len(kept.again)} of forward's {len(can.forward)} values again, which takes "
+        f"{kept.seconds * 1e3:.3g} ms{least}; {kept.bytes:,} bytes are kept for it"
+    )

@@ -1,0 +1,47 @@
+"""Write: copies in backward of what it makes again, each before its first reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from meshc.ir import KEY, records, set_record, spmd
+from meshc.ir.graph import copied_node, made_of
+
+
+def make_again(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -> None:
+    """`values`: of forward, in its order; where no reader in backward wants one, it is not made."""
+    again = {node: turn for turn, node in enumerate(values)}
+    copies: dict[Node, Node] = {}
+    made: dict[tuple[object, ...], Node] = {}
+    targets = {node.target for node in again}
+    for reader in backward:
+        read = [operand for operand in reader.all_input_nodes if operand in again]
+        missing = made_of(read, through=lambda node: node in again and node not in copies)
+        with graph.inserting_before(reader):
+            for node in sorted((node for node in missing if node in again and node not in copies), key=again.__getitem__):
+                copies[node] = _copy(graph, node, copies)
+                made[_call(copies[node])] = copies[node]
+        for operand in reader.all_input_nodes:
+            if operand in copies:
+                reader.replace_input_with(operand, copies[operand])
+        twin = made.get(_call(reader)) if reader.target in targets else None  # backward has gathered a parameter itself
+        if twin is not None:
+            reader.replace_all_uses_with(twin)
+            graph.erase_node(reader)
+    for node in sorted(copies, key=again.__getitem__, reverse=True):
+        if not node.users and not spmd.is_collective(node.target):
+            graph.erase_node(node)
+
+
+def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
+    copy = copied_node(graph, node, lambda operand: copies.get(operand, operand))
+    own = tuple(replace(one, phase="backward", returned_by=()) for one in records(node))
+    set_record(copy, own if isinstance(node.meta[KEY], tuple) else own[0])
+    return copy
+
+
+def _call(node: Node) -> tuple[object, ...]:
+    return node.target, repr(node.args), repr(sorted(node.kwargs.items()))

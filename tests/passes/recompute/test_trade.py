@@ -1,0 +1,61 @@
+"""Bytes against seconds: against all choices, on drawn graphs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import chain, combinations
+
+import pytest
+from torch.fx import Node
+
+from meshc.passes.recompute.remakable import Remakable
+from meshc.passes.recompute.trade import Trade
+from tests.passes.recompute.test_least import drawn, serves
+
+
+@dataclass(frozen=True)
+class Drawn(Remakable):
+    sizes: dict[Node, int | None] = field(default_factory=dict)
+
+    def bytes_of(self, node: Node) -> int | None:
+        return self.sizes[node]
+
+
+def trade(seed: int) -> tuple[Trade, list[tuple[int, float]]]:
+    """And bytes and seconds of every choice that serves."""
+    values, operands, sizes, wanted = drawn(seed)
+    rng = random.Random(seed)
+    takes = {node: rng.random() for node in operands if rng.random() < 0.8}
+    found = Trade(Drawn(values, [], wanted, operands, set(), sizes), takes)
+    can = [node for node in values if sizes[node] is not None]
+    every = [set(some) for some in chain.from_iterable(combinations(can, count) for count in range(len(can) + 1))]
+    all_of = [found._kept(some) for some in every if serves(some, operands, wanted)]
+    return found, [(one.bytes, one.seconds) for one in all_of]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_choice_of_so_few_bytes_takes_less_than_the_bound(seed: int) -> None:
+    found, every = trade(seed)
+    least, whole = found.least(), found.all()
+    assert least.bytes == min(size for size, _ in every)
+    assert whole.seconds == pytest.approx(min(seconds for _, seconds in every))
+    for most in range(least.bytes, whole.bytes + 1):
+        kept, bound = found.within(most)
+        best = min(seconds for size, seconds in every if size <= most)
+        assert kept.bytes <= most and bound <= best * (1 + 1e-6) + 1e-9 and best <= kept.seconds * (1 + 1e-6) + 1e-9
+    assert found.within(least.bytes - 1)[0].bytes == least.bytes
+
+
+def test_a_choice_of_the_hull_is_found_and_is_the_best() -> None:
+    """Of so many bytes as the choice itself keeps, nothing takes less: the gap is nothing."""
+    met = 0
+    for seed in range(25):
+        found, every = trade(seed)
+        for price in (0.01, 0.1, 1.0):
+            on = found._at(price, even=True)
+            kept, bound = found.within(on.bytes)
+            best = min(seconds for size, seconds in every if size <= on.bytes)
+            assert best == pytest.approx(on.seconds, rel=1e-6, abs=1e-9)
+            met += kept.seconds == pytest.approx(best, rel=1e-6, abs=1e-9) and bound == pytest.approx(best, rel=1e-3, abs=1e-6)
+    assert met > 60
