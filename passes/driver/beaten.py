@@ -12,9 +12,10 @@ from typing import Final
 from meshc.errors import PlanError
 
 MARGIN: Final = 0.05
-"""By how much a bound must be above what is known: the clock joins updates and small messages, which the model counts one by one."""
+"""By how much a bound, or an estimate, must be above what is known: the clock joins updates and small messages, which the model counts one
+by one."""
 BY_MODEL: Final = "by the model, if all is hidden behind computing that can be"
-BY_ESTIMATE: Final = "by the estimates of all candidates, which count as hidden what can be"
+BY_ESTIMATE: Final = "by the estimates of all candidates"
 BY_STAGES: Final = "by what its stages are estimated to take"
 
 

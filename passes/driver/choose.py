@@ -6,9 +6,10 @@
 
 The planner's model leaves out what later passes do; so the cheapest few of its choices go through all passes, and of those whose program
 keeps the budget by its own walk the one that the clock likes best is taken. Where programs hold more than the model thought, the search is
-asked again for as much less. It is asked twice over: once all seconds count, once communication that may be hidden behind computing counts
-less. The recipes that an expert would try are candidates too: the model prices them all (`priced_recipes.py`), and those that may be the
-best by it go through all passes as well. The plan of what was found is its text (`found_text.py`).
+asked again for as much less. It is asked three times over: all seconds count, or communication that may be hidden behind computing counts
+for a part. The recipes that an expert would try are candidates too, with a price by the model (`priced_recipes.py`). What is estimated to
+be slower than what has been through all passes is left out: estimates are a clock by the model's numbers (`planner/played.py`). The plan of
+what was found is its text (`found_text.py`).
 
 Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh (`beaten.py`).
 """
@@ -16,6 +17,7 @@ Where a plan on another mesh is known, and not even the bound of what hides most
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -35,7 +37,8 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.certificate import Certificate
-from meshc.passes.planner.overlap import overlapped_seconds
+from meshc.passes.planner.overlap import HIDDEN
+from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Found, Search
 from meshc.passes.planner.space import Option
 from meshc.passes.stages.fit import may_hold
@@ -44,12 +47,17 @@ from meshc.plan.weighed import Weighed
 
 BEST: Final = 3
 """Choices of one search that go through all passes."""
+KNOWN: Final = 8
+"""Of its choices, the cheapest first, those that are played."""
 ROUNDS: Final = 3
 """Searches, each for a smaller budget, until a program keeps it."""
 RECIPES: Final = 3
 """Recipes that go through all passes, if they are not estimated to be"""
-MARGIN: Final = 0.1
+MARGIN: Final = 0.05
 """so much slower than what is best so far."""
+ALL: Final = 1.0
+PARTS: Final = (ALL, 0.5, HIDDEN)
+"""What counts of the price of what can be hidden: the searches, each of which answers another question."""
 FOUND: Final = "found"
 HIDES: Final = "found, hiding more"
 
@@ -67,9 +75,10 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
     start = time.process_time()
     axes = open_axes(placed.plan)
     with part("searching for a plan"):
-        _refuse_beaten(placed, axes)
+        search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes)
+        _refuse_beaten(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
-        finding = _Finding(placed, axes, judge)
+        finding = _Finding(placed, axes, judge, search, solved_s=time.process_time() - start)
         finding.find()
         finding.try_recipes()
     taken = judge.best
@@ -83,12 +92,12 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
     return replace(left, seconds={**left.seconds, **seconds})
 
 
-def _refuse_beaten(placed: Placed, axes: tuple[str, ...]) -> None:
+def _refuse_beaten(placed: Placed, search: Search) -> None:
     """Where no plan can be as fast as the one that is known. Stages share the work of a step at best in equal parts."""
     beaten_s, pipeline_axis = placed.request.beaten_s, placed.mesh.pipeline_axis
     if beaten_s is None:
         return
-    least_s = float(Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes).hiding(0.0).least_s)
+    least_s = float(search.hiding(0.0).least_s)
     least_s /= pipeline_axis.size if pipeline_axis is not None else 1
     if least_s > beaten_s * (1 + beaten.MARGIN):
         raise Beaten(least_s, beaten_s, beaten.BY_MODEL)
@@ -98,14 +107,17 @@ def _refuse_beaten(placed: Placed, axes: tuple[str, ...]) -> None:
 class _Finding:
     """
     picks        choices that have been judged, and whether layers were held to decide alike
-    certificate  of the last that was found by the seconds of all
+    within       the budget by the model of which programs are known to keep the true one; None: none was tried
+    certificate  of the last search by the seconds of all
     solved_s     CPU seconds of choices: the model, and its solutions
     """
 
     placed: Placed
     axes: tuple[str, ...]
     judge: Judge
+    search: Search
     picks: dict[tuple[bool, tuple[Option, ...]], None] = field(default_factory=dict)
+    within: float | None = None
     certificate: Certificate | None = None
     solved_s: float = 0.0
 
@@ -113,49 +125,60 @@ class _Finding:
         start = time.process_time()
         recipes = list(recipes_for(self.placed, self.axes))
         decided = assigned(self.placed, self.axes, recipes)
-        self.search = Search(run(pipeline.PLACE[0], self.placed), for_mesh(self.placed.mesh), self.axes, tuple(decided.values()))
+        self.search = self.search.with_plans(tuple(decided.values()))
         self._near: Search | None = None
         self.recipes = priced(self.search, recipes, decided)
-        self.solved_s = time.process_time() - start
+        self.solved_s += time.process_time() - start
 
     # -------------------------------------------------------------------------------------------------------------------------- found
 
     def find(self) -> None:
-        """By each of the two objectives."""
-        for name in (FOUND, HIDES):
+        """By each of the objectives, those first whose answer is estimated to be fastest."""
+        asked: dict[float, list[Found]] = {}
+        for counts in PARTS:
+            asked[counts] = self._solved(counts, False, self._most())
+            if asked[counts] and self.judge.far_from_known(_played(asked[counts][0])):
+                break
+        for counts in sorted(asked, key=lambda counts: _played(asked[counts][0]) if asked[counts] else 0.0):
             try:
-                self._find(name, near=False)
+                self._find(counts, False, asked[counts])
             except Unequal:
-                self._find(name, near=True)
+                self._find(counts, True, self._solved(counts, True, self._most()))
 
-    def _searched(self, near: bool) -> Search:
+    def _objective(self, counts: float, near: bool) -> Search:
         """`near`: the layers beside those that were not captured are held to decide as these. Else the first or the last may come to lie
         otherwise than those that the others are grown from."""
-        if not near:
-            return self.search
-        if self._near is None:
+        if near and self._near is None:
             start = time.process_time()
             self._near = replace(self.search, near=True)
             self.solved_s += time.process_time() - start
-        return self._near
+        plain = self._near if near and self._near is not None else self.search
+        return plain if counts == ALL else plain.hiding(counts)
 
-    def _find(self, name: str, near: bool) -> None:
+    def _most(self) -> float | None:
+        return None if self.judge.budget is None or self.judge.apart else float(self.judge.budget)
+
+    def _find(self, counts: float, near: bool, some: Sequence[Found]) -> None:
         """The best of what is found within the budget; where their programs hold more, of what is found within less."""
-        plain, judge = self._searched(near), self.judge
-        search = plain if name == FOUND else plain.hiding()
-        within = None if judge.budget is None or judge.apart else float(judge.budget)
+        judge, name = self.judge, FOUND if counts == ALL else HIDES
+        within = self._most() if self.within is None else self.within
+        if within is not None and some and all(found.certificate.held > within for found in some):
+            some = self._solved(counts, near, within)
         for _ in range(ROUNDS + judge.apart):
             tried: list[tuple[float, float]] = []
-            some = self._solved(search, within)[:BEST]
-            if not some and within is not None and plain.least is not None:
+            if not some and within is not None and self.least() is not None:
                 within = None  # the model may read more bytes than the program has: what is best without a budget says how many
+                some = self._solved(counts, near, within)
                 continue
-            for found in some:
+            for found in some[:BEST]:
                 if (near, found.options) in self.picks:
                     return
                 self.picks[near, found.options] = None
-                self.certificate = found.certificate if name == FOUND else self.certificate
-                if judge.known_faster(_weighed(name, self.placed, found)):
+                weighed = _weighed(name, self.placed, found)
+                if judge.known_faster(weighed):
+                    return
+                if judge.too_slow(weighed, judge.last_ratio(), 0.0):  # than another of this kind
+                    judge.drop(weighed, SLOWER)
                     return
                 placed = with_text(self.placed, self.axes, found.choices)
                 holds = judge.weigh(_weighed(name, placed, found), placed, near)
@@ -165,13 +188,17 @@ class _Finding:
             if judge.budget is None or not tried:
                 return
             least, modelled = min(tried, key=lambda one: one[0] - one[1])
-            within = judge.budget * modelled / least if least < modelled else judge.budget - (least - modelled)
+            self.within = within = judge.budget * modelled / least if least < modelled else judge.budget - (least - modelled)
+            some = self._solved(counts, near, within)
 
-    def _solved(self, search: Search, within: float | None) -> list[Found]:
+    def _solved(self, counts: float, near: bool, within: float | None) -> list[Found]:
+        """Of the choices that the search knows those first that are estimated to be fastest."""
         start = time.process_time()
-        found = search.found(within)
+        some = self._objective(counts, near).found(within)[:KNOWN]
         self.solved_s += time.process_time() - start
-        return found
+        if some and counts == ALL:
+            self.certificate = some[0].certificate
+        return sorted(some, key=_played)
 
     # ------------------------------------------------------------------------------------------------------------------------ recipes
 
@@ -199,7 +226,7 @@ class _Finding:
             judge.dropped = [one for one in judge.dropped if one.name != least.name]
             judge.weigh(least.weighed, under(self.placed, least.plan))
         for within in (self.least(), None) if judge.best is None else ():
-            for found in self._solved(self.search, within)[:1]:
+            for found in self._solved(ALL, False, within)[:1]:
                 placed = with_text(self.placed, self.axes, found.choices)
                 with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
                     judge.weigh(_weighed(FOUND, placed, found), placed, near=False)
@@ -218,6 +245,10 @@ class _Finding:
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"
 
 
+def _played(found: Found) -> float:
+    return played_seconds(found.model, found.pick)
+
+
 def _weighed(name: str, placed: Placed, found: Found) -> Weighed:
-    seconds, hidden = found.model.seconds(found.pick), overlapped_seconds(found.model, found.pick)
-    return Weighed(name, str(placed.plan), float(seconds), holds=found.certificate.held, estimated=hidden)
+    seconds = float(found.model.seconds(found.pick))
+    return Weighed(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_played(found))

@@ -36,6 +36,8 @@ from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
 
 TOO_LARGE: Final = "more than a rank may hold"
+FAR: Final = 0.15
+"""By how much the estimate of a first answer must be above a plan elsewhere for no other question to be asked."""
 UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(depth="whole") takes them one by one'
 
 Lower = Callable[[Placed, "Hook | None"], Lowered]
@@ -86,21 +88,27 @@ class Judge:
     # ------------------------------------------------------------------------------------------------------------------ before it is made
 
     def known_faster(self, weighed: Weighed) -> bool:
-        """Whether a plan elsewhere is faster than a candidate is estimated to be. Estimates are low: they count hidden what can be."""
-        if self.known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= self.known_s:
+        """Whether a plan elsewhere is faster than a candidate is estimated to be, by more than estimates are off."""
+        known_s = None if self.known_s is None else self.known_s * (1 + beaten.MARGIN)
+        if known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= known_s:
             return False
         self.slower.append(replace(weighed, dropped=SLOWER))
         return True
+
+    def far_from_known(self, estimated: float) -> bool:
+        """Whether a plan elsewhere is faster by more than one question's answer is from another's."""
+        return self.known_s is not None and estimated * self.ratio > self.known_s * (1 + FAR)
 
     def too_large(self, weighed: Weighed) -> bool:
         """Whether it holds more than a rank may by the model, which reads what there is at once."""
         return self.budget is not None and not self.apart and weighed.holds is not None and weighed.holds > self.budget
 
     def too_slow(self, weighed: Weighed, ratio: float, margin: float) -> bool:
-        """Whether, at so many seconds for each that is estimated, it is so much slower than the best so far, or slower than what is known
-        elsewhere."""
-        most = min(inf if self.best is None else self.best.seconds * (1 + margin), inf if self.known_s is None else self.known_s)
-        return weighed.estimated is not None and weighed.estimated * ratio > most
+        """Whether, at so many seconds for each that is estimated, it is so much slower than the best so far, or than what is known
+        elsewhere by more than estimates are off."""
+        best_s = inf if self.best is None else self.best.seconds * (1 + margin)
+        known_s = inf if self.known_s is None else self.known_s * (1 + beaten.MARGIN)
+        return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, known_s)
 
     def last_ratio(self) -> float:
         """Seconds by the clock for each that was estimated, of what was made last."""

@@ -1,7 +1,7 @@
 """Priced recipes: what an expert would have the open axes do, propagated and priced by the model that the search is asked.
 
-    ddp over dp, tp    172.4 ms by the model    158.0 ms with what can be hidden    39.1 GB
-    ddp+megatron       236.0 ms                 221.4 ms                            38.1 GB
+    ddp over dp, tp    172.4 ms by the model    158.0 ms on its clock    39.1 GB
+    ddp+megatron       236.0 ms                 221.4 ms                 38.1 GB
 
 Only where every axis is open have they a price: what is given for others would do otherwise beside each.
 """
@@ -16,7 +16,7 @@ from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run_all
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.placed import Placed
-from meshc.passes.planner.overlap import overlapped_seconds
+from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.survey import searched_axes
 from meshc.passes.stages.attempt import Refused, attempt
@@ -28,18 +28,18 @@ from meshc.plan.weighed import Weighed
 
 @dataclass(frozen=True)
 class PricedRecipe:
-    """Recipes for the open axes, `own` of their roles. By the model: seconds, those with what can be hidden, and bytes."""
+    """Recipes for the open axes, `own` of their roles. By the model: seconds, those on a clock, and bytes."""
 
     name: str
     plan: Plan
     own: bool
     modelled: float | None = None
-    overlapped: float | None = None
+    played: float | None = None
     holds: float | None = None
 
     @property
     def weighed(self) -> Weighed:
-        return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.overlapped)
+        return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.played)
 
 
 def under(placed: Placed, plan: Plan) -> Placed:
@@ -63,12 +63,12 @@ def assigned(placed: Placed, axes: Sequence[str], recipes: Iterable[PricedRecipe
 
 
 def priced(search: Search, recipes: Iterable[PricedRecipe], decided: Mapping[str, Assignment]) -> list[PricedRecipe]:
-    """The fastest first, with what can be hidden; those without a price last. `search` knows of what they decide."""
+    """The fastest on a clock first; those without a price last. `search` knows of what they decide."""
     found = []
     for recipe in recipes:
         if recipe.name in decided:
             pick = search.pick_of(decided[recipe.name])
-            modelled, hidden = search.model.seconds(pick), overlapped_seconds(search.model, pick)
-            recipe = replace(recipe, modelled=float(modelled), overlapped=hidden, holds=search.held(pick))
+            modelled, played = search.model.seconds(pick), played_seconds(search.model, pick)
+            recipe = replace(recipe, modelled=float(modelled), played=played, holds=search.held(pick))
         found.append(recipe)
-    return sorted(found, key=lambda one: (one.overlapped is None, one.overlapped or 0.0, not one.own))
+    return sorted(found, key=lambda one: (one.played is None, one.played or 0.0, not one.own))

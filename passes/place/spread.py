@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshc.ir.sharding import Sharding
+from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Instance, Token
 
 
 def spread(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
     """The sharding of an operand or result whose dims have these tokens."""
     rows = tuple(
-        tuple(replace(part, axes=chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
+        tuple(split(part, chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
         for parts, tokens in zip(whole.dims, dims, strict=True)
     )
     return Sharding(rows)
+
+
+def split(part: Part, axes: tuple[str, ...]) -> Part:
+    return part if part.axes == axes else Part(part.factor, part.size, axes)
 
 
 def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:

@@ -29,7 +29,7 @@ from meshc.passes.planner.model import Model, Pick, build
 from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.narrow import Narrowed, closed, narrow
 from meshc.passes.planner.operators import Operators
-from meshc.passes.planner.space import Key, Option
+from meshc.passes.planner.space import Key, Option, Space
 from meshc.passes.planner.survey import Base, searched_axes, survey
 from meshc.passes.planner.ties import plainest
 from meshc.passes.planner.weighed import Weighed
@@ -81,14 +81,27 @@ class Search:
         if self.some:
             self._step(lambda: self._unbounded().pick)
 
+    def with_plans(self, plans: Sequence[Assignment]) -> Search:
+        """The same search, in which plans have a price too. Where they do nothing that is no option yet, its model is the same."""
+        if self.some:
+            return replace(self, beside=plans)
+        other = copy(self)
+        other.beside, space = plans, widened(self.space, plans)
+        if space.decisions != self.space.decisions:
+            other._build(space)
+        other._known, other._free = [other.pick_of(plan) for plan in plans], None
+        return other
+
     def _survey(self, around: Base | None) -> None:
-        placed = self.placed
-        self.space = widened(survey(placed, self._open, self._baseline, around), self.beside)
+        self._build(widened(survey(self.placed, self._open, self._baseline, around), self.beside))
+
+    def _build(self, space: Space) -> None:
+        self.space = space
         self.folded = fold.fold(self.space, self.near)
         self.plain = self.model = build(self.space, self.folded, self._operators, self._moves)
         if self._hidden is not None:
             self.model = overlap.hiding(self.plain, self._hidden)
-        self.memory = Memory(self.model, placed)
+        self.memory = Memory(self.model, self.placed)
         self.everything = [np.arange(len(own)) for own in self.model.own]
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: Narrowed | None = None

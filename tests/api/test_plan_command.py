@@ -85,6 +85,19 @@ def test_the_best_plan_is_kept_as_text_that_compiles(folder: Path, capsys: pytes
     assert f"{artifact.load('made').plan}\n" == text
 
 
+def test_what_is_given_of_the_plan_and_of_the_memory_holds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An axis by its words, the other open, a weight pinned: of what is searched, only the open axis is."""
+    given = ["dp: batch; store params, grads, state", "tp: auto", "pin up.weight: ffn/tp, _"]
+    ask = ["plan", "model.py:train", "--mesh", "dp=2,tp=2", "--plan", "\n".join(given), "--memory", "20GB", "--json"]
+    assert main([*ask, "--save-plan", "kept.plan"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {given[0], given[2]} <= set(told["plan"]) and given[1] not in told["plan"]
+    assert all(row["holds_bytes"] <= 20e9 and given[0] in row["entries"] for row in told["plans"])
+    assert main(["compile", "model.py:train", "--mesh", "dp=2,tp=2 on cuda", "--plan", "kept.plan", "--no-weights", "--out", "made"]) == 0
+    lies = {port.name: str(port.sharding) for port in artifact.load("made").inputs if port.kind == "parameter"}
+    assert "ffn 16384/tp" in lies["up.weight"] and all("/dp" in one for one in lies.values())
+
+
 def test_why_a_weight_lies_as_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["explain", "model.py:train", "up.weight", "--mesh", "dp=2,tp=2", "--device", "h100"]
     assert main(ask) == 0

@@ -1,0 +1,58 @@
+"""A choice on a clock, by the model's numbers, against what the clock says of its program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshc.cost.devices import assumed, device
+from meshc.cost.program import program_seconds
+from meshc.passes.driver import compile, pipeline
+from meshc.passes.driver.run import run
+from meshc.passes.planner.played import _Line, _Message, _play, _Repeat, played_seconds
+from meshc.passes.planner.search import Search
+from tests.passes.planner.known import two
+
+
+def message(seconds: float, read: int) -> _Message:
+    return _Message(seconds, 0.0, read, "forward", 1.0, 1)
+
+
+def line(*computes: float) -> _Line:
+    found = _Line()
+    found.computes.update(enumerate(computes))
+    return found
+
+
+def test_what_is_read_later_travels_meanwhile() -> None:
+    one = line(1, 1, 1)
+    one.behind[0] = [message(2, read=2)]  # from 1 to 3; position 2 is reached at 2
+    assert _play(one, []) == 4
+    one.behind[0] = [message(2, read=9)]
+    assert _play(one, []) == 3
+
+
+def test_what_is_waited_for_stands_behind_what_is_not() -> None:
+    one = line(1, 1, 1)
+    one.behind[0] = [message(2, read=9)]
+    one.starts[1] = [message(0.5, read=1)]  # starts at 1, and is there at 3.5
+    assert _play(one, []) == 5.5
+
+
+def test_layers_that_were_not_captured_take_what_the_one_before_them_took() -> None:
+    one = line(1, 2, 4)
+    assert _play(one, [_Repeat(start=1, seam=2, times=3)]) == 1 + 4 * 2 + 4
+    one.behind[1] = [message(3, read=9)]  # the link is behind: 3 to 6, and three times more for each layer
+    assert _play(one, [_Repeat(start=1, seam=2, times=3)]) == 3 + (3 + 1 + 2) + 3 * (6 - 1)
+
+
+@pytest.mark.parametrize("plan", ["dp: batch\ntp: batch", "dp: batch\ntp: ffn", "dp: batch; store params, grads, state\ntp: ffn"])
+def test_it_is_near_the_clock_of_the_program(plan: str) -> None:
+    on = device("h100")
+    given = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: auto\ntp: auto")
+    given = given.again(replace(given.request, plan=plan))
+    with assumed(on):
+        search = Search(run(pipeline.PLACE[0], given), on, ())
+        clock_s = program_seconds(compile._lowered(given, None).as_program(), on).total
+    assert played_seconds(search.plain, search.found()[0].pick) == pytest.approx(clock_s, rel=0.1)
