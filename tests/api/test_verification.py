@@ -95,6 +95,7 @@ def test_both_parts_of_complex_numbers_count() -> None:
     assert verification.error(wanted.real, wanted, 0.0) == float("inf")
 
 
+@pytest.mark.broad
 def test_a_sensitive_model_is_judged_by_what_roundings_do_to_it_on_one_device() -> None:
     program, deep, inputs = sensitive()
     report = meshc.verify(program)

@@ -23,6 +23,7 @@ def test_nothing_holds_less_than_what_is_found(seed: int) -> None:
     assert found.bound <= fewest + GIGA * 1e-9
 
 
+@pytest.mark.broad
 def test_what_is_named_on_three_axes_is_held_by_a_choice_and_nothing_holds_a_tenth_less() -> None:
     mesh = "dp=2,dp_shard=2,tp=2"
     search = Search(two(1 << 10, 512, 2048, mesh, "dp: auto\ndp_shard: auto\ntp: auto"), device("h100"))

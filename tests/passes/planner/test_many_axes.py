@@ -41,6 +41,7 @@ def test_options_around_a_base_are_those_that_differ_along_one_axis(ordered: boo
             assert set(around) == wanted
 
 
+@pytest.mark.broad
 def test_four_axes_take_a_bounded_amount_of_work() -> None:
     """Counted, not timed: pairs of forms. All options would have millions for each value."""
     search = Search(two(1 << 16, 4096, 16384, FOUR, opened(FOUR)), H100)
