@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -101,7 +100,7 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     request = said(placed.request)
     placed = placed.asked(request) if request is not placed.request else placed
     if open_axes(placed.plan):
-        return choose(placed, partial(within_budget, lower=_lowered), hook)
+        return choose(placed, _lowered, hook)
     left = within_budget(placed, hook, _lowered)
     refuse_what_holds_more(left)
     return left
