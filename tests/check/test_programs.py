@@ -22,6 +22,7 @@ from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from meshc.text.show import hash_program
+from tests.broad import broad
 from tests.models import Case, llama, mlp, nanogpt, resnet
 from tests.zoo.run import captured
 
@@ -61,7 +62,7 @@ def test_halos_modules_and_pipelines_come_through() -> None:
 @pytest.mark.parametrize(
     ("family", "train", "mesh"),
     [
-        ("phi", False, "tp=3"),  # a bias beside a product over heads, of which a rank has one
+        broad("phi", False, "tp=3"),  # a bias beside a product over heads, of which a rank has one
         ("bloom", True, "dp=2,tp=2"),  # a view that torch does not tag, in the backward of an autograd function
     ],
 )

@@ -81,7 +81,7 @@ def test_a_call_on_a_real_rank() -> None:
     calls_alike(Checkpointed(), X)
 
 
-@pytest.mark.parametrize("make", [broad(llama), gpt2])
+@pytest.mark.parametrize("make", [broad(llama), broad(gpt2)])
 def test_gradient_checkpointing_of_transformers(make: Any) -> None:
     """GPT-2 with its stock dropout, attention's included."""
     case = make(batch=3, seq=7, layers=1)

@@ -108,7 +108,7 @@ CASES: dict[str, Heads] = {
     "statistics": with_statistics,
     "narrow": narrow_values,
 }
-EVERY_TIME = ("documents", "statistics")
+EVERY_TIME = ("documents",)
 BESIDE_THE_OPERATOR = ("mask by head",)
 """The cases that every run tries, each against one of two: torch's form written out, and the operator itself."""
 LEARNED = {"table"}

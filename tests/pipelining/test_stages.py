@@ -209,6 +209,7 @@ def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int
     assert report.ok and moved <= where and (budget is None) == ("forward" not in moved)
 
 
+@pytest.mark.broad
 def test_parameters_are_gathered_more_often_if_once_does_not_fit() -> None:
     """Half of the budget would do for them; it is the microbatches that leave too little."""
     case = nanogpt(layers=2, batch=16, seq=32)

@@ -32,7 +32,7 @@ HIDDEN, SEQ = 32, 32
 CLIP = 0.5  # below the gradients' norm, so that it acts
 ATTENTION_AND_FFN = {"llama": 7, "gpt2": 4, "nanogpt": 4}
 """Weight matrices of a layer."""
-KINDS = ["llama", broad("gpt2"), "nanogpt"]
+KINDS = ["llama", broad("gpt2"), broad("nanogpt")]
 """Three products of one input, and one that is cut."""
 
 

@@ -33,7 +33,7 @@ TAGGED = [op for op in pointwise_operators() if op not in SAMPLES]
 PAIRS = 2
 """Two axes are split so many ways, for so many samples of an operator, in each run of the tests; in all ways, for all, by
 `make test-broad`."""
-SAMPLES_A_RUN = 4
+SAMPLES_A_RUN = 2
 """Of an operator; further ones are `make test-broad`'s."""
 NO_TENSOR = {"aten.equal.default"}
 """Tagged as pointwise by torch, but its result is one truth: programs hold tensors only, so it never gets as far as a rule."""

@@ -91,7 +91,7 @@ def step_of(case: Case, mesh: str, remat: str, microbatches: int = 1) -> meshc.P
 @pytest.mark.parametrize(
     "make, mesh, remat, microbatches",
     [
-        (nanogpt, "dp_shard=2,tp=2", "cheap", 1), (nanogpt, "dp=2", "layer", 2), broad(llama, "pp=2,dp=2", "cheap", 2),
+        (nanogpt, "dp_shard=2,tp=2", "cheap", 1), broad(nanogpt, "dp=2", "layer", 2), broad(llama, "pp=2,dp=2", "cheap", 2),
         broad(llama, "dp=2,tp=2", "selective", 1), broad(gpt2, "tp=2", "layer", 1), broad(gpt2, "pp=2", "sqrt", 2),
         broad(resnet, "dp=2", "cheap", 1), broad(resnet, "dp=2", "layer", 1), broad(llama, "pp=2,tp=2", "layer", 4),
     ],
