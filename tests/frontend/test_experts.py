@@ -107,7 +107,7 @@ def test_products_of_runs(fallback: bool, mesh: str) -> None:
     assert not any("has no rule" in note for note in found.compiled.notes)
 
 
-@pytest.mark.parametrize("implementation", [broad(name) if name == "batched_mm" else name for name in REPLACED])
+@pytest.mark.parametrize("implementation", [name if name == "grouped_mm" else broad(name) for name in REPLACED])
 def test_stock_experts_of_any_implementation_come_to_the_same(implementation: str) -> None:
     """Also the loop over experts that a token is found for, which has no graph of its own."""
     stock = case("qwen3_moe")

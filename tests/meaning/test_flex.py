@@ -151,6 +151,7 @@ def test_against_the_operator_itself(name: str, differentiable: None) -> None:
     calls_alike(block(name), inputs(), calls=1)
 
 
+@pytest.mark.broad
 def test_the_logarithm_against_the_operator_itself(differentiable: None) -> None:
     """Without the greatest scores, which torch gives on CUDA only."""
 
@@ -163,6 +164,7 @@ def test_the_logarithm_against_the_operator_itself(differentiable: None) -> None
     calls_alike(made, inputs(), calls=1)
 
 
+@pytest.mark.broad
 def test_a_row_of_a_table_and_then_an_entry() -> None:
     """torch itself wants both in one bracket where it differentiates."""
     at_once = Block(CASES["table"])
@@ -226,7 +228,7 @@ class Cast(nn.Module):
             return self.block(x, document)
 
 
-@pytest.mark.parametrize("name", [broad("causal"), broad("soft cap"), "table"])
+@pytest.mark.parametrize("name", [broad("causal"), broad("soft cap"), broad("table")])
 def test_under_autocast(name: str) -> None:
     """Queries, keys and values are cast; scores are float32, as torch keeps them."""
     program = meshc.compile(Cast(name), meshc.Mesh("tp=2"), kwargs=inputs())

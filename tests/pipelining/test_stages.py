@@ -284,6 +284,7 @@ class Bottle(nn.Module):
         return h
 
 
+@pytest.mark.broad
 def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
     """The first stage of two has the table in any case, and of the dear layers as many as the budget allows."""
     torch.manual_seed(0)

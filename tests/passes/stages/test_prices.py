@@ -48,6 +48,7 @@ def test_what_stages_are_balanced_by_is_what_the_clock_plays_of_the_cut_program(
     assert {op: estimated[op] for op in played} == pytest.approx(played, rel=1e-9)
 
 
+@pytest.mark.broad
 def test_another_number_of_microbatches_is_priced_as_it_would_be_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tied table, dropout, and gradients that do not grow with the rows of a microbatch."""
     uncut, shape, _ = cut(monkeypatch, gpt2(batch=8), "pp=2", 2, schedule="1f1b")
