@@ -26,8 +26,9 @@ from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import beaten
 from meshc.passes.driver.beaten import Beaten
+from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.nothing_fits import nothing_fits
-from meshc.passes.driver.search import SLOWER, Heard
+from meshc.passes.driver.search import SLOWER
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from torch.fx import Node
@@ -49,10 +50,12 @@ class Trade:
         count = max(1, len(can.forward))
         self._weight = {node: 1 + EARLIER * (1 - turn / count) for turn, node in enumerate(can.forward)}
 
+    @cached_property
     def all(self) -> Kept:
         """Nothing is made again but what is never kept."""
         return self._at(0.0)
 
+    @cached_property
     def least(self) -> Kept:
         """The fewest bytes."""
         return self._kept(least_kept(self.can.forward, self.can.operands, self._sizes.__getitem__, self.can.wanted))
@@ -60,7 +63,7 @@ class Trade:
     def within(self, most: int) -> tuple[Kept, float]:
         """What takes fewest seconds of what was found to keep at most so many bytes, and the seconds below which nothing does. What keeps
         least, where nothing keeps so few."""
-        low, high, price = self.least(), self.all(), 0.0
+        low, high, price = self.least, self.all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
         for _ in range(PRICES):

@@ -37,7 +37,7 @@ def trade(seed: int) -> tuple[Trade, list[tuple[int, float]]]:
 @pytest.mark.parametrize("seed", range(25))
 def test_no_choice_of_so_few_bytes_takes_less_than_the_bound(seed: int) -> None:
     found, every = trade(seed)
-    least, whole = found.least(), found.all()
+    least, whole = found.least, found.all
     assert least.bytes == min(size for size, _ in every)
     assert whole.seconds == pytest.approx(min(seconds for _, seconds in every))
     for most in range(least.bytes, whole.bytes + 1):
