@@ -1,7 +1,9 @@
 """Holds the search against the clock: is what it finds as fast as the best recipe, and is what is predicted to be faster so?
 
     torchrun --nproc-per-node 2 -m meshc calibrate; torchrun --nproc-per-node 2 bench/planned.py
-    torchrun --nproc-per-node 4 -m meshc calibrate; torchrun --nproc-per-node 4 bench/planned.py
+    torchrun --nproc-per-node 4 -m meshc calibrate; torchrun --nproc-per-node 4 bench/planned.py --rounds 7 --no-pairs
+
+`--write` keeps what is printed under bench/results/.
 
 First table: for each model the recipes and what `auto` finds, all in the same processes, their steps interleaved. *of best* is the median
 of the ratios to the best recipe's neighbouring step, *CPU of best* likewise of the CPU seconds of the rank's process, gloo's threads
@@ -20,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +51,20 @@ RECIPES = {
     },
 }  # fmt: skip
 SEARCHED = {2: ["dp=2"], 4: ["dp=4", "dp=2,tp=2"]}
+
+PAGE = """# What the search finds, against recipes and against the clock, on {ranks} CPU ranks
+
+Two cores, each rank with one thread, gloo; calibrated just before.
+Made by `bench/planned.py --write` (bench/README.md says what is measured).
+
+```
+{said}
+```
+"""
+
+
+def page(ranks: int) -> Path:
+    return Path(__file__).parent / "results" / f"planned-{ranks}-cpu-ranks.md"
 
 
 @dataclass
@@ -167,21 +184,28 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved timed steps of each contender")
     parser.add_argument("--no-pairs", action="store_true", help="leave out the pairs of plans")
+    parser.add_argument("--write", action="store_true", help="keep what is printed under bench/results/")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    say = print if dist.get_rank() == 0 else lambda *_, **__: None
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
     device = for_mesh(meshc.Mesh.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))))
-    say(f"{device.name}: {device.source}", flush=True)
+    say(f"{device.name}: {device.source}")
     rows: list[list[object]] = []
     good = True
     for name in options.models:
         found, within = against_recipes(name, options.rounds)
         rows, good = rows + found, good and within
         heads = ["model", "mesh", "plan", "predicted ms", "measured ms", "of best", "CPU of best", "holds MiB"]
-        say(tabulate(found, headers=heads, floatfmt=("", "", "", ".1f", ".1f", ".3f", ".3f", ".1f")), flush=True)
+        say(tabulate(found, headers=heads, floatfmt=("", "", "", ".1f", ".1f", ".3f", ".3f", ".1f")))
     if not options.no_pairs:
         random_ = random.Random(SEED)
         each = -(-DRAWN // len(options.models))
@@ -195,6 +219,8 @@ def main() -> int:
         )
         say(f"{sum(row[-1] == 'yes' for row in compared)} of {len(compared)} pairs are measured in the predicted order")
     ranks = dist.get_world_size()
+    if options.write and dist.get_rank() == 0:
+        page(ranks).write_text(PAGE.format(ranks=ranks, said="\n\n".join(said)))
     dist.destroy_process_group()
     return 0 if good or ranks != 2 else 1
 
