@@ -3,6 +3,7 @@
     parameter:model.layers.2.mlp.up_proj.weight     block 2, and so its update
     mm  # model.layers.2.mlp.up_proj                block 2
     add # model, of values of layers 1 and 2        block 2: code of what holds the list goes with what it reads last
+    all_reduce # of layer 1's sum, for layer 2      block 2: what lies otherwise for one reader stands where that reader stands
     cos # model.rotary_emb                          none
     slice # model.layers.1, of a mask               none, if other layers read it too: the first that needs it makes it for all
 """
@@ -50,7 +51,20 @@ def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, 
             block = whole[name] if name in whole else _near(node, found, mentions)
             if block is not None:
                 found[node] = block
+    _give_to_readers(graph, found, mentions)
     return _without_common(graph, found)
+
+
+def _give_to_readers(graph: Graph, found: Blocks, mentions: Mentions) -> None:
+    """What no module makes, and what is no form of a value's own, was made for who first needed it: if one block alone reads it, it is that
+    block's. So does the running sum of the gradient norm, which a layer may leave pending and the next one add to as a whole."""
+    for node in reversed(graph.nodes):
+        if node in found and node.op == "call_function" and not records(node)[0].of and not _module(node, mentions):
+            readers = {found.get(user) for user in node.users}
+            if len(readers) == 1:
+                (reader,) = readers
+                if reader is not None:
+                    found[node] = reader
 
 
 def _without_common(graph: Graph, found: Blocks) -> Blocks:
@@ -77,7 +91,13 @@ def _entering(graph: Graph, inputs: tuple[Port, ...], mentions: Mentions) -> Blo
 
 def _near(node: Node, found: Blocks, mentions: Mentions) -> int | None:
     """By the module in which a value is made; by what it is made of, where that module holds the list."""
-    module = records(node)[0].source.module
-    if module and not mentions.stretch.path.startswith(f"{module}."):
+    module = _module(node, mentions)
+    if module:
         return mentions.block(module)
     return next((found[operand] for operand in reversed(node.all_input_nodes) if operand in found), None)
+
+
+def _module(node: Node, mentions: Mentions) -> str:
+    """In which a value is made; empty of code that is written in no module, or in one that holds the list."""
+    module = records(node)[0].source.module
+    return "" if mentions.stretch.path.startswith(f"{module}.") else module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,25 @@ def test_texts_are_equal(hidden: list[int], asked: dict[str, Any]) -> None:
     assert text_of(grown.compiled) == text_of(whole.compiled)
     assert grown.compiled.info == whole.compiled.info
     assert grown.compiled.notes == whole.compiled.notes
+
+
+RUNNING = """
+    dp: batch
+    tp: ffn
+    pin op:layers.*.norm.weight/update/add: -/dp, -/tp
+    pin op:layers.*.down.*/update/add: -/dp, pending/tp
+"""
+
+
+def test_the_running_sum_of_the_norm_may_be_reduced_between_layers() -> None:
+    """Each layer leaves it pending, and the next adds to it as a whole."""
+    asked: dict[str, Any] = {"mesh": "dp=2,tp=2", "clip_grad_norm": 1.0, "plan": RUNNING}
+    whole, grown = (compiled(Stack([16] * 6), depth=depth, **asked) for depth in ("whole", "auto"))
+    assert grown.lowered.depth is not None
+    text = text_of(grown.compiled)
+    assert text == text_of(whole.compiled)
+    update = text.partition("# -------- update --------")[2]
+    assert len(re.findall(r'"f32\[\] .*all_reduce.*# the gradient norm; tp: ffn', update)) == 6
 
 
 class Sliced(Layer):
