@@ -8,6 +8,7 @@ begins at a barrier and lasts until the slowest rank has finished. Memory and by
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -17,7 +18,6 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,6 @@ from peers import AXIS_OF, Built, Contender, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
 CHECKED_STEPS = 5
 LOSS_TOLERANCE = 1e-4
@@ -51,6 +50,11 @@ class Row:
     build_s: float | None = None
     """Building, compiling and the first `CHECKED_STEPS` steps."""
     peak_bytes_per_rank: int | None = None
+    predicted_bytes_per_rank: int | None = None
+    """What the walk of `meshc.cost.memory` says of that peak; None of peers."""
+    grown_bytes_per_rank: int | None = None
+    """How much the process had grown at most, since before it was built: what the kernel counts as resident, freed memory that malloc
+    keeps and gloo's buffers included."""
     wire_bytes_per_rank: int | None = None
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -58,43 +62,27 @@ class Row:
 
 
 class Peak:
-    """The most bytes of tensors alive at once between `mark()` and the end, of all that was allocated since the beginning.
+    """The most bytes of tensors alive at once between `mark()` and the end, of all that was made since the beginning.
 
-    Counts every allocation of torch's CPU allocator on this process, whoever makes it: eager operators, Inductor's code, DDP's buckets.
-    Gloo's own buffers are not tensors and are left out. What gloo's threads free last is not recorded: it is gone when its place is used
-    again.
+    Counted where torch's CPU allocator asks for memory and gives it back, on every thread and whoever asks (`tensors.cpp`, which `run.py`
+    has loaded first): eager operators, Inductor's code, DDP's buckets, what gloo's threads free last. Gloo's own buffers are no tensors.
     """
 
     def __enter__(self) -> Peak:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        self._profile.__enter__()
-        self._marked_ns = time.time_ns()
+        gc.collect()
+        self._counted = ctypes.CDLL(None)
+        for name in ("tensors_alive", "tensors_most"):
+            getattr(self._counted, name).restype = ctypes.c_size_t
+        self._before = self._counted.tensors_alive()
+        self._counted.tensors_mark()
         return self
 
     def mark(self) -> None:
         gc.collect()
-        self._marked_ns = time.time_ns()
+        self._counted.tensors_mark()
 
     def __exit__(self, *exception: Any) -> None:
-        self._profile.__exit__(*exception)
-        live: dict[int, int] = {}
-        alive = peak = 0
-        for at_ns, place, change in sorted(_allocations(self._profile.profiler.kineto_results.experimental_event_tree())):
-            if at_ns >= self._marked_ns:
-                peak = max(peak, alive)
-            alive -= live.pop(place, 0)
-            if change > 0:
-                live[place] = change
-                alive += change
-        self.bytes = max(peak, alive)
-
-
-def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
-    """(time in ns, address, bytes, negative where they are freed) below these events of a profile."""
-    for event in events:
-        if event.name == "[memory]":
-            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
-        yield from _allocations(event.children)
+        self.bytes = self._counted.tensors_most() - self._before
 
 
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in linux/tcp.h's struct tcp_info; bytes_sent would count retransmissions
@@ -115,6 +103,22 @@ def bytes_sent() -> dict[str, int]:
         except OSError:
             continue  # closed meanwhile
     return sent
+
+
+def resident(figure: str) -> int:
+    """Bytes of this process that lie in memory: now (VmRSS) or at most so far (VmHWM)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(figure)]
+    return int(line.split()[1]) * 1024
+
+
+def holds(built: Built) -> int:
+    """Bytes of tensors that the fullest rank holds beside its inputs, by the program's own walk; 0 of what meshc did not compile."""
+    if built.program is None:
+        return 0
+    from meshc.cost import memory  # here, so that the peers can be measured without it
+
+    worst = memory.worst(built.program.compiled)
+    return worst.total - worst.kept["input"]
 
 
 class Bench:
@@ -153,33 +157,37 @@ class Bench:
     def _prepare(self, contender: Contender, row: Row) -> None:
         """Builds a contender and checks its losses; what fails on one rank is left out on all."""
         start = time.perf_counter()
-        problem, built, losses, peak = None, None, [], 0
+        problem, built, losses, peak, predicted, grown = None, None, [], 0, 0, 0
         row.problem = "the ranks ended while this was built"
         self.save()
         if self._takes_part(contender):
             try:
+                before = resident("VmRSS")
                 with Peak() as tensors:
                     built = build(contender, self.workload, self.plan, self.mesh)
                     for batch in self.batches[:-1]:
                         losses.append(_number(built.step(batch)))
                     tensors.mark()
                     losses.append(_number(built.step(self.batches[-1])))
-                peak = tensors.bytes
+                peak, grown = tensors.bytes, resident("VmHWM") - before
+                predicted = holds(built)
             except Exception as error:  # a row that cannot run says so; the others are measured
                 traceback.print_exc()
                 problem = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]
                 row.problem = problem
                 self.save()
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (problem, losses, peak))
+        dist.all_gather_object(reports, (problem, losses, peak, predicted, grown))
         row.build_s = time.perf_counter() - start
-        row.problem = next((problem for problem, _, _ in reports if problem), None)
+        row.problem = next((report[0] for report in reports if report[0]), None)
         if row.problem is not None:
             return
         row.losses = reports[0][1]
         if built is not None and built.mean_of_ranks or contender.system == "peer" and self.plan in ("ddp", "fsdp"):
-            row.losses = [statistics.mean(values) for values in zip(*(losses for _, losses, _ in reports), strict=True)]
-        row.peak_bytes_per_rank = max(peak for _, _, peak in reports)
+            row.losses = [statistics.mean(values) for values in zip(*(report[1] for report in reports), strict=True)]
+        row.peak_bytes_per_rank = max(report[2] for report in reports)
+        row.predicted_bytes_per_rank = max(report[3] for report in reports) or None
+        row.grown_bytes_per_rank = max(report[4] for report in reports)
         reference = self.rows[0].losses
         row.loss_error = max(abs(a - b) for a, b in zip(row.losses, reference, strict=True))
         if not row.loss_error <= LOSS_TOLERANCE:

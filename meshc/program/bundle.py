@@ -28,6 +28,7 @@ from torch.fx.node import Argument
 from meshc.ir import Record, local_bytes, record, records, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.graph import call
+from meshc.ir.keys import is_a
 from meshc.program.packing import is_view
 from meshc.program.preparation import from_placeholder, ready
 from meshc.program.program import Stage
@@ -95,7 +96,8 @@ def bundle(
         size = _limit(members) if alike.kind == "gradient" else limit
         batches = _batches(members, order, size, reads=alike.kind != "stored")
         planned += [(batch, prod(sizes[axis] for axis in alike.axes)) for batch in batches if len(batch) > 1]
-    return [_Bundle(stage.graph, batch, count).send() for batch, count in planned]
+    given = {value for key, value in stage.results().items() if is_a(key, "output", "metric")}
+    return [_Bundle(stage.graph, batch, count, given).send() for batch, count in planned]
 
 
 def whole_bytes(collective: Node) -> int:
@@ -167,10 +169,13 @@ def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: 
 
 
 class _Bundle:
-    """Several collectives of one kind, as one. A gather stands where the first of them stood, a reduction where the last one did."""
+    """Several collectives of one kind, as one. A gather stands where the first of them stood, a reduction where the last one did.
 
-    def __init__(self, graph: Graph, members: list[Node], count: int) -> None:
-        self.graph, self.members, self.count = graph, members, count
+    given  what the program's caller gets: of a member among them a copy, since who keeps a loss must not keep the gradients beside it
+    """
+
+    def __init__(self, graph: Graph, members: list[Node], count: int, given: Collection[object] = ()) -> None:
+        self.graph, self.members, self.count, self.given = graph, members, count, given
         self.cut: list[Node] = []  # what takes the result apart, once it has been sent
         self.gather = members[0].target is spmd.all_gather
         self.scatter = members[0].target is spmd.reduce_scatter
@@ -243,4 +248,5 @@ class _Bundle:
             piece = self._add(aten.reshape.default, piece, [self.count, *tile], like=like, shape=(self.count, *tile))
             turn = [*range(1, dim + 1), 0, *range(dim + 1, len(tile) + 1)]
             piece = self._add(aten.permute.default, piece, turn, like=like, shape=tuple([self.count, *tile][i] for i in turn))
-        return self._add(aten.reshape.default, piece, list(like.shape), like=like, shape=like.shape, final=True)
+        whole = self._add(aten.reshape.default, piece, list(like.shape), like=like, shape=like.shape, final=True)
+        return self._add(aten.clone.default, whole, like=like, shape=like.shape, final=True) if node in self.given else whole

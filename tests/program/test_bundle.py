@@ -181,3 +181,15 @@ def test_the_bundle_says_what_it_is_for() -> None:
     bundle(stage, building.sizes)
     (node,) = stage.graph.find_nodes(op="call_function", target=spmd.all_reduce)
     assert node.meta["meshc"].reason == "3 reductions together: reason all_reduce | reason all_reduce_1, and 1 more"
+
+
+def test_who_keeps_a_loss_keeps_no_gradients() -> None:
+    building, stage = gradients([(1,), (64, 64), (64,)])
+    given = replace(stage, outputs=("output:loss", *stage.outputs[1:]))
+    wanted = outputs(stage, building.mesh, building.sizes)
+    bundle(given, building.sizes)
+    assert sent(given) == [1 + 64 * 64 + 64]
+    for (loss, *rest), expected in zip(outputs(given, building.mesh, building.sizes), wanted, strict=True):
+        torch.testing.assert_close([loss, *rest], expected, rtol=0, atol=0)
+        assert loss.untyped_storage().nbytes() == loss.nbytes
+        assert all(one.untyped_storage().nbytes() > one.nbytes for one in rest)
