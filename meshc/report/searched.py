@@ -30,7 +30,7 @@ from meshc.report.summary import bytes_text, seconds_text
 SHOWN: Final = 20
 """Rows at most."""
 
-HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "predicted", "a rank holds", "")
+HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "made again", "predicted", "a rank holds", "")
 
 
 def searched(tried: Sequence[Tried]) -> str:
@@ -39,7 +39,8 @@ def searched(tried: Sequence[Tried]) -> str:
         return ""
     best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
     rows = [_row(each) for each in best[:SHOWN]]
-    same = {column for column in (1, 5) if len({row[column] for row in rows} - {""}) <= 1}
+    same = {column for column in (1, 6) if len({row[column] for row in rows} - {""}) <= 1}
+    same |= {4} if not any(one.again for one in best[:SHOWN]) else set()
     keep = [column for column in range(len(HEADERS)) if column not in same]
     text = tabulate([[row[column] for column in keep] for row in rows], headers=[HEADERS[column] for column in keep], disable_numparse=True)
     lines = [f"tried for the stages: {len(tried)} candidate{'s' * (len(tried) > 1)} (times of the microbatches alone)"]
@@ -55,6 +56,7 @@ def _row(one: Tried) -> list[str]:
         ("once a call" if one.gather_once else "as they are read") if one.microbatches > 1 else "",
         one.schedule,
         str(len(one.cuts) + 1) if one.cuts else "",
+        str(one.again) if one.again else "",
         "" if one.seconds is None else "about " * one.estimated + seconds_text(one.seconds),
         "" if one.holds is None else bytes_text(one.holds),
         one.dropped.partition("\n")[0] or "taken",

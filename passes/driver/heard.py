@@ -24,3 +24,9 @@ class Heard:
         other = Heard()
         other.steps = list(self.steps)
         return other
+
+    def before(self, name: str) -> Heard:
+        """What was heard until a pass ran."""
+        other = Heard()
+        other.steps = self.steps[: next((at for at, (heard, _) in enumerate(self.steps) if heard == name), None)]
+        return other

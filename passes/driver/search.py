@@ -34,7 +34,9 @@ from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.beaten import BY_STAGES, Beaten
 from meshc.passes.driver.heard import Heard
+from meshc.passes.driver.remade_stages import Remaking
 from meshc.passes.driver.run import run, run_all
+from meshc.passes.driver.within_budget import BY_LAST, LAST
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
@@ -54,6 +56,9 @@ SLOWER: Final = "slower than what is taken"
 MARGIN: Final = 0.05
 """How much slower a number of microbatches may be estimated to be than what is known to fit, and be lowered all the same: its
 cuts have not been moved yet."""
+
+REMADE: Final = 3
+"""Of a number of microbatches the shapes of which values are made again."""
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 """Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. More of them
@@ -88,6 +93,8 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
     with part("searching for the stages"):
         answers = found.among(_counts(placed))
     fitting = [answer for answer in answers.values() if isinstance(answer, Fitting)]
+    if not fitting and found.needs and may_remake(request):
+        return _by_policy(placed, hook, least(found.needs))
     if not fitting:
         found.last.tell(hook)
         if found.needs:
@@ -102,6 +109,22 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
         return left
     spent = sum(left.seconds.values()) - sum(placed.seconds.values())
     return replace(left, seconds={**left.seconds, "search": max(0.0, time.process_time() - start - spent)})
+
+
+def may_remake(request: Request) -> bool:
+    """Whether values are made again to keep the budget: one that the user said, without a policy."""
+    return request.remat is None and request.grad and request.memory_budget is not None
+
+
+def _by_policy(placed: Placed, hook: Hook | None, need: Need) -> Lowered:
+    """What is tried last: cuts follow from what a policy makes again, and may be others. Raises DoesNotFit."""
+    request = placed.request
+    try:
+        return search(placed.again(replace(request, remat=LAST)), hook).noting(BY_LAST)
+    except DoesNotFit as error:
+        if request.double:  # it is compared with the model, and runs on no rank
+            return search(placed.again(replace(request, memory_budget=None)), hook)
+        raise DoesNotFit(least([need, error.need]), request) from None
 
 
 def _counts(placed: Placed) -> list[int]:
@@ -186,6 +209,7 @@ class Search:
     beaten_s  seconds of a plan elsewhere: what is estimated to be slower is not cut
     tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
     _lowered  the first number of microbatches that could be, by which the others are estimated;  _asked  that number
+    _step     what `recompute` left of the one that came last
     """
 
     placed: Placed
@@ -196,6 +220,7 @@ class Search:
     last: Heard = field(default_factory=Heard)
     _lowered: Uncut | None = None
     _asked: int = 0
+    _step: Lowered | None = None
 
     def among(self, counts: list[int]) -> dict[int, Answered]:
         """What came of the numbers of microbatches that have been lowered."""
@@ -248,7 +273,8 @@ class Search:
     def _uncut(self, request: Request) -> Uncut:
         placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
         partitioned = run(pipeline.PARTITION, placed, self.last.hook)
-        lowered = run_all((pipeline.GROW, pipeline.RECOMPUTE, pipeline.MICROBATCH), partitioned, self.last.hook)
+        self._step = run_all((pipeline.GROW, pipeline.RECOMPUTE), partitioned, self.last.hook)
+        lowered = run(pipeline.MICROBATCH, self._step, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             uncut = Uncut(lowered)
             self.tried += refused(uncut.shapes, request.count, uncut.gathered)
@@ -275,19 +301,32 @@ class Search:
             if seconds >= (bound if best is None else best.seconds):
                 self.tried.append(estimated(uncut.lowered.request.count, uncut.gathered, shape, seconds))
                 continue
-            answer = self._cut(uncut, shape)
+            answer = self._cut(uncut, shape, self.last.copied())
             if isinstance(answer, Refused) and best is None and not large:
                 return answer  # what comes first and cannot be is no matter of memory
             if isinstance(answer, Need):
                 large.append((shape, answer))
             elif isinstance(answer, Fitting):
                 best = answer if best is None or answer.seconds < best.seconds else best
+        return self._remade(uncut, large, bound, best) if large and may_remake(uncut.lowered.request) else best
+
+    def _remade(self, uncut: Uncut, large: list[tuple[Shape, Need]], bound: float, best: Fitting | None) -> Fitting | None:
+        """The fastest of what holds too much, and what holds least of it, with values made again, unless it is slower in any case."""
+        assert self._step is not None and self.budget is not None
+        remaking = Remaking(self._step, uncut, self.last, self.budget, self._cut)
+        timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
+        smallest = min(timed, key=lambda one: one[2].most.total)
+        for seconds, shape, need in [one for one in timed if one is not smallest][: REMADE - 1] + [smallest]:
+            if seconds < (bound if best is None else best.seconds):
+                fitting = [*remaking.best(shape, need), *([best] if best is not None else [])]
+                best = min(fitting, key=lambda one: one.seconds, default=None)
         return best
 
-    def _cut(self, uncut: Uncut, shape: Shape) -> Fitting | Refused | Need:
-        """One candidate: cut, predicted, held against the budget."""
-        heard, request = self.last.copied(), uncut.lowered.request
-        tried = Tried(request.count, uncut.gathered, shape.name, shape.cuts)
+    def _cut(self, uncut: Uncut, shape: Shape, heard: Heard, again: int = 0) -> Fitting | Refused | Need:
+        """One candidate: cut, predicted, held against the budget. `heard`: the passes that led to it; `again`: how many values it makes
+        again."""
+        request = uncut.lowered.request
+        tried = Tried(request.count, uncut.gathered, shape.name, shape.cuts, again=again)
         stages = replace(pipeline.STAGES, run=lambda lowered: uncut.cut(shape))
         lowered = attempt(partial(run, stages, uncut.lowered, heard.hook))
         if isinstance(lowered, Refused):

@@ -1,7 +1,8 @@
 """Within budget: a program that a rank can hold, of a request that says how much that is.
 
-What backward makes again is settled early (`passes/recompute/within.py`), on the graph of all layers; passes after it add copies of their
-own (bundles, windows of gathers). What the program then holds too much the next round leaves to them.
+What backward makes again is settled early (`passes/recompute/within.py`), on the graph of all layers, or with the stages of a pipeline
+(`search.py`); passes after that add copies of their own (bundles, windows of gathers). What the program then holds too much the next round
+leaves to them.
 """
 
 from __future__ import annotations
@@ -19,32 +20,38 @@ from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.recompute.within import held_of, may_hold
+from meshc.passes.stages.fit import DoesNotFit, need_of
 
 ROUNDS: Final = 3
 LAST: Final = "layer"
 """The policy that is tried after them: of small models it holds less, since nothing of the loss is made again."""
 
-_SAID: Final = f"memory: to hold no more than it may, backward makes again what Options(remat={LAST!r}) says"
+BY_LAST: Final = f"memory: to hold no more than it may, backward makes again what Options(remat={LAST!r}) says"
 
 Lower = Callable[[Placed, Hook | None], Lowered]
 """All passes from the plan on."""
 
 
 def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
-    """Where backward may make values again for it, what `lower` leaves that keeps the budget; after the last round what holds least. `hook`
+    """Where there is something to choose for it, what `lower` leaves that keeps the budget; after the last round what holds least. `hook`
     hears of the passes that led there."""
     request = placed.request
-    budget = may_hold(request)
-    if budget is None or request.remat is not None or not request.grad or request.mesh.pipeline_axis is not None:
+    budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
+    if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
     spare, best = 0, None
-    for last in (False,) * ROUNDS + (True,):
+    for last in (False,) * ROUNDS + (() if pipelined else (True,)):
         heard = _HeardEarly()
         asked = replace(request, remat=LAST) if last else replace(request, spare=spare)
-        left = lower(placed.again(asked), heard.hook)
+        try:
+            left = lower(placed.again(asked), heard.hook)
+        except DoesNotFit:
+            if best is None:
+                raise
+            break  # so many bytes less nothing holds
         held = memory.worst(left.as_program()).total
         if best is None or held < best[0]:
-            best = held, left.noting(*([_SAID] if last else [])), heard
+            best = held, left.noting(*([BY_LAST] if last else [])), heard
         if held <= budget:
             break
         spare = held - heard.held
@@ -54,7 +61,7 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
 
 
 class _HeardEarly(Heard):
-    """And what a rank held when it was settled what is made again: passes after it write into the same graph."""
+    """And what a rank held when it was settled what is made again, and of a pipeline its stages: passes after it write into the graph."""
 
     held: int = 0
 
@@ -63,12 +70,14 @@ class _HeardEarly(Heard):
         if name == pipeline.RECOMPUTE.name:
             assert isinstance(phase, Lowered)
             self.held = held_of(phase)
+        if name == pipeline.STAGES.name and isinstance(phase, Lowered) and phase.pipeline is not None:
+            self.held = need_of(phase).most.total
 
 
 def refuse_what_holds_more(left: Lowered) -> None:
-    """Raises NothingFits for a program that holds more than the user's budget. A pipeline's candidates have been held against it."""
+    """Raises NothingFits for a program that holds more than the user's budget."""
     budget = left.request.memory_budget
-    if budget is None or left.request.double or left.mesh.pipeline_axis is not None:
+    if budget is None or left.request.double:
         return
     held = memory.worst(left.as_program())
     if held.total > budget:

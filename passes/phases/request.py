@@ -39,7 +39,7 @@ class Request:
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     remat         what backward makes again of forward: a policy's name; None: as little as keeps `memory_budget`, if there is one
-    spare         bytes of that budget that are left to what passes after `recompute` add
+    spare         bytes of that budget that are left to what passes after `recompute` and `stages` add
     beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """

@@ -39,9 +39,19 @@ def recompute(lowered: Lowered) -> Lowered:
         remake(of_lowered(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
     budget = may_hold(request)
     if request.remat is None and budget is not None and lowered.mesh.pipeline_axis is None:
-        said = {node for node in forward if any(line.covers(records(node)[0].source.module) for line in plan.remats)}
-        return keep_within(lowered, budget - request.spare, fixed | said)
+        return keep_within(lowered, budget - request.spare, settled(lowered))
     return lowered
+
+
+def settled(lowered: Lowered) -> set[Node]:
+    """Values of forward of which the plan says whether they are made again: a budget changes nothing about them."""
+    (stage,) = lowered.stages.values()
+    forward, plan = calls_of(stage.graph, "forward"), lowered.plan
+    kept = _kept(lowered, forward)
+    return {
+        node for node in forward
+        if records(node)[0].of in kept or any(line.covers(records(node)[0].source.module) for line in plan.remats)
+    }  # fmt: skip
 
 
 def _kept(lowered: Lowered, forward: list[Node]) -> set[str]:

@@ -42,11 +42,12 @@ class Kept:
 
 
 class Trade:
-    """Of what may be made again. `takes`: seconds of making each value again, of those that take any."""
+    """Of what may be made again. `takes`: seconds of making each value again, of those that take any. `times`: how often a value is kept
+    at once, where not once."""
 
-    def __init__(self, can: Remakable, takes: Mapping[Node, float]) -> None:
+    def __init__(self, can: Remakable, takes: Mapping[Node, float], times: Mapping[Node, int] | None = None) -> None:
         self.can, self.takes = can, takes
-        self._sizes = {node: can.bytes_of(node) for node in can.forward}
+        self._sizes = {node: _times(can.bytes_of(node), (times or {}).get(node, 1)) for node in can.forward}
         count = max(1, len(can.forward))
         self._weight = {node: 1 + EARLIER * (1 - turn / count) for turn, node in enumerate(can.forward)}
 
@@ -87,3 +88,7 @@ class Trade:
         sizes = {node: self._sizes[node] or 0 for node in nodes}
         weighed = sum(size * self._weight[node] for node, size in sizes.items())
         return Kept(frozenset(nodes), sum(sizes.values()), weighed, again, sum(self.takes.get(node, 0.0) for node in again))
+
+
+def _times(size: int | None, count: int) -> int | None:
+    return None if size is None else size * count

@@ -9,7 +9,7 @@ for others to judge.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -40,7 +40,7 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
     if held <= budget:
         return lowered
     can = of_lowered(lowered, BY_BUDGET, fixed=fixed)
-    trade = Trade(can, _takes(can, lowered, for_mesh(lowered.mesh)))
+    trade = Trade(can, takes_of(can, lowered, for_mesh(lowered.mesh)))
     whole = trade.all.bytes
     fewest = trade.least.bytes
     least = _Made(lowered, can, *trade.within(fewest))
@@ -63,7 +63,7 @@ class _Made:
     """What comes of a choice, and what a rank holds of it."""
 
     def __init__(self, lowered: Lowered, can: Remakable, kept: Kept, bound: float) -> None:
-        self.left = _with(lowered, can, kept).noting(_said(kept, bound, can))
+        self.left = with_copies(lowered, [(can.backward, kept.again)]).noting(said(kept, bound, can))
         self.held = held_of(self.left)
 
 
@@ -79,7 +79,7 @@ def held_of(lowered: Lowered) -> int:
     return memory.worst(replace(lowered, schedule=(Instruction("run", stage.name),)).as_program(), words_of).total
 
 
-def _takes(can: Remakable, lowered: Lowered, device: Device) -> dict[Node, float]:
+def takes_of(can: Remakable, lowered: Lowered, device: Device) -> dict[Node, float]:
     """Seconds of making each value again. What is made of parameters alone is made in backward in any case."""
     return {
         node: collective_seconds(node, lowered.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)
@@ -88,18 +88,21 @@ def _takes(can: Remakable, lowered: Lowered, device: Device) -> dict[Node, float
     }
 
 
-def _with(lowered: Lowered, can: Remakable, kept: Kept) -> Lowered:
-    """A copy in which backward makes again what is not kept."""
+def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence[Node]]]) -> Lowered:
+    """A copy in which some of backward's nodes make some of forward's values again: pairs of both."""
     (stage,) = lowered.stages.values()
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(copy_into(graph, stage.graph, copies))
-    make_again(graph, [copies[node] for node in can.backward], [copies[node] for node in kept.again])
+    for readers, values in again:
+        there = set(graph.nodes)  # what backward gathers itself may be a copy's twin, and gone
+        make_again(graph, [copies[node] for node in readers if copies[node] in there], [copies[node] for node in values])
     return replace(lowered, stages={stage.name: replace(stage, graph=graph)})
 
 
-def _said(kept: Kept, bound: float, can: Remakable) -> str:
+def said(kept: Kept, bound: float, can: Remakable, often: str = "") -> str:
+    """`often`: of what the seconds are, where not of a step."""
     least = f", at least {bound * 1e3:.3g} ms for so few bytes" if kept.seconds > bound else ""
     return (
         f"memory: to hold no more than it may, backward makes {len(kept.again)} of forward's {len(can.forward)} values again, which takes "
-        f"{kept.seconds * 1e3:.3g} ms{least}; {kept.bytes:,} bytes are kept for it"
+        f"{kept.seconds * 1e3:.3g} ms{often}{least}; {kept.bytes:,} bytes are kept for it"
     )

@@ -23,6 +23,7 @@ from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import begin
 from meshc.passes.phases.request import Request
+from meshc.passes.recompute.in_stages import Places
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.forwarded import forwarded
@@ -35,7 +36,7 @@ from meshc.passes.stages.shape import Shape, Shapes, refined, shapes_of
 from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers, positions
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
-from meshc.passes.stages.within_budget import Held, cuts_within
+from meshc.passes.stages.within_budget import Held, cuts_within, waiting_of
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
 from meshc.program.accumulate import whole_of
@@ -102,6 +103,12 @@ class Uncut:
     def within(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
         """Shapes whose stages may hold no more than the budget, where this one's take `needed`; the faster first."""
         return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._held, needed, budget)]
+
+    def places(self, shape: Shape) -> Places:
+        """Where values are made, and how many microbatches of them are there at once. (Whoever reads them goes by the whole backward.)"""
+        placed = assigned(self.plain.found, shape.cuts, self.plain.at)
+        waiting = [max(1, round(count)) for count in waiting_of(shape)]
+        return Places({node.name: half.stage for node, half in placed.items()}, shape.ranks, waiting)
 
     @cached_property
     def _held(self) -> Held:

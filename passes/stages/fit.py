@@ -16,6 +16,7 @@ from meshc.errors import PlanError
 from meshc.passes.lower.share_memory import words_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
+from meshc.passes.recompute import within
 from meshc.program.steps import items_of
 
 
@@ -27,6 +28,8 @@ class Need:
     microbatches: int
     most: memory.RankBytes
     at: str
+    ranks: tuple[int, ...] = ()
+    """What each rank holds."""
 
 
 class DoesNotFit(PlanError):
@@ -52,8 +55,10 @@ class DoesNotFit(PlanError):
 def budget_of(request: Request) -> int | None:
     """What candidates are held against. A schedule that the user names, for a number of microbatches that is said, is held against nothing
     but the user's own budget."""
-    said = request.microbatches is not None and request.schedule is not None
-    return None if said and request.memory_budget is None else may_hold(request)
+    said = within.may_hold(request)
+    if said is not None:
+        return said - request.spare
+    return None if request.microbatches is not None and request.schedule is not None else may_hold(request)
 
 
 def may_hold(request: Request) -> int | None:
@@ -72,10 +77,12 @@ def need_of(lowered: Lowered) -> Need:
     """Of what is cut into stages."""
     program, pipeline = lowered.as_program(), lowered.pipeline
     assert pipeline is not None
-    most = memory.worst(program, words_of)  # which the stages will carry
+    ranks = memory.by_rank(program, words_of)  # which the stages will carry
+    most = max(ranks, key=lambda one: one.total)
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
-    return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, f"{item}, {most.peak.at}")
+    at, totals = f"{item}, {most.peak.at}", tuple(one.total for one in ranks)
+    return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, at, totals)
 
 
 def least(found: list[Need]) -> Need:

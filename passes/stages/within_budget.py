@@ -82,8 +82,7 @@ class Held:
 def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
     """Cuts that may hold no more than the budget, the faster first. `needed`: what a rank holds under the shape's own."""
     stages = range(len(shape.ranks))
-    lists = shape.actions
-    waiting = [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]
+    waiting = waiting_of(shape)
     share = [shape.ranks.count(rank) for rank in shape.ranks]
     ends = [0, *shape.cuts, work.points[-1]]
     own = [has.bytes(ends[k], ends[k + 1], waiting[k]) for k in stages]
@@ -94,3 +93,10 @@ def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -
     small = least_cuts(len(stages), sizes)
     found = [tuple(work.points[point] for point in points) for points, _ in filter(None, (fast, small))]
     return [cuts for cuts in dict.fromkeys(found) if cuts != shape.cuts]
+
+
+def waiting_of(shape: Shape) -> list[float]:
+    """Of each stage, how many microbatches are between its forward and its backward at most."""
+    stages = range(len(shape.ranks))
+    lists = shape.actions
+    return [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]

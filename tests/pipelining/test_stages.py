@@ -216,7 +216,7 @@ def test_parameters_are_gathered_more_often_if_once_does_not_fit() -> None:
     train = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss, microbatches=2)
 
     def program(budget: int | None) -> meshc.Program:
-        options = meshc.Options(schedule="1f1b", memory_budget=budget, pp_splits=["h.1"])
+        options = meshc.Options(schedule="1f1b", memory_budget=budget, pp_splits=["h.1"], remat="none")
         return meshc.compile(train, meshc.Mesh("pp=2,dp_shard=2"), kwargs=case.call_kwargs, options=options)
 
     once = program(None).compiled
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_not_chosen(count: int | None) -> None:
     """With a byte less than what the fastest holds, another schedule, number of microbatches or cut is taken, which holds less."""
     free = compiled(count=count)
     budget = memory.worst(free).total - 1
-    program, inputs = step(count=count, memory_budget=budget)
+    program, inputs = step(count=count, memory_budget=budget, remat="none")
     tight = program.compiled
     assert free.pipeline is not None and tight.pipeline is not None
     assert memory.worst(tight).total <= budget
@@ -259,9 +259,9 @@ def test_what_does_not_fit_is_not_chosen(count: int | None) -> None:
 )
 def test_what_holds_more_than_the_budget_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(meshc.PlanError) as caught:
-        compiled(memory_budget=4_000, **options)
+        compiled(memory_budget=4_000, remat="none", **options)
     message = str(caught.value)
-    assert compiled(memory_budget=caught.value.need.most.total, **options).pipeline is not None  # type: ignore[attr-defined]
+    assert compiled(memory_budget=caught.value.need.most.total, remat="none", **options).pipeline is not None  # type: ignore[attr-defined]
     assert f"may hold 4,000 bytes (Options(memory_budget=4000)), but {said}" in message
     assert re.search(r"\n  [\d,]+ are there for the whole call, [\d,]+ are made in it and there at once in [BI]\d\.\d, \w+ at t", message)
 
@@ -293,7 +293,7 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
     inputs = {"x": torch.randint(4000, (8, 32)), "y": torch.randn(8, 32, 16)}
 
     def program(budget: int | None, **more: object) -> meshc.Program:
-        options = meshc.Options(schedule="1f1b", memory_budget=budget, **more)  # type: ignore[arg-type]
+        options = meshc.Options(schedule="1f1b", memory_budget=budget, remat="none", **more)  # type: ignore[arg-type]
         return meshc.compile(train, meshc.Mesh("pp=2"), kwargs=inputs, options=options)
 
     def first(made: meshc.Program) -> set[str]:

@@ -32,7 +32,7 @@ def copies(program: meshc.Program) -> list[Node]:
     """Calls of forward's operators that stand in backward."""
     (stage,) = program.compiled.stages.values()
     found = [node for node in calls(stage.graph) if record(node).phase == "backward"]
-    return [node for node in found if op_name(node) in ("aten.addmm.default", "aten.softplus.default", "aten.tanh.default")]
+    return [node for node in found if op_name(node) in ("aten.addmm", "aten.softplus", "aten.tanh")]
 
 
 def again(program: meshc.Program) -> int:
@@ -87,4 +87,4 @@ def test_what_a_plan_says_stands() -> None:
     budget = held(deep(None)) * 90 // 100
     program = deep(budget, "remat [0-2]: none")
     made = {record(node).source.module.split(".")[0] for node in copies(program)}
-    assert held(program) <= budget and made <= {"3", "4", "5"}
+    assert held(program) <= budget and made and made <= {"3", "4", "5"}

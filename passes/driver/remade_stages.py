@@ -1,0 +1,87 @@
+"""Remade stages: of a pipeline whose ranks hold more than they may, stages that make values again in backward.
+
+    cuts 3, 7    rank 0 holds 9.1 MB of 8:   1.1 MB less is kept there: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
+    cuts 2, 7    now that rank 0 has more to do:                                      1.2 MB less: 7.8 MB, 1.24 ms
+
+What is kept less is what a rank held too much (`passes/recompute/in_stages.py`). What is made again lies in memory too, so what comes of it
+is walked, and less is kept; the last time as little as can be. Making again takes time, of some ranks more than of others: where other cuts
+are then better, it is done anew for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Generic, TypeVar
+
+from meshc.frontend.faults import phase as part
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.heard import Heard
+from meshc.passes.driver.run import run
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.recompute.in_stages import InStages
+from meshc.passes.recompute.remake import settled
+from meshc.passes.stages.attempt import Refused
+from meshc.passes.stages.cut_stages import Uncut
+from meshc.passes.stages.fit import Need
+from meshc.passes.stages.shape import Shape
+
+ROUNDS: Final = 3
+
+Fitting = TypeVar("Fitting")
+
+
+@dataclass
+class Remaking(Generic[Fitting]):
+    """
+    step    as `recompute` left it, of which `uncut` is the microbatches;  heard  the passes that led there
+    budget  bytes of a rank
+    judged  what comes of a shape, and how many values are made again for it
+    """
+
+    step: Lowered
+    uncut: Uncut
+    heard: Heard
+    budget: int
+    judged: Callable[[Uncut, Shape, Heard, int], Fitting | Refused | Need]
+
+    def best(self, shape: Shape, need: Need) -> list[Fitting]:
+        """What fits of a shape that needs too much; and of the cuts that are then better, if there are others."""
+        found, left = self._of(shape, need)
+        if isinstance(found, Refused | Need):
+            return []
+        other = next((one for one, _ in left.shapes.can if one.name == shape.name), shape)
+        if other.cuts == shape.cuts:
+            return [found]
+        whole = self.judged(self.uncut, other, self.heard.copied(), 0)
+        again = self._of(other, whole)[0] if isinstance(whole, Need) else whole
+        return [found, *([] if isinstance(again, Refused | Need) else [again])]
+
+    def _of(self, shape: Shape, need: Need) -> tuple[Fitting | Refused | Need, Uncut]:
+        """The first answer that is no Need, or that of the last round."""
+        stages = InStages(self.step, self.uncut.places(shape), settled(self.step))
+        kept, fewest = stages.most, stages.least
+        most: dict[int, int] = {}
+        answer: Fitting | Refused | Need = need
+        uncut = self.uncut
+        for turn in range(ROUNDS):
+            over = {at: held - self.budget for at, held in enumerate(need.ranks) if held > self.budget and kept[at] > fewest[at]}
+            if not over:
+                break
+            for rank, excess in over.items():
+                less = max(excess, (kept[rank] - fewest[rank]) // ROUNDS)
+                kept[rank] = most[rank] = fewest[rank] if turn == ROUNDS - 1 else max(fewest[rank], kept[rank] - less)
+            step, again = stages.keeping(most)
+            heard = self.heard.before(pipeline.RECOMPUTE.name)
+            uncut = self._uncut(step, heard)
+            answer = self.judged(uncut, shape, heard, again)
+            if not isinstance(answer, Need):
+                break
+            need = answer
+        return answer, uncut
+
+    def _uncut(self, step: Lowered, heard: Heard) -> Uncut:
+        recomputed = run(replace(pipeline.RECOMPUTE, run=lambda _: step), self.step, heard.hook)
+        lowered = run(pipeline.MICROBATCH, recomputed, heard.hook)
+        with part(f"the pass {pipeline.STAGES.name}"):
+            return Uncut(lowered)
