@@ -19,7 +19,8 @@ SECONDS ?= 3600
 # Seconds after which a test of `make test-broad` counts as hanging. Its longest take minutes of a core, more where the core is shared.
 LONGEST ?= 1800
 
-.PHONY: venv demo test test-broad test-gpu lint bench golden golden-accept plan-tables matrix zoo fuzz attack conformance placements pipelines clean
+.PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo fuzz attack conformance placements
+.PHONY: pipelines clean
 
 venv: $(STAMP)
 
@@ -50,6 +51,9 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(RUN) bench/run.py
 	$(RUN) bench/pipeline.py
+
+bench-gpu: $(STAMP)
+	$(RUN) bench/gpu.py --write
 
 fuzz: $(STAMP)
 	$(RUN) -m tests.fuzz --cases $(CASES) --seed $(SEED)

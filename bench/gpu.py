@@ -1,0 +1,160 @@
+"""A training step of a Llama of 1.2 billion parameters on one GPU: milliseconds and memory, under each policy of what backward makes again.
+
+    make bench-gpu                               on a machine with a CUDA device; elsewhere it says that it was not run
+    python bench/gpu.py --write                  keeps the table as bench/results/gpu.md
+    python bench/gpu.py --device cpu --tiny      a toy on the CPU: shows that this file runs, and its figures mean little
+
+Beside meshc stand the plain model and `torch.compile`, with and without `torch.utils.checkpoint` around each layer. bfloat16, fused AdamW.
+Steps are interleaved; *of eager* is the median of the ratios to the eager model's neighbouring step. *peak* is what the caching allocator
+had handed out at most during a step (`torch.cuda.max_memory_allocated`), *predicted* what the program's walk says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshc
+from meshc.cost import memory
+from meshc.plan.remat_lines import POLICIES
+
+SHAPE = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 512,
+}  # fmt: skip
+PAGE = Path(__file__).parent / "results" / "gpu.md"
+
+
+@dataclass
+class Contender:
+    """One way to take a step. `held` and `predicted` in bytes; None where nothing says."""
+
+    title: str
+    step: Callable[[], object]
+    predicted: int | None = None
+    held: int | None = None
+    step_s: list[float] = field(default_factory=list)
+
+
+def model_of(shape: dict[str, int], device: str, checkpoint: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False, attn_implementation="sdpa")).to(torch.bfloat16)
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def plain(shape: dict[str, int], ids: torch.Tensor, mode: str | None, checkpoint: bool) -> Contender:
+    model = model_of(shape, ids.device.type, checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    forward = model if mode is None else torch.compile(model, mode=mode)
+
+    def step() -> object:
+        forward(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    return Contender(f"{'eager' if mode is None else f'torch.compile, {mode}'}{', checkpoint' if checkpoint else ''}", step)
+
+
+def compiled(shape: dict[str, int], ids: torch.Tensor, backend: str, policy: str, graph: bool) -> Contender:
+    model = model_of(shape, ids.device.type)
+    step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    mesh = init_device_mesh(ids.device.type, (1,), mesh_dim_names=("dp",))
+    options = meshc.Options(remat=policy, cuda_graph=graph)
+    program = meshc.compile(step, mesh, kwargs={"input_ids": ids, "labels": ids}, backend=backend, options=options)
+    title = f"meshc, {backend}{', one CUDA graph' if graph else ''}, {policy}"
+    return Contender(title, lambda: program(input_ids=ids, labels=ids), memory.worst(program.compiled).total)
+
+
+def waited(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measured(one: Contender, device: str) -> None:
+    """Three steps, the last of which is looked at for memory."""
+    for _ in range(3):
+        waited(device)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        one.step()
+        waited(device)
+    if device == "cuda":
+        one.held = torch.cuda.max_memory_allocated()
+
+
+def timed(one: Contender, device: str) -> None:
+    waited(device)
+    start = time.perf_counter()
+    one.step()
+    waited(device)
+    one.step_s.append(time.perf_counter() - start)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy shape")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--write", action="store_true", help="keep the table as bench/results/gpu.md")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("not run: this machine has no CUDA device", file=sys.stderr)
+        return 0
+    shape, length = (TINY, 64) if options.tiny else (SHAPE, options.length)
+    ids = torch.randint(shape["vocab_size"], (options.batch, length), device=options.device)
+    cuda = options.device == "cuda"
+    dist.init_process_group("nccl" if cuda else "gloo", rank=0, world_size=1, store=dist.HashStore())
+    modes = (None, "max-autotune") if cuda else (None,)
+    backends = [("eager", False), ("inductor", False), ("inductor", True)] if cuda else [("eager", False)]
+    makers: list[Callable[[], Contender]] = [partial(plain, shape, ids, mode, again) for again in (False, True) for mode in modes]
+    makers += [partial(compiled, shape, ids, backend, policy, graph) for policy in POLICIES for backend, graph in backends]
+    rows = []
+    for make in makers:  # each lives alone with an eager model; what is held was looked at before that was made
+        one = make()
+        measured(one, options.device)
+        base = plain(shape, ids, None, False)
+        base.step()
+        for number in range(options.rounds):
+            for each in (one, base) if number % 2 else (base, one):
+                timed(each, options.device)
+        ratios = [mine / theirs for mine, theirs in zip(one.step_s, base.step_s, strict=True)]
+        figures = [None if some is None else some / 2**30 for some in (one.held, one.predicted)]
+        rows.append([one.title, 1e3 * statistics.median(one.step_s), statistics.median(ratios), *figures])
+        print(*rows[-1], file=sys.stderr, flush=True)
+        del one, base, each
+        gc.collect()
+    heads = ["step", "ms", "of eager", "peak GiB", "predicted GiB"]
+    table = tabulate(rows, headers=heads, floatfmt=("", ".1f", ".3f", ".2f", ".2f"), tablefmt="github" if options.write else "simple")
+    print(table)
+    if options.write:
+        about = f"{torch.cuda.get_device_name() if cuda else 'a CPU'}, torch {torch.__version__}, `{' '.join(['python', *sys.argv])}`"
+        PAGE.write_text(f"# A training step on one GPU\n\n{about}\n\n{table}\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
