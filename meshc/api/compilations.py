@@ -19,6 +19,7 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.optimizer.optimizer import changes, describe
+from meshc.passes.lower.exposed import EXPOSED
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 from meshc.program import instance
@@ -31,7 +32,7 @@ from meshc.runtime.run.session import Session
 from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
-WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT)
+WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
 """Words of the notes of a compilation that are warnings."""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch.fx import Node
 
 from meshc import ir
-from meshc.ir import Source
+from meshc.ir import Source, spmd
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
 from meshc.ops.optim import MANY
@@ -65,6 +65,8 @@ def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, 
             found[node] = frozenset({next(keys)})
         elif node.op == "call_function" and ir.is_integer(node):
             found[node] = frozenset()
+        elif spmd.is_host_copy(node.target):
+            found[node] = found[node.args[1]] if len(node.args) == 2 else frozenset({node.name})
         elif node.op == "call_function":
             inside: Memory = frozenset().union(*(found[one] for one in node.all_input_nodes)) if may_view(node.target) else frozenset()
             found[node] = inside or frozenset({node.name})
@@ -73,6 +75,8 @@ def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, 
 
 def writes(node: Node) -> list[Node]:
     """The operands that a line writes into."""
+    if node.target is spmd.to_host:
+        return list(node.args[1:])  # type: ignore[arg-type]
     if node.op != "call_function" or node.target not in MANY.values():
         return []
     found: list[Node] = []

@@ -106,6 +106,8 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.halo_sum: _halo,
     spmd.shard: _shard,
     spmd.mask: _same,
+    spmd.to_host: _same,
+    spmd.from_host: _same,
     spmd.keep_first: _keep_first,
 }
 

@@ -30,6 +30,8 @@ def made_by(target: Target, args: Sequence[object], kwargs: Mapping[str, object]
     if target in spmd.INTEGERS.values():
         _INTEGERS[target](sizes, *_counted(target, args, _OF_INTEGERS[target]))
         return INTEGER
+    if spmd.is_host_copy(target):
+        return _copied(target, args)
     x, *rest = _counted(target, args, _ARGUMENTS[target])
     if not isinstance(x, Tensor):
         raise Wrong(f"{target.__name__} takes a tensor, not {x!r}")
@@ -39,6 +41,17 @@ def made_by(target: Target, args: Sequence[object], kwargs: Mapping[str, object]
     shape = spmd.moved(target, x.shape, rest, sizes)
     check_extents(tuple(shape), x.dtype.itemsize)
     return x.new_empty(shape)
+
+
+def _copied(target: Function, args: Sequence[object]) -> Tensor:
+    """Of what lies where the types tell (`hosted.py`)."""
+    x, *place = _counted(target, args, 2 if target is spmd.to_host and len(args) == 2 else 1)
+    if not isinstance(x, Tensor) or not all(isinstance(one, Tensor) for one in place):
+        raise Wrong(f"{target.__name__} takes a tensor, not {[x, *place]!r:.80}")
+    for one in place:
+        if isinstance(one, Tensor) and (one.shape != x.shape or one.dtype != x.dtype):
+            raise Wrong(f"it copies {x.dtype} {list(x.shape)} to the place of {one.dtype} {list(one.shape)}")
+    return x.new_empty(x.shape)
 
 
 def _counted(target: Function, args: Sequence[object], count: int) -> Sequence[object]:

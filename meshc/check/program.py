@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import follow, memory, phases, shared
+from meshc.check import follow, hosted, memory, phases, shared
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
 from meshc.check.ruled import Rules
@@ -65,7 +65,7 @@ def _all_faults(program: PlainProgram, where: str, rules: Rules | None) -> Itera
             found = True
             yield fault
         for stage in () if found else world.stages.values():  # else a line that reads otherwise is what is wrong
-            for name, why in shared.faults(stage):
+            for name, why in (*hosted.faults(stage), *shared.faults(stage)):
                 found = True
                 yield _at(stage, name, why)
         if found:
@@ -137,7 +137,7 @@ def _axes(program: PlainProgram, where: str) -> Iterator[str]:
 def _local(port: Port, sizes: Mapping[str, int]) -> Record:
     """A port's value on a rank."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
-    return Record(shape, port.dtype, port.sharding)
+    return Record(shape, port.dtype, port.sharding, host=port.host)
 
 
 def _keys(program: PlainProgram, where: str) -> Iterator[str]:
@@ -171,7 +171,8 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _alike(one: Record, other: Record) -> bool:
-    return tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and _lie_alike(one.sharding, other.sharding)
+    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and one.host == other.host
+    return same and _lie_alike(one.sharding, other.sharding)
 
 
 def _lie_alike(one: Sharding | None, other: Sharding | None) -> bool:

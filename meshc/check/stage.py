@@ -19,7 +19,7 @@ from meshc import ir
 from meshc.check import operators, placed
 from meshc.check.memory import OWN, writes
 from meshc.check.types import Wrong, check_type
-from meshc.ir import Record
+from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
 from meshc.ops.optim import MANY
@@ -141,6 +141,8 @@ def _roots(node: Node, roots: Mapping[Node, frozenset[str]]) -> frozenset[str]:
 
 def may_view(target: Target) -> bool:
     """Whether an operator's result may lie in the memory of its operands."""
+    if spmd.is_host_copy(target):
+        return False
     if target in FUNCTIONS.values():
         return True  # a tile that is whole, a mask that covers nothing, a group of one rank
     schema = cast(OpOverload, target)._schema

@@ -75,6 +75,7 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
         collective_s=max(overheads, default=before.collective_s),
         inside_node=links[0],
         between_nodes=links[1],
+        host=before.host_link,
         ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,
         efficiency=Efficiency(attention=attention),
         contention=contention,

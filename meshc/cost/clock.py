@@ -10,6 +10,9 @@ loses c of each of these.
     c = 0      |mm|mm|mm|mm|          1      |mm  |mm  |mm|mm|      both in turns, as long as one after the other
                |all_reduce|                  |a l l _ r e d u c e|
 
+Copies to the host, and those from there, are likewise beside what is computed, in a lane for each direction. A rank whose device is the
+host makes them itself: they take its computing time.
+
 What the clock assumes: a rank has one link, on which collectives go one after another; all ranks are equally fast.
 """
 
@@ -18,14 +21,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device
-from meshc.cost.links import collective_seconds
+from meshc.cost.links import collective_seconds, copy_seconds
 from meshc.cost.operators import seconds
-from meshc.ir import spmd
+from meshc.ir import local_bytes, record, spmd
 from meshc.ir.mesh import Mesh
+
+HOST: Final = "host"
+"""What communication with the host goes by, beside axes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Seconds:
     """Predicted seconds on a rank.
 
     compute         of all operators
-    communication   of all collectives, by their axes (`dp`, or `dp, tp`)
+    communication   of all collectives, by their axes (`dp`, or `dp, tp`); of copies to the host and from there by HOST
     idle            of all seconds of a pipeline's call, those in which the rank has nothing to do
     total           on the clock; less than the sum by what runs at the same time
     """
@@ -62,6 +69,12 @@ def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[No
 
 def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, dict[Node, float]]:
     """The seconds of one run, and when each value is made; of a collective, when it is first waited for."""
+    seconds, clock = clocked(graph, mesh, device, arriving)
+    return seconds, clock.made
+
+
+def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock]:
+    """The seconds of one run, and the clock that was told of it."""
     clock, compute = Clock(arriving, device.contention), 0.0
     communication: dict[str, float] = {}
     for node in graph.nodes:
@@ -70,11 +83,15 @@ def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float
             axes = ", ".join(node.args[1])
             communication[axes] = communication.get(axes, 0.0) + takes
             clock.exchange(node, takes)
+        elif node.op == "call_function" and spmd.is_host_copy(node.target):
+            takes = copy_seconds(local_bytes(record(node)), device)
+            communication[HOST] = communication.get(HOST, 0.0) + takes
+            clock.copy(node, takes, device)
         else:
             takes = seconds(node, device)
             compute += takes
             clock.compute(node, takes)
-    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, clock.end_s), clock.made
+    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, clock.end_s), clock
 
 
 class Clock:
@@ -91,6 +108,8 @@ class Clock:
         self._now = 0.0
         self._ready: dict[Node, float] = dict(sorted((arriving or {}).items(), key=lambda one: one[1]))
         self._free = max(self._ready.values(), default=0.0)
+        self._lanes: dict[object, float] = {}
+        self._copied: dict[Node, float] = {}
 
     def compute(self, node: Node, takes: float) -> None:
         self._read(node)
@@ -101,9 +120,17 @@ class Clock:
         self._read(node)
         self._free = self._ready[node] = max(self._now, self._free) + takes
 
+    def copy(self, node: Node, takes: float, device: Device) -> None:
+        """To the host or from there."""
+        if device.host is None:
+            return self.compute(node, takes)
+        self._read(node)
+        self._lanes[node.target] = self._copied[node] = max(self._now, self._lanes.get(node.target, 0.0)) + takes
+        return None
+
     def settle(self) -> None:
         """Stands still until all is there: a run ends here, and what it gives is read in another."""
-        for node in list(self._ready):
+        for node in [*self._ready, *self._copied]:
             self._await(node)
 
     def _lost(self, takes: float) -> float:
@@ -123,17 +150,17 @@ class Clock:
         return lost
 
     def _read(self, node: Node) -> None:
-        awaited = [operand for operand in node.all_input_nodes if operand in self._ready]
+        awaited = [operand for operand in node.all_input_nodes if operand in self._ready or operand in self._copied]
         for operand in awaited:
             self._await(operand)
         self.made |= dict.fromkeys((*awaited, node), self._now)
 
     def _await(self, node: Node) -> None:
-        ready = self._ready.pop(node)
+        ready = self._copied.pop(node) if node in self._copied else self._ready.pop(node)
         self.waited[node] += max(ready - self._now, 0.0)
         self._now = max(self._now, ready)
 
     @property
     def end_s(self) -> float:
         """When everything is done."""
-        return max(self._now, self._free)
+        return max(self._now, self._free, *self._lanes.values())

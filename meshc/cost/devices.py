@@ -79,6 +79,7 @@ class Device:
                     computing needs, 1 and more where the two share cores
     product_moves   how often a product moves its operands and results while it does not multiply: 0 where kernels multiply meanwhile
     source          where the figures come from, in words
+    host            a rank's link to its host's memory, each way; None where the device is the host, and a rank makes copies itself
     """
 
     name: str
@@ -95,6 +96,7 @@ class Device:
     contention: float = 0.0
     product_moves: float = 0.0
     source: str = ""
+    host: Link | None = None
 
     def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
         """Floating-point operations a second of matrix products, or of attention; of a dtype that the table does not have, float32's."""
@@ -113,6 +115,12 @@ class Device:
             replace(link, bandwidth_Bps=self.efficiency.links * link.bandwidth_Bps) for link in (self.inside_node, self.between_nodes)
         )
         return inside, between
+
+
+    @property
+    def host_link(self) -> Link | None:
+        """To the host and back, with the bandwidth that can be had."""
+        return self.host and replace(self.host, bandwidth_Bps=self.efficiency.links * self.host.bandwidth_Bps)
 
 
 def names() -> tuple[str, ...]:
@@ -195,6 +203,8 @@ def _section(one: Device) -> str:
     tables = []
     for field in fields(one):
         value = getattr(one, field.name)
+        if value is None:
+            continue
         if isinstance(value, Link | Efficiency):
             value = {inner.name: getattr(value, inner.name) for inner in fields(value)}
         if isinstance(value, Mapping):
@@ -218,7 +228,7 @@ def _device(name: str, section: object, path: Path) -> Device:
         raise ArtifactError(f"{path}: {name} stands in no section; {ANEW}")
     given = dict(section)
     _refuse_keys(given, Device, f"{where}]")
-    for key, kind in (("inside_node", Link), ("between_nodes", Link), ("efficiency", Efficiency)):
+    for key, kind in (("inside_node", Link), ("between_nodes", Link), ("host", Link), ("efficiency", Efficiency)):
         if key in given:
             numbers = _numbers(given[key], f"{where}.{key}]")
             _refuse_keys(numbers, kind, f"{where}.{key}]")

@@ -69,6 +69,12 @@ def send_seconds(size: float, link: Link) -> float:
     return link.latency_s + size / link.bandwidth_Bps
 
 
+def copy_seconds(size: float, device: Device) -> float:
+    """A copy of `size` bytes between a device and its host, with nothing else on the way; of a device that is the host, in its memory."""
+    link = device.host_link
+    return device.launch_s + 2 * size / device.bytes_per_s if link is None else send_seconds(size, link)
+
+
 def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     """The link that bounds a collective over these axes.
 

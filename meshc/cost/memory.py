@@ -3,7 +3,8 @@
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
 share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
 buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted, nor what a compiled
-region never has in memory (`fused.py`). A message between pipeline stages counts on its sender until the last instruction there that reads
+region never has in memory (`fused.py`). What lies on the host is counted apart, by the same walk; a copy to it
+counts as made when it starts. A message between pipeline stages counts on its sender until the last instruction there that reads
 it, as if it had left by then; gloo keeps it until the update.
 """
 
@@ -19,7 +20,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.cost.fused import is_fused
-from meshc.ir import sharing
+from meshc.ir import sharing, spmd
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
@@ -33,6 +34,8 @@ from meshc.program.steps import last_reads, steps_of
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
 """Kinds of ports that are there for the whole call."""
+HOST = "host"
+"""What those of them that lie there count as."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,13 @@ class RankBytes:
 
     rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
     kept  bytes of what is there for the whole call, by kind
+    host  bytes on the rank's host, where that is most: what is there for the whole call, and parked values
     """
 
     rank: int
     kept: Mapping[str, int]
     peak: Peak
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -95,18 +100,24 @@ def updates(node: Node) -> Iterator[tuple[Node, Node]]:
         yield node.args[0], node.args[1]  # type: ignore[misc]
 
 
-def output_bytes(stage: Stage) -> dict[str, int]:
-    """Bytes of each tensor that a stage gives, by key, whatever storage it shares."""
+def output_bytes(stage: Stage, host: bool | None = None) -> dict[str, int]:
+    """Bytes of each tensor that a stage gives, by key, whatever storage it shares; with `host`, of what lies there, or not there, and 0 of
+    others."""
     return {
-        key: ir.local_bytes(ir.record(value)) for key, value in stage.results().items() if isinstance(value, Node) and ir.is_tensor(value)
-    }
+        key: _there(ir.record(value), host)
+        for key, value in stage.results().items() if isinstance(value, Node) and ir.is_tensor(value)
+    }  # fmt: skip
 
 
-def value_bytes(program: PlainProgram) -> dict[str, int]:
-    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key."""
-    found = {port.key: port_bytes(port, program.axis_sizes) for port in program.inputs}
+def _there(one: ir.Record, host: bool | None) -> int:
+    return ir.local_bytes(one) if host is None or one.host == host else 0
+
+
+def value_bytes(program: PlainProgram, host: bool | None = None) -> dict[str, int]:
+    """Bytes on a rank of whatever enters a program, or a stage gives to another, by key; `host` as of `output_bytes`."""
+    found = {port.key: port_bytes(port, program.axis_sizes) if host in (None, port.host) else 0 for port in program.inputs}
     for stage in program.stages.values():
-        for key, size in output_bytes(stage).items():
+        for key, size in output_bytes(stage, host).items():
             op, whole = whole_of(key) or ("", key)
             found.setdefault(whole, size * (program.microbatches if op == "join" else 1))
     return found
@@ -115,15 +126,21 @@ def value_bytes(program: PlainProgram) -> dict[str, int]:
 def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
     """Each rank of the pipeline axis; one, like which all are, where there is none. `words`: of each value, what memory it shares."""
     found = []
-    given = _Given(program, words)
+    given, parked = _Given(program, words), _Given(program, words, host=True) if uses_host(program) else None
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
         coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
         kept: Counter[str] = Counter()
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
-                kept[port.kind] += port_bytes(port, program.axis_sizes)
-        found.append(RankBytes(rank, kept, _peak(program, coordinates, given)))
+                kept[HOST if port.host else port.kind] += port_bytes(port, program.axis_sizes)
+        host = kept.pop(HOST, 0) + (0 if parked is None else _peak(program, coordinates, parked).total)
+        found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host))
     return found
+
+
+def uses_host(program: PlainProgram) -> bool:
+    """Whether anything lies on the host."""
+    return any(spmd.is_host_copy(node.target) for stage in program.stages.values() for node in stage.graph.nodes)
 
 
 def worst(program: PlainProgram, words: Words = sharing.sharing_of) -> RankBytes:
@@ -137,17 +154,18 @@ def peak(program: PlainProgram) -> Peak:
 
 
 class _Given:
-    """What the walks of all ranks go by: bytes by key of what is `made`, of `sizes` as `value_bytes` has them, and each stage's walk."""
+    """What the walks of all ranks go by: bytes by key of what is `made`, of `sizes` as `value_bytes` has them, and each stage's walk.
+    It is of what lies on the device, or on the host."""
 
-    def __init__(self, program: PlainProgram, words: Words) -> None:
-        self.words = words
-        self.made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage).items()}
-        self.sizes = value_bytes(program)
+    def __init__(self, program: PlainProgram, words: Words, host: bool = False) -> None:
+        self.words, self.host = words, host
+        self.made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage, host).items()}
+        self.sizes = value_bytes(program, host)
         self._walks: dict[str, Walk] = {}
 
     def walk(self, stage: Stage) -> Walk:
         if stage.name not in self._walks:
-            self._walks[stage.name] = Walk(stage, self.words)
+            self._walks[stage.name] = Walk(stage, self.words, self.host)
         return self._walks[stage.name]
 
 
@@ -192,9 +210,10 @@ class Walk:
 
     home   the node that made a value's storage;  size  of those that are made here;  last  the position of the last node that reads each
     ends   what the stage gives, with its key
+    host   whether it is about what lies on the host
     """
 
-    def __init__(self, stage: Stage, words: Words = sharing.sharing_of) -> None:
+    def __init__(self, stage: Stage, words: Words = sharing.sharing_of, host: bool = False) -> None:
         self.stage, self.nodes, self.entering = stage, list(stage.graph.nodes), stage.keys()
         self.home: dict[Node, Node] = {}
         self.size: dict[Node, int] = {}
@@ -215,7 +234,7 @@ class Walk:
                 self.home[node] = self.home.get(_lies_in(node, words), node)
             if self.home[node] is node:
                 made = node.op == "call_function" and ir.has_record(node)
-                self.size[node] = _made_bytes(node, whole) if made else 0
+                self.size[node] = _made_bytes(node, whole, host) if made else 0
             for operand in node.all_input_nodes:
                 self.last[self.home[operand]] = position
         self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
@@ -267,15 +286,17 @@ class Walk:
         return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
 
 
-def _made_bytes(node: Node, whole: Node) -> int:
-    """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of."""
-    return 0 if is_fused(node) else sum(map(ir.local_bytes, ir.records(whole)))
+def _made_bytes(node: Node, whole: Node, host: bool) -> int:
+    """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of; on the host, or on the device."""
+    return 0 if is_fused(node) else sum(_there(one, host) for one in ir.records(whole))
 
 
 def _lies_in(node: Node, words: Words) -> Node:
     """The value in whose memory a node's result lies: the node, if that is its own."""
     if node.target in WRITTEN:
         return node.args[0]  # type: ignore[return-value]
+    if node.target is spmd.to_host and len(node.args) > 1:
+        return node.args[1]  # type: ignore[return-value]
     if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
         return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
     if sharing.OVER_OPERAND in words(node) or (packing.is_view(node) and not is_copy(node)):

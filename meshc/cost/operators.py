@@ -65,13 +65,15 @@ Grows: TypeAlias = Callable[[Node, int], bool]
 
 
 def seconds(node: Node, device: Device) -> float:
-    """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, and for collectives (`cost.links`)."""
+    """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, for collectives and copies (`cost.links`)."""
     return price(node, device).seconds()
 
 
 def price(node: Node, device: Device, grows: Grows = lambda node, index: False) -> Price:
     """The same, by what of it grows."""
-    if node.op != "call_function" or ir.is_getitem(node) or spmd.is_collective(node.target) or not _runs(node):
+    if node.op != "call_function" or ir.is_getitem(node) or not _runs(node):
+        return FREE
+    if spmd.is_collective(node.target) or spmd.is_host_copy(node.target):
         return FREE
     rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
     fixed, grown = _moved(node, grows)

@@ -48,12 +48,12 @@ def into_whole_s(op: str, size: float, microbatches: int, device: Device) -> flo
 
 
 def flow_bytes(stages: Mapping[str, Stage]) -> dict[str, int]:
-    """Bytes on a rank of each value that stages hand on, for one microbatch."""
+    """Bytes on a rank of each value that stages hand on, for one microbatch; 0 of those that lie on its host."""
     found = {}
     for stage in stages.values():
         for key, node in stage.results().items():
             if is_a(key, "flow"):
-                found[key] = local_bytes(record(node))
+                found[key] = 0 if record(node).host else local_bytes(record(node))
     return found
 
 

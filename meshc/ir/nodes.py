@@ -43,7 +43,7 @@ class Record:
 
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
-    the global view.
+    the global view. `host`: it lies on the host, where nothing but `from_host` reads it.
     """
 
     shape: tuple[int, ...] = ()
@@ -54,6 +54,7 @@ class Record:
     phase: str = "forward"
     of: str = ""
     returned_by: tuple[str, ...] = ()
+    host: bool = False
 
 
 def local_bytes(record: Record) -> int:

@@ -47,6 +47,8 @@ def why_alone(node: Node, changing: set[Node]) -> str:
     integers that are others for each microbatch."""
     if spmd.is_collective(node.target):
         return "talks to other ranks"
+    if spmd.is_host_copy(node.target):
+        return "copies between the device and its host"
     if is_number(node):
         return "says where a rank or a microbatch stands"
     if any(operand in changing for operand in node.all_input_nodes):

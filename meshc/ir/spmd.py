@@ -16,6 +16,9 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
     halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
     halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
+    to_host(x)                                      a copy of x on the host
+    to_host(x, place)                               the same in the memory of `place`, which lies there and is not read any more
+    from_host(x)                                    a copy on the device of x, which lies on the host
 
 A window is [size of the dim whose tiles it goes with, stride, offset, length]: a rank whose tile of that dim starts at t has the window
 [t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
@@ -69,6 +72,14 @@ def keep_first(x: torch.Tensor, index: int) -> torch.Tensor:
     return x if index == 0 else torch.zeros_like(x)
 
 
+def to_host(x: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
+    return x.clone() if place is None else place.copy_(x)
+
+
+def from_host(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 def _collective(name: str) -> Function:
     def call(*_: object, **__: object) -> object:
         raise RuntimeError(f"{name}() is a collective: it has a meaning only on running or simulated ranks")
@@ -88,7 +99,8 @@ halo_sum = _collective("halo_sum")
 COLLECTIVES = {function.__name__: function for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
 INTEGERS: dict[str, Function] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
 LOCAL: dict[str, Function] = {"shard": shard, "mask": mask, "keep_first": keep_first}
-FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL}
+HOST_COPIES: dict[str, Function] = {"to_host": to_host, "from_host": from_host}
+FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL, **HOST_COPIES}
 
 
 def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: Mapping[str, int]) -> list[int]:
@@ -118,6 +130,12 @@ def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: M
 
 def is_collective(target: Target) -> bool:
     return COLLECTIVES.get(getattr(target, "__name__", "")) is target
+
+
+def is_host_copy(target: Target) -> bool:
+    """Whether a call copies between a rank's device and its host: like a collective it starts where it stands, and is waited for where its
+    result is first read."""
+    return HOST_COPIES.get(getattr(target, "__name__", "")) is target
 
 
 def joins_stages(node: Node) -> bool:

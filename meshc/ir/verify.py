@@ -65,7 +65,10 @@ def verify_graph(
     """
     nodes = verify_order(graph)
     entered = 0
+    parked: set[Node] = set()
     for node in nodes:
+        if parked and node.op == "call_function" and not spmd.is_host_copy(node.target) and not parked.isdisjoint(node.all_input_nodes):
+            raise Malformed("it reads a value that lies on the host, which only from_host does")
         if node.op == "call_function":
             if node.target is operator.getitem:
                 _verify_item(node)
@@ -84,6 +87,8 @@ def verify_graph(
         for record in found if type(found) is tuple else (found,):
             if type(record) is not Record:
                 raise Malformed("it has no record" if record is None else f"its record is a {type(record).__name__}")
+            if record.host:
+                parked.add(node)
             if record.sharding is not None and id(record) not in known:
                 _verify_sharding(node, record, record.sharding, sizes)
     if entered != inputs:
@@ -143,6 +148,8 @@ def _verify_call(node: Node, sizes: Mapping[str, int] | None) -> None:
         if sizes is None:
             raise Malformed("a graph of one device has no collectives")
         _verify_moved(node, sizes)
+    elif spmd.is_host_copy(target):
+        _verify_host_copy(node)
     elif target not in spmd.FUNCTIONS.values():
         raise Malformed(f"it calls {target!r}, which is no operator")
     if type(node.meta.get(KEY)) is tuple:
@@ -202,6 +209,19 @@ def _verify_moved(node: Node, sizes: Mapping[str, int]) -> None:
     shape = tuple(spmd.moved(node.target, given.shape, node.args[1:], sizes))
     if type(record) is Record and (record.shape != shape or record.dtype is not given.dtype):
         raise Malformed(f"its record says {_said(record)}, and of {_said(given)} it makes {list(shape)}")
+
+
+def _verify_host_copy(node: Node) -> None:
+    """A copy has its operand's shape, and lies on the other side."""
+    given = [operand.meta.get(KEY) for operand in node.all_input_nodes]
+    out, mine = node.target is spmd.to_host, node.meta.get(KEY)
+    if len(given) != len(node.args) or not 1 <= len(given) <= 1 + out:
+        raise Malformed(f"it takes {'a value and, if any, its place on the host' if out else 'one value'}, not {node.args!r}")
+    for record, there in [*zip(given, (not out, True), strict=False), (mine, out)]:
+        if type(record) is not Record or type(mine) is not Record or record.shape != mine.shape or record.dtype is not mine.dtype:
+            raise Malformed("it copies a value into one of another shape or dtype")
+        if record.host != there:
+            raise Malformed(f"{'it is' if record is mine else 'it reads'} a value that lies on the {'device' if there else 'host'}")
 
 
 def _verify_sharding(node: Node, record: Record, sharding: Sharding, sizes: Mapping[str, int] | None) -> None:

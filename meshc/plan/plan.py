@@ -9,6 +9,7 @@
     store lm_head.weight state: vocab/dp/tp, _     how what parameters need lies between steps, over and above the store clauses
     remat model.layers.*: cheap                    what backward makes again of what modules do
     keep value:model.layers.*.mlp                  what it does not
+    offload state                                  what lies on the host while it is not used
 
 ``Plan(text)`` reads, ``str(plan)`` prints the canonical text, and ``Plan(str(plan)) == plan``. What the entries mean is
 in ``docs/plans.md``.
@@ -28,16 +29,17 @@ from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
+from meshc.plan.offload_lines import OffloadLine
 from meshc.plan.reader import numbered, read_entries, toml_lines, yaml_lines
 from meshc.plan.remat_lines import KeepLine, RematLine
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, store lines, and what backward makes again.
+    """Axis entries, pins of tensors and of operators, store lines, what backward makes again, and what lies on the host.
 
-    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``
-    and ``keep`` each hold a list.
+    ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
+    ``keep`` and ``offload`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -47,10 +49,11 @@ class Plan:
     operators: tuple[OperatorPin, ...]
     remats: tuple[RematLine, ...]
     kept: tuple[KeepLine, ...]
+    offloads: tuple[OffloadLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         if isinstance(lines, Plan):
-            self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept)
+            self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept, lines.offloads)
         else:
             self._fill(*read_entries(numbered(lines), "this plan"))
 
@@ -63,10 +66,11 @@ class Plan:
         operators: Iterable[OperatorPin] = (),
         remats: Iterable[RematLine] = (),
         kept: Iterable[KeepLine] = (),
+        offloads: Iterable[OffloadLine] = (),
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
-        plan._fill(tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept))
+        plan._fill(tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads))
         return plan
 
     def having(
@@ -74,7 +78,8 @@ class Plan:
     ) -> Plan:
         """The same lines beside other entries; with other store lines or pins of operators, where they are given."""
         stores = self.stores if stores is None else stores
-        return Plan.of(axes, self.pins, stores, self.operators if operators is None else operators, self.remats, self.kept)
+        operators = self.operators if operators is None else operators
+        return Plan.of(axes, self.pins, stores, operators, self.remats, self.kept, self.offloads)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -99,7 +104,7 @@ class Plan:
 
     def _fill(
         self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...], operators: tuple[OperatorPin, ...],
-        remats: tuple[RematLine, ...], kept: tuple[KeepLine, ...],
+        remats: tuple[RematLine, ...], kept: tuple[KeepLine, ...], offloads: tuple[OffloadLine, ...],
     ) -> None:  # fmt: skip
         refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
         object.__setattr__(self, "axes", axes)
@@ -108,6 +113,7 @@ class Plan:
         object.__setattr__(self, "operators", operators)
         object.__setattr__(self, "remats", remats)
         object.__setattr__(self, "kept", kept)
+        object.__setattr__(self, "offloads", offloads)
 
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
@@ -135,15 +141,15 @@ class Plan:
     def __add__(self, other: Plan) -> Plan:
         return Plan.of(
             self.axes + other.axes, self.pins + other.pins, self.stores + other.stores, self.operators + other.operators,
-            self.remats + other.remats, self.kept + other.kept,
+            self.remats + other.remats, self.kept + other.kept, self.offloads + other.offloads,
         )  # fmt: skip
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))
 
-    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine, ...]:
+    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine, ...]:
         """What stands beside the entries, in the order in which it is printed."""
-        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept)
+        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads)
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"

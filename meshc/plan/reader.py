@@ -15,12 +15,11 @@ from meshc.plan import operator_pins
 from meshc.plan.cursor import FACTOR, GLOB, Fault, Line
 from meshc.plan.entries import AUTO, STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
 from meshc.plan.faults import refuse_faults, suggest
+from meshc.plan.offload_lines import OffloadLine, read_offload_line
 from meshc.plan.remat_lines import KeepLine, RematLine, read_keep_line, read_remat_line
 
 WORDS: Final = ("pin", *RESERVED)
 """What lines begin with that are no entry of an axis. Those that are reserved are no axis's name either."""
-TO_COME: Final = {"offload": "nothing lies on the host yet"}
-"""Words that lines will begin with, and what there is instead."""
 
 
 def is_by_hand(text: str) -> bool:
@@ -45,7 +44,7 @@ def numbered(lines: str | Iterable[str] | Mapping[str, object]) -> list[tuple[in
 def _mapping_lines(items: Iterable[tuple[int, object, object]]) -> list[tuple[int, str]]:
     """The lines of (number, key, value) triples: an axis and its entry, ``pin PATTERN`` and dims, ``pin`` and a list of pins.
 
-    ``store`` is like ``pin``, and so are the words that are kept for lines to come.
+    ``store`` is like ``pin``, and so are ``remat``, ``keep`` and ``offload``.
     """
     lines = []
     for number, key, value in items:
@@ -120,7 +119,8 @@ _AUTO: Final = re.compile(rf"{AUTO}(?![\w.-])")
 _RESERVED: Final = re.compile(rf"(?:{'|'.join(RESERVED)})\b")
 
 Entries: TypeAlias = tuple[
-    tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...], tuple[RematLine, ...], tuple[KeepLine, ...]
+    tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...], tuple[RematLine, ...], tuple[KeepLine, ...],
+    tuple[OffloadLine, ...],
 ]
 
 
@@ -131,6 +131,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
     operators: list[OperatorPin] = []
     remats: list[RematLine] = []
     kept: list[KeepLine] = []
+    offloads: list[OffloadLine] = []
     faults: list[str] = []
     for index, (number, raw) in enumerate(lines, 1):
         if index > MOST_PLAN_LINES:
@@ -151,6 +152,8 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
                 remats.append(read_remat_line(line, number))
             elif line.accept(r"keep\b") is not None:
                 kept.append(read_keep_line(line, number))
+            elif line.accept(r"offload\b") is not None:
+                offloads.append(read_offload_line(line, number))
             elif (word := line.accept(_RESERVED)) is not None:
                 stores.append(_read_store_line(line, number, word))
             else:
@@ -160,7 +163,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
     doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
     refuse_faults(f"{name} cannot be read", faults + doubled)
-    return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept)
+    return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads)
 
 
 def _read_axis(line: Line, number: int) -> AxisEntry:
@@ -218,8 +221,6 @@ def _read_kinds(line: Line) -> tuple[str, ...]:
 
 def _read_store_line(line: Line, number: int, word: str) -> StoreLine:
     names = "a store line names parameters, with * for any text, as in `store lm_head.weight state: vocab/dp, _`"
-    if word in TO_COME:
-        line.fail(f"lines that begin with {word} are reserved: {TO_COME[word]}; leave the line out", 0)
     if line.accept(":") is not None:
         line.fail(f"{word} is no axis's name: {names}", 0)
     start = line.at

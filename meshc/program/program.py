@@ -34,6 +34,7 @@ class Port:
     shape     global
     sharding  how it lies where it enters or leaves (storage)
     of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry` of the optimizer
+    host      it lies on the host between calls, and within one where nothing reads it
     """
 
     kind: PortKind
@@ -43,6 +44,7 @@ class Port:
     sharding: Sharding | None = None
     of: str = ""
     requires_grad: bool = False
+    host: bool = False
 
     @property
     def key(self) -> str:

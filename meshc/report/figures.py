@@ -20,7 +20,7 @@ from meshc.cost.program import program_seconds
 from meshc.ir import PHASES
 from meshc.plan.entries import STORES
 from meshc.program.program import PlainProgram
-from meshc.report.summary import collectives, gradient_shardings, placement
+from meshc.report.summary import collectives, communicating, gradient_shardings, placement
 
 MEMORY = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
 
@@ -99,12 +99,12 @@ def _memory(program: PlainProgram) -> dict[str, int]:
         found["gradients, at the peak"] = most.peak.gradients
     if most.peak.total:
         found["activations, at the peak"] = most.peak.total - most.peak.gradients
-    return {**found, "together": most.total}
+    return {**found, "together": most.total, **({"on the host, beside that": most.host} if most.host else {})}
 
 
 def _seconds(program: PlainProgram, device: Device) -> dict[str, float]:
     takes = program_seconds(program, device)
-    found = {"computing": takes.compute, **{f"communicating over {axes}": one for axes, one in takes.communication.items()}}
+    found = {"computing": takes.compute, **{communicating(axes): one for axes, one in takes.communication.items()}}
     if program.pipeline is not None:
         found["waiting for other stages"] = takes.idle
     return {**found, "hidden behind computing": takes.hidden, "together": takes.total}

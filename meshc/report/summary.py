@@ -18,6 +18,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost import memory, work
 from meshc.cost.call import MODES, predicted
+from meshc.cost.clock import HOST
 from meshc.cost.devices import Device, for_mesh, named
 from meshc.cost.flops import flops
 from meshc.cost.links import payload
@@ -30,6 +31,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
+from meshc.report import parked
 from meshc.report.account import link_accounts, stage_accounts
 
 PLAN_LINES: Final = 20
@@ -78,8 +80,8 @@ def collectives(program: PlainProgram) -> list[CollectiveUse]:
 def summary(program: PlainProgram, device: str | None = None) -> str:
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's."""
     on = for_mesh(program.mesh) if device is None else named(device)
-    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), _memory(program), _time(program, on)]
-    blocks += [_work(program), _padding(program), _notes(program)]
+    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), _parked(program)]
+    blocks += [_memory(program), _time(program, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -138,7 +140,8 @@ def _parameters(program: PlainProgram) -> str:
         here, size = _on_ranks(program, ports, [[port] for port in ports])
         _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
         kind = str(dtype).removeprefix("torch.")
-        rows.append((name, len(ports), kind, text, gradient, state, here, bytes_text(size), bytes_text(state_size)))
+        where = " on the host" if any(kept.host for port in ports for kept in states[port.name]) else ""
+        rows.append((name, len(ports), kind, text, gradient, state, here, bytes_text(size), bytes_text(state_size) + where))
     headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", axis, "bytes/rank", "state/rank"]
     drop = [column for column in (4, 5, 6, 8) if all(row[column] in ("", "0 B") for row in rows)]
     keep = [column for column in range(len(headers)) if column not in drop]
@@ -255,6 +258,13 @@ def _why(use: CollectiveUse) -> str:
     return " ".join(collapsed(word) if "." in word else word for word in f"{said[0]}{where}".split(" "))
 
 
+def _parked(program: PlainProgram) -> str:
+    rows = parked.rows_of(program)
+    shown = [(phase, copy, count, bytes_text(total), bytes_text(most), why) for phase, copy, count, total, most, why in rows]
+    of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
+    return table(shown, parked.HEADERS, f"copies between device and host in one call{of}") if rows else ""
+
+
 # --------------------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -264,7 +274,7 @@ def _memory(program: PlainProgram) -> str:
     waste: dict[str, float] = defaultdict(float)
     coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
     for port in program.inputs:
-        if port.kind in memory.KEPT and program.owns(port.key, coordinates):
+        if port.kind in memory.KEPT and not port.host and program.owns(port.key, coordinates):
             waste[port.kind] += memory.port_bytes(port, program.axis_sizes) - memory.real_bytes(port, program.axis_sizes)
     names = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
     rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept.get(kind)]
@@ -273,6 +283,8 @@ def _memory(program: PlainProgram) -> str:
             rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
         rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
     rows.append(("together", bytes_text(most.total), _share(sum(waste.values()), sum(kept.values()))))
+    if most.host:
+        rows.append(("on the host, beside that", bytes_text(most.host), ""))
     whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
     lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
     if peak.at:
@@ -291,7 +303,7 @@ def _share(part: float, whole: float) -> str:
 
 def _time(program: PlainProgram, device: Device) -> str:
     takes = program_seconds(program, device)
-    rows = [("computing", takes.compute), *((f"communicating over {axes}", one) for axes, one in takes.communication.items())]
+    rows = [("computing", takes.compute), *((communicating(axes), one) for axes, one in takes.communication.items())]
     if program.pipeline is not None:
         rows.append(("waiting for other stages", takes.idle))
         rows[0] = ("computing, on the rank that does so longest", takes.compute)
@@ -301,6 +313,11 @@ def _time(program: PlainProgram, device: Device) -> str:
     if takes.communication:
         lines.append(f"  {seconds_text(takes.hidden)} of the communication hidden behind computing")
     return "\n".join(lines)
+
+
+def communicating(axes: str) -> str:
+    """What communication over these axes, or with the host, is called."""
+    return "copying to the host and back" if axes == HOST else f"communicating over {axes}"
 
 
 def seconds_text(seconds: float) -> str:

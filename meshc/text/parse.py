@@ -37,7 +37,7 @@ ARGUMENT: Final = (
 )
 
 _ONE_TYPE: Final = re.compile(
-    r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\](?P<rest>(?: (?:whole|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
+    r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\](?P<rest>(?: (?:whole|host|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
 )
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
 _CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
@@ -110,14 +110,15 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     dims = [_dim(dim.strip(), text, hints) for dim in _ITEM.findall(match["dims"])] if match["dims"].strip() else []
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
-        if clause[1] not in ("pending", "pad", "whole", "local") or clause[1] in clauses:
+        if clause[1] not in ("pending", "pad", "whole", "local", "host") or clause[1] in clauses:
             raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
         clauses[clause[1]] = clause[2] or ""
+    host = clauses.pop("host", None) is not None
     plain = all(isinstance(dim, int) for dim in dims)
     if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"pending", "pad", "whole"}):
         if clauses:
             raise ArtifactError(f"{text!r} is no type: a value without factors has no {', '.join(clauses)}")
-        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype)
+        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host)
     if any(isinstance(dim, int) and dim != 1 for dim in dims):
         raise ArtifactError(f"{text!r} is no type: dims have factors in all places (1 aside) or in none; {TYPE_EXAMPLE}")
     sharding = Sharding(
@@ -125,7 +126,7 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     )
     if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
         raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
-    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding)
+    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, host=host)
 
 
 def _shape(
@@ -346,7 +347,7 @@ class _Reader:
                 raise TypeError
             if type(source.line) is not int or not isinstance(phase, str) or phase not in PHASES:
                 raise TypeError
-            return Record(record.shape, record.dtype, record.sharding, source, reason, phase)
+            return Record(record.shape, record.dtype, record.sharding, source, reason, phase, host=record.host)
         except (TypeError, AttributeError):
             raise ArtifactError(f"{self.where}: the side table's entry for {name} is no source, reason and phase: {row!r}") from None
 

@@ -22,6 +22,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     ... pending(sum: tp, max: dp)                waits for these reductions
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
     ... local(4, 128)                            a shape that does not follow from the sharding
+    ... host                                     lies on the host: `f32[8, 128] host`
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
     f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
     int                                          no tensor
@@ -220,7 +221,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
         raise ArtifactError(f"values of {value.dtype} have no type in a program's text")
     sharding = value.sharding
     if sharding is None:
-        return f"{dtype}[{', '.join(map(braced, value.shape))}]"
+        return f"{dtype}[{', '.join(map(braced, value.shape))}]" + " host" * value.host
     for word in (*(part.factor for _, _, part in sharding.parts()), *sharding.axes()):
         if not WORD.fullmatch(word):
             raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space")
@@ -233,7 +234,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
         text += " whole"
     if value.shape != _implied(value, axis_sizes):
         text += f" local({', '.join(map(braced, value.shape))})"
-    return text
+    return text + " host" * value.host
 
 
 def side_table(stage: Stage) -> SideTable:
@@ -323,7 +324,7 @@ def _implied(value: Record, axis_sizes: Mapping[str, int] | None) -> tuple[int, 
     return local_shape(sharding, axis_sizes) if sharding.split_axes() <= axis_sizes.keys() else None
 
 
-_Types: TypeAlias = dict[tuple[int, int, torch.dtype | None], str]
+_Types: TypeAlias = dict[tuple[int, int, torch.dtype | None, bool], str]
 """Of a graph's values: what is said of those that share the objects that say it, as those of layers do that were grown."""
 
 
@@ -341,7 +342,7 @@ def _annotation(node: Node, axis_sizes: Mapping[str, int] | None, types: _Types)
 def _type(found: Record | tuple[Record, ...], axis_sizes: Mapping[str, int] | None, types: _Types) -> str:
     if isinstance(found, tuple):
         return print_type(found, axis_sizes)
-    alike = id(found.sharding), id(found.shape), found.dtype
+    alike = id(found.sharding), id(found.shape), found.dtype, found.host
     if alike not in types:
         types[alike] = print_type(found, axis_sizes)
     return types[alike]
@@ -414,7 +415,7 @@ def _port(port: Port) -> str:
 
 def port_type(port: Port) -> str:
     """The type of the value that enters or leaves through a port, its shape global."""
-    return print_type(Record(port.shape, port.dtype, port.sharding))
+    return print_type(Record(port.shape, port.dtype, port.sharding, host=port.host))
 
 
 def _constant(name: str, value: torch.Tensor) -> str:

@@ -117,7 +117,7 @@ def _lowered(placed: Placed, hook: Hook | None) -> Lowered:
         cut = search(placed, hook)
     else:
         partitioned = run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
-        cut = run_all((pipeline.GROW, pipeline.RECOMPUTE, pipeline.MICROBATCH, pipeline.STAGES), partitioned, hook)
+        cut = run_all((*pipeline.REMADE, *pipeline.PARTS, pipeline.STAGES), partitioned, hook)
     return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
 
 

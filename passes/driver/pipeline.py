@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from meshc.passes.depth.grow import grow
+from meshc.passes.lower.fetch_ahead import fetch_ahead
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
 from meshc.passes.lower.schedule_collectives import schedule_collectives
@@ -17,6 +18,8 @@ from meshc.passes.lower.share_memory import share_memory
 from meshc.passes.lower.start_early import start_early
 from meshc.passes.microbatches.cut_backward import cut_backward
 from meshc.passes.microbatches.split_microbatches import split_microbatches
+from meshc.passes.offload.park import park
+from meshc.passes.offload.park_state import park_state
 from meshc.passes.partition.make_main_stage import make_main_stage
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
@@ -65,12 +68,19 @@ PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 GROW: Final[Pass[Lowered, Lowered]] = Pass(
     "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, bundles, liveness"
 )
+PARK_STATE: Final[Pass[Lowered, Lowered]] = Pass(
+    "park_state", park_state, "on the whole update, before stages cut it; before recompute, which counts what a rank holds"
+)
 RECOMPUTE: Final[Pass[Lowered, Lowered]] = Pass(
     "recompute", recompute, "once local bytes and collectives are known; before microbatch and stages, which save what is still read"
 )
+PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled what backward reads; before microbatch and stages likewise")
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
     "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
 )
+REMADE: Final = (GROW, PARK_STATE, RECOMPUTE)
+PARTS: Final = (PARK, MICROBATCH)
+"""Those of them that come before a pipeline is cut: up to what backward makes again, and behind that."""
 STAGES: Final[Pass[Lowered, Lowered]] = Pass(
     "stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"
 )
@@ -80,6 +90,7 @@ CUT: Final[Pass[Lowered, Lowered]] = Pass("cut", cut_backward, "likewise: what l
 LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
     Pass("collectives", schedule_collectives, "once it is settled which stage a collective is in"),
     Pass("fuse_updates", fuse_updates),
+    Pass("fetch", fetch_ahead, "once updates are one for many; before regions, which end where a copy starts"),
     Pass("regions", group_regions, "what stands in a region is what runs in it"),
     Pass("start", start_early, "after regions, which say in which order the parts of sums are made"),
     Pass("memory", share_memory, "last: nothing reads a value that no line here reads"),
@@ -88,6 +99,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (GROW, RECOMPUTE, MICROBATCH, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (GROW, PARK_STATE, RECOMPUTE, PARK, MICROBATCH, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

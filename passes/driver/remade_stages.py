@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 from meshc.frontend.faults import phase as part
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.heard import Heard
-from meshc.passes.driver.run import run
+from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.in_stages import InStages
 from meshc.passes.recompute.remake import settled
@@ -82,6 +82,6 @@ class Remaking(Generic[Fitting]):
 
     def _uncut(self, step: Lowered, heard: Heard) -> Uncut:
         recomputed = run(replace(pipeline.RECOMPUTE, run=lambda _: step), self.step, heard.hook)
-        lowered = run(pipeline.MICROBATCH, recomputed, heard.hook)
+        lowered = run_all(pipeline.PARTS, recomputed, heard.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             return Uncut(lowered)

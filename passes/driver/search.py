@@ -273,8 +273,8 @@ class Search:
     def _uncut(self, request: Request) -> Uncut:
         placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
         partitioned = run(pipeline.PARTITION, placed, self.last.hook)
-        self._step = run_all((pipeline.GROW, pipeline.RECOMPUTE), partitioned, self.last.hook)
-        lowered = run(pipeline.MICROBATCH, self._step, self.last.hook)
+        self._step = run_all(pipeline.REMADE, partitioned, self.last.hook)
+        lowered = run_all(pipeline.PARTS, self._step, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             uncut = Uncut(lowered)
             self.tried += refused(uncut.shapes, request.count, uncut.gathered)

@@ -4,6 +4,7 @@
     p2, m2, v2 = adam(w2, g2, m2, v2, lr, ...)   becomes
     return w1: p1, ...                                return w1: w1, ...
 
+Of state that lies on the host, windows are fetched one after another (`fetch_ahead.py`), and each has an update of its own.
 An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards.
 """
 
@@ -19,6 +20,7 @@ from torch.fx.node import Argument, map_arg
 from meshc.ir import Record, is_getitem, records
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
+from meshc.passes.lower.fetch_ahead import turns
 from meshc.passes.phases.lowered import Lowered
 from meshc.private import OpOverload
 from meshc.program.program import Stage
@@ -32,13 +34,14 @@ def fuse_updates(lowered: Lowered) -> Lowered:
 def _fuse(stage: Stage) -> Stage:
     """Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
-    groups: dict[tuple[OpOverload, tuple[Argument, ...], object], list[Node]] = defaultdict(list)
+    groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
+    window = turns(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in MANY:
             operands = 1 + len(WRITTEN[node.target])
-            groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype)].append(node)
+            groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, window.get(node))].append(node)
     written: dict[Node, Argument] = {}
-    for (target, rest, _), members in groups.items():
+    for (target, rest, _, _), members in groups.items():
         operands = 1 + len(WRITTEN[target])
         columns = [[member.args[i] for member in members] for i in range(operands)]
         made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)

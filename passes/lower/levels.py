@@ -4,6 +4,9 @@ A node's level counts the collectives behind it. All nodes of a level run, then 
 waits for those that it reads. What runs by itself (updates in place, what depends on the microbatch's number, products whose memory is
 kept) is behind the nodes of its level too.
 
+A copy to the host or from there starts behind all that stands before it, and what stands behind it is of a later level: its place is that
+of memory.
+
 Gathers of stored parameters would all be of level 0, and the whole model in memory at once. They stand in windows (`windows.py`), one
 ahead of what is read: the level that first reads a window is later than all that stands before, and the window's gathers start before the
 level that reads the window before.
@@ -79,6 +82,9 @@ class _Levels:
             return self._gather(node, behind) if node in self.windows else max(self.floor - 1, behind)
         self._reads(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
         level = max(self.floor, behind)
+        if spmd.is_host_copy(node.target):
+            level = max(level, self.highest)
+            self.floor = level + 1
         if writes(node):
             level = max(level, self.highest)
             self.after |= dict.fromkeys(_memory(node), level + 1)

@@ -36,7 +36,7 @@ from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
 from meshc.program.packing import is_alone, pieces
 from meshc.program.program import Origin, Stage
-from meshc.runtime.comm import collectives, halo
+from meshc.runtime.comm import collectives, halo, host
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.accumulator import Accumulator
 
@@ -221,7 +221,7 @@ class _Writer:
                 self._wait_for(operand)
             self.source.label()
             self._line(node, f"w{number}")
-            self.source.label("" if spmd.is_collective(node.target) else node.name)
+            self.source.label("" if spmd.is_collective(node.target) or spmd.is_host_copy(node.target) else node.name)
             if node not in self.flying:
                 self._add(node)
             self._forget([*self.dying.pop(node, []), *([] if node in self.last else [node])])
@@ -258,6 +258,10 @@ class _Writer:
                 label = self.source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]
                 self.source.lines.append(f"{note}({label})")
             self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
+            self.flying.add(node)
+        elif spmd.is_host_copy(node.target):
+            start = self.source.bind(host.starters(self.device)[node.target], "g")
+            self.source.lines.append(f"{name} = {start}({', '.join(self.env[one] for one in node.all_input_nodes)})")
             self.flying.add(node)
         elif getattr(node.target, "boxed", False):  # it empties the list that it takes: what is read here for the last time goes meanwhile
             self.source.lines.append(f"box = {self.source.literal(node.args[0], self.env)}")

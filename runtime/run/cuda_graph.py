@@ -35,7 +35,9 @@ class Step(Protocol):
     def work(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
 
-def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False) -> str:
+def refusal(
+    device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False, uses_host: bool = False
+) -> str:
     """Why a program does not run as a CUDA graph; empty if it may."""
     if wanted is False:
         return "off: Options(cuda_graph=False)"
@@ -47,6 +49,8 @@ def refusal(device: torch.device, wanted: str | bool, mode: str, waits_on_device
         return "off: the process group's backend waits on the host (use nccl)"
     if in_stages:
         return "off: messages between pipeline stages are posted by the host"
+    if uses_host:
+        return "off: copies to the host go beside it on streams of their own"
     return ""
 
 

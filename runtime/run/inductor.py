@@ -66,7 +66,7 @@ def compile_regions(
         for node in nodes:
             env[node] = outer.create_node(
                 "call_function",
-                node.target if spmd.is_collective(node.target) or is_number(node) else codegen.function_of(node, device, stage.origin),
+                node.target if _is_the_ranks(node) else codegen.function_of(node, device, stage.origin),
                 torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,
@@ -75,6 +75,11 @@ def compile_regions(
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))
     return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own)
+
+
+def _is_the_ranks(node: Node) -> bool:
+    """Whether it is a rank's own: what moves values between ranks, or to the host and back, or says where the rank stands."""
+    return spmd.is_collective(node.target) or spmd.is_host_copy(node.target) or is_number(node)
 
 
 def _pieces(stage: Stage, known: Mapping[Node, int]) -> Iterator[tuple[bool, list[Node]]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from meshc.cost.memory import uses_host
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
@@ -84,7 +85,9 @@ class Session:
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
-        self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device, program.pipeline is not None)
+        in_stages, parks = program.pipeline is not None, uses_host(program)
+        self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device, in_stages, parks)
+        self._await_host = self.device.type == "cuda" and any(port.host for port in program.inputs)
         self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)
 
     # ------------------------------------------------------------------------------------------------------------------- inputs
@@ -179,6 +182,8 @@ class Session:
                 buffer.copy_(value)
         if self._written:
             self.store.mark_written(self._written)
+        if self._await_host:  # whoever reads state there does not know of streams
+            torch.cuda.current_stream(self.device).synchronize()
 
     def outputs(self, env: Mapping[str, torch.Tensor]) -> object:
         """The program's outputs, in the model's own structure."""

@@ -34,7 +34,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
 from meshc.program.program import Port
-from meshc.runtime.comm import layouts
+from meshc.runtime.comm import host, layouts
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
@@ -69,6 +69,7 @@ class Held:
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     stale: bool = False
     lags: bool = False
+    parked: bool = False
     seen: tuple[int, int] = (0, 0)
     memory: Tensor | None = None
 
@@ -347,9 +348,11 @@ class Store:
         ownership.own_model(model, holders_of_copies, self)
 
     def hold(
-        self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool
-    ) -> Held:
-        """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled."""
+        self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
+        parked: bool = False,
+    ) -> Held:  # fmt: skip
+        """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `parked`: its memory, and
+        that of its copy in torch's layout, is the host's."""
         strangers = sharding.split_axes() - set(self.mesh.names)
         if strangers or sharding.pending or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
@@ -361,17 +364,22 @@ class Store:
         if tile is None:
             local_tile = (0,) if there else layouts.local_shape(sharding, home.sizes)
             tile = torch.zeros(local_tile, dtype=dtype, device=self.device)
+        if parked:
+            tile = host.moved(tile, self.device)
         live = local = tile
         placements: tuple[Placement, ...] = ()
         if distributed:
             placements = layouts.torch_placements(sharding, home.mesh)
             local = home.to_chunk(tile, sharding)
             if not layouts.shares_memory(sharding, home.mesh):
-                local = local.clone(memory_format=torch.contiguous_format)
+                local = host.moved(local, self.device) if parked else local.clone(memory_format=torch.contiguous_format)
             stride = torch.empty(shape, device="meta").stride()
-            live = DTensor.from_local(local, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+            under = local.to("meta") if local.device.type != self.device.type else local  # torch would move it to the mesh's device
+            live = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+            live._local_tensor = local
         shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
         held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shared, home)
+        held.parked = parked
         held.lags = not distributed and isinstance(home, StageTransfers)
         if unfilled:
             adoption.mark_empty(local)
@@ -388,6 +396,9 @@ class Store:
             held = self.find(port.key)
             if held is None:
                 faults.append(f"    {port.name}: was not there when the model was first compiled")
+            elif port.kind == "state" and port.host != held.parked:
+                there, wanted = ("device", "host") if port.host else ("host", "device")
+                faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
             elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, self.mesh):
                 faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
         if faults:

@@ -273,7 +273,10 @@ def test_every_bad_line_is_shown() -> None:
         ("remat layers.*: cheap, layer", 21, "a remat line ends after its policy"),
         ("keep layers.0", 5, "a keep line names what modules return, with * for any text"),
         ("keep value:layers.0, value:layers.1", 19, "a keep line ends after the name of a value"),
-        ("offload state", 0, "lines that begin with offload are reserved"),
+        ("offload", 7, "an offload line names `state`, modules (`model.layers.*`) or what these return"),
+        ("offload params", 8, "params cannot lie on the host yet: `state` can"),
+        ("offload state: fc.weight", 13, "an offload line ends after its pattern"),
+        ("offload value:a, value:b", 15, "an offload line ends after its pattern"),
         ("pin op:lm_head/backwards: batch/dp", 7, "backwards is no phase (did you mean backward?)"),
         ("pin op:a/forward/mm/2: batch/dp", 7, "a pin of operators names MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR"),
         ("pin op:lm_head: batch/dp tp", 25, "separate what axes do by `,`"),
@@ -379,9 +382,7 @@ def test_reserved_words() -> None:
         with pytest.raises(PlanError, match=f"no axis may be called {word}: lines of plans begin with it"):
             Mesh(f"{word}=2")
         with pytest.raises(PlanError, match="this plan cannot be read"):
-            resolve(f"{word} layers", Mesh("dp=2"))
-    with pytest.raises(PlanError, match="lines that begin with offload are reserved"):
-        Plan({"dp": "batch", "offload": ["state"]})
+            resolve(f"{word} layers,", Mesh("dp=2"))
 
 
 def test_what_backward_makes_again_is_said_in_lines() -> None:
@@ -391,6 +392,17 @@ def test_what_backward_makes_again_is_said_in_lines() -> None:
     assert Plan({"remat": ["*: cheap", {"layers.3": "none"}], "keep": "value:layers.*.mlp", "dp": "batch"}) == plan
     assert plan.having(plan.axes) == plan and (plan + Plan("remat a: layer")).remats[2].policy == "layer"
     assert [plan.remats[1].covers(module) for module in ("layers.3", "layers.3.mlp", "layers.30", "layers")] == [True, True, False, False]
+
+
+def test_what_lies_on_the_host_is_said_in_lines() -> None:
+    plan = Plan("offload state\ndp: batch\noffload value:layers.*.mlp\noffload state lm_head.*\noffload layers.*")
+    assert str(plan) == "dp: batch\noffload state\noffload value:layers.*.mlp\noffload state lm_head.*\noffload layers.*"
+    assert Plan(str(plan)) == plan and plan.offloads[1].line == 3
+    assert Plan({"offload": ["state", "value:layers.*.mlp", "state lm_head.*", "layers.*"], "dp": "batch"}) == plan
+    assert plan.having(plan.axes) == plan and (plan + Plan("offload state a")).offloads[4].pattern == "a"
+    assert [plan.offloads[2].names(name) for name in ("lm_head.weight", "norm.weight")] == [True, False]
+    assert [plan.offloads[3].covers(module) for module in ("layers.3", "layers.3.mlp", "layers", "norm")] == [True, True, False, False]
+    assert str(resolve("offload state", Mesh("dp=2"))) == "dp: batch\noffload state"
 
 
 def test_an_axis_may_be_left_to_the_search_but_not_stages() -> None:

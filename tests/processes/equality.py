@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import meshc
+from meshc.cost import memory
+from meshc.runtime.comm import host
 from tests.models import FACTORIES, FLOAT32_INSIDE
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import device_mesh
@@ -24,7 +26,9 @@ class Sample:
     backend: str = "eager"
 
 
+PARKED = "offload *\noffload state"
 TWO = (
+    Sample("nanogpt", "dp_shard=2", PARKED),
     Sample("mlp", "dp=2", "zero2", "sgd", 2),
     Sample("vit", "tp=2", "megatron_sp"),
     Sample("resnet", "cp=2", "cp: height", "sgd"),
@@ -32,6 +36,7 @@ TWO = (
 MORE_OF_TWO = (
     Sample("nanogpt", "cp=2"),
     Sample("llama", "dp=2"),
+    Sample("llama", "tp=2", PARKED, microbatches=3),
     Sample("gpt2", "tp=2"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
 )
@@ -39,6 +44,7 @@ INDUCTOR = (
     Sample("mlp", "dp_shard=2", "fsdp", "sgd", 2, backend="inductor"),
 )
 MORE_OF_INDUCTOR = (
+    Sample("nanogpt", "dp_shard=2", PARKED, backend="inductor"),
     Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),
     Sample("nanogpt", "dp_shard=2", backend="inductor"),
     Sample("llama", "tp=2", "megatron_sp", backend="inductor"),
@@ -79,8 +85,13 @@ def check(sample: Sample) -> str:
         clip_grad_norm=1.0, microbatches=sample.microbatches,
     )  # fmt: skip
     options = meshc.Options(seed=SEED)
+    host.HELD.begin()
+    before = host.HELD.now
     program = meshc.compile(step, device_mesh(sample.mesh), plan=sample.plan, backend=sample.backend, options=options)
     losses = [program(**case.call_kwargs).item() for _ in range(2)]
+    parked = host.HELD.most - before
+    wanted_there = memory.worst(program.compiled).host
+    assert parked >= wanted_there and parked <= 1.02 * wanted_there, (sample, parked, wanted_there)
     state = program.state_dict(full=True)
     if dist.get_rank():
         return ""

@@ -1,0 +1,63 @@
+"""The host: what lies there is copied to the device before anything is computed of it, and only copies lie there.
+
+    m: "f32[8, 4] host" = "state:w/exp_avg"
+    h: "f32[8, 4]" = aten.mul.Tensor(m, 2)             refused: m lies on the host
+    d: "f32[8, 4]" = from_host(m)
+    back: "f32[8, 4] host" = to_host(h, m)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.ir import spmd
+from meshc.ir.keys import Kind, is_a
+from meshc.program.program import Stage
+from meshc.text.allowed import spelling
+
+MAY: Final[tuple[Kind, ...]] = ("state", "flow", "saved")
+"""Kinds of keys under which something may come into a stage, or leave it, on the host."""
+
+
+def faults(stage: Stage) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it). The stage's lines are sound in themselves."""
+    keys = stage.keys()
+    over: dict[Node, Node] = {}
+    for node in stage.graph.nodes:
+        if node.op == "call_function" and (gone := next((one for one in node.all_input_nodes if one in over), None)) is not None:
+            yield node.name, f"{node.name} = {spelling(node.target)}(...): it reads {gone}, and {over[gone]} above has copied over it"
+        if node.target is spmd.to_host:
+            over |= dict.fromkeys(node.all_input_nodes[1:], node)
+        if node.op == "placeholder" and ir.record(node).host and not is_a(keys[node], *MAY):
+            yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the host; {', '.join(MAY)} can"
+        if node.op == "call_function" and (why := _why_not(node)):
+            yield node.name, f"{node.name} = {spelling(node.target)}(...): {why}"
+    for key, value in stage.results().items():
+        if isinstance(value, Node) and _there(value) and not is_a(key, *MAY):
+            yield f"return {key}", f"{key} leaves as {value}, which lies on the host: from_host({value}) is on the device"
+
+
+def _why_not(node: Node) -> str:
+    read, there = node.all_input_nodes, list[bool]()
+    if node.target is spmd.to_host:
+        there = [False, True]
+        if any(one.op != "placeholder" for one in read[1:]):
+            return f"{read[1]} is no place to copy to: that is what enters the stage as state"
+        if not _there(node):
+            return "what it makes lies on the host, which its type does not say"
+    else:
+        if any(one.host for one in ir.records(node)):
+            return "its type says that it lies on the host, where only to_host makes values"
+        there = [node.target is spmd.from_host] * len(read)
+    for operand, host in zip(read, there, strict=False):
+        if _there(operand) != host:
+            return f"it reads {operand}, which lies on the {'device' if host else 'host: from_host copies it to the device'}"
+    return ""
+
+
+def _there(node: Node) -> bool:
+    return any(one.host for one in ir.records(node)) if ir.has_record(node) else False

@@ -1,0 +1,159 @@
+"""Fetch ahead: copies from the host start as long before they are read as they take, and those to the host as soon as they can.
+
+    a = from_host(p)  g = mm(x, a)  h = f(g)  b = from_host(q)  k = mm(h, b)
+  becomes, where b takes what f does
+    a = from_host(p)  g = mm(x, a)  b = from_host(q)  h = f(g)  k = mm(h, b)
+
+Copies in one direction go one after another, so each has to be done when the next begins: from the last reader backwards that gives the
+latest start of each. What has come and is not read yet takes memory: it is a window at most (`windows.py`), or what one reader needs,
+beside what that one waits for. Nothing is fetched in forward. Updates of parked state are one for each window (`fuse_updates.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import copy_seconds
+from meshc.cost.operators import seconds
+from meshc.errors import CompileError
+from meshc.ir import has_record, local_bytes, record, records, spmd
+from meshc.ir.regions import writes
+from meshc.ops.optim import MANY
+from meshc.passes.lower.exposed import exposed
+from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.phases.lowered import Lowered
+
+
+def fetch_ahead(lowered: Lowered) -> Lowered:
+    """Reorders each stage; values do not change. A note says what of the copies cannot be hidden on the mesh's device."""
+    device = for_mesh(lowered.mesh)
+    for stage in lowered.stages.values():
+        fetched(stage.graph, device)
+    _refuse_to_send(lowered)
+    said = "" if device.host is None else exposed(lowered, device)
+    return lowered.noting(said) if said else lowered
+
+
+def _refuse_to_send(lowered: Lowered) -> None:
+    """What lies on one rank's host is not sent to another's."""
+    sent = {key for keys in lowered.pipeline.messages.values() for key in keys} if lowered.pipeline is not None else set()
+    for stage in lowered.stages.values():
+        for key, value in stage.results().items() if sent else ():
+            if key in sent and record(value).host:
+                found = record(value)
+                raise CompileError(
+                    f"{value.name} at {found.source} lies on the host by `{found.reason}`, and another pipeline stage reads it\n"
+                    "  what to do: name fewer modules in that line, or let a stage begin at another module (Options(pp_splits=...))"
+                )
+
+
+def fetched(graph: Graph, device: Device, limit: int | None = None) -> None:
+    """A graph in place. `limit`: bytes of a window, if not as many as there are in an eighth of what is fetched."""
+    _put_back(graph)
+    fetches = _fetches(graph)
+    if fetches:
+        _start(graph, fetches, device, _window(fetches) if limit is None else limit)
+        graph.lint()
+
+
+def turns(graph: Graph, limit: int | None = None) -> dict[Node, int]:
+    """Of each update that reads parked state, the number of its window."""
+    limit = _window(_fetches(graph)) if limit is None else limit
+    found: dict[Node, int] = {}
+    number = filled = 0
+    for node in graph.nodes:
+        size = sum(map(_bytes, _of(node.all_input_nodes))) if node.op == "call_function" and node.target in MANY else 0
+        if filled and filled + size > limit:
+            number, filled = number + 1, 0
+        if size:
+            filled += size
+            found[node] = number
+    return found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Copies that one reader waits for first, and where it stands."""
+
+    nodes: Sequence[Node]
+    reader: int
+    size: int
+    takes_s: float
+
+
+def _fetches(graph: Graph) -> list[Node]:
+    return [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users]
+
+
+def _of(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.target is spmd.from_host]
+
+
+def _bytes(node: Node) -> int:
+    return local_bytes(record(node))
+
+
+def _window(fetches: Iterable[Node]) -> int:
+    return min(WINDOW, max(LEAST, sum(map(_bytes, fetches)) // WINDOWS))
+
+
+def _put_back(graph: Graph) -> None:
+    """Each copy to the host behind what makes its operand, or has written it, and behind what reads its place."""
+    for node in graph.find_nodes(op="call_function", target=spmd.to_host):
+        operand, *place = node.args
+        if not place:
+            continue
+        before = [operand, *(user for user in operand.users if writes(user)), *_of(place[0].users)]
+        last = max(one for one in before if one.op == "call_function")
+        if last.next is not node:
+            last.append(node)
+
+
+def _start(graph: Graph, fetches: Sequence[Node], device: Device, limit: int) -> None:
+    moving = set(fetches)
+    nodes = [node for node in graph.nodes if node not in moving]
+    place = {node: index for index, node in enumerate(nodes)}
+    times, now = [], 0.0
+    for node in nodes:
+        times.append(now)
+        now += seconds(node, device) if node.op == "call_function" else 0.0
+    late = (place[node] for node in nodes if node.op == "call_function" and has_record(node) and records(node)[0].phase != "forward")
+    groups = _groups(fetches, place, device)
+    earliest = min([next(late, groups[0].reader), groups[0].reader])
+    starts: list[float] = []
+    due = now
+    for group in reversed(groups):
+        due = min(times[group.reader], due) - group.takes_s
+        starts.insert(0, due)
+    for index, (group, start_s) in enumerate(zip(groups, starts, strict=True)):
+        least = max([earliest, *(place[one] + 1 for node in group.nodes for one in node.all_input_nodes), _read(groups, index, limit)])
+        at = min(group.reader, max(least, bisect_right(times, start_s) - 1))
+        while nodes[at].op == "placeholder":
+            at += 1
+        for node in group.nodes:
+            nodes[at].prepend(node)
+
+
+def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> list[_Group]:
+    found: dict[int, list[Node]] = {}
+    for node in fetches:
+        found.setdefault(min(place[user] for user in node.users), []).append(node)
+    return [
+        _Group(found[reader], reader, sum(map(_bytes, found[reader])), sum(copy_seconds(_bytes(node), device) for node in found[reader]))
+        for reader in sorted(found)
+    ]
+
+
+def _read(groups: Sequence[_Group], index: int, limit: int) -> int:
+    """The reader of the group that has to be read before this one starts, so that no more than a window waits."""
+    filled = groups[index].size
+    for before in range(index - 1, -1, -1):
+        filled += groups[before].size
+        if filled > limit:
+            return groups[before].reader
+    return 0

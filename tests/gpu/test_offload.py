@@ -1,0 +1,42 @@
+"""State and activations on the host of one GPU: the losses of the step without, and less memory. Needs a GPU; nothing else does."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshc
+from tests import models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29612", RANK="0", WORLD_SIZE="1")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def test_losses_and_state_are_those_of_the_step_without(mesh):
+    case = models.FACTORIES["nanogpt"]()
+    case.model.cuda()
+    inputs = {key: value.cuda() for key, value in case.call_kwargs.items()}
+    found = []
+    for plan in (None, "offload state\noffload *"):
+        model = copy.deepcopy(case.model)
+        step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss=case.loss, clip_grad_norm=1.0)
+        program = meshc.compile(step, mesh, kwargs=inputs, plan=plan)
+        losses = [float(program(**inputs)) for _ in range(5)]
+        found.append((losses, program.state_dict(full=True)))
+    (plain, state), (parked, there) = found
+    assert plain == pytest.approx(parked, rel=1e-5)
+    for name, value in state["model"].items():
+        torch.testing.assert_close(there["model"][name], value, rtol=1e-4, atol=1e-6)
