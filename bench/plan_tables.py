@@ -3,7 +3,12 @@
     python bench/plan_tables.py                                       # all rows, those that are in bench/results/plan-tables.json left out
     python bench/plan_tables.py --models llama-8b gpt2-xl --meshes 8 64
     python bench/plan_tables.py --anew --models llama-8b              # measured again
+    python bench/plan_tables.py --limit 120                           # of a row that takes more CPU seconds it is kept that it does
+    python bench/plan_tables.py --retry                               # rows that were not measured, for the limit or an error, once more
     python bench/plan_tables.py --write                               # and docs/planner.md carries what is there
+
+Rows are measured one after another, and each is kept as soon as it is there: a run that was stopped goes on where it was, under the same
+command. A row that fails, or takes too long, is a row that says so, and the next one is measured.
 
 A row is a model, a mesh and a number of tokens: 64 x 8192 a step (4096 ranks: 512 x 8192), or the shorter sequences that the model takes,
 and a smaller step that fits without recomputation. Every recipe and combination of recipes is weighed under the same memory; the best of
@@ -20,9 +25,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +136,7 @@ class Row:
     gap       per cent that a better choice could save at most, by the model;  least_gb  where nothing fits: what the least holds
     choices_s CPU seconds of the search's choices;  search_s  with the candidates that it did not take;  all_s  of the row
     lowered   candidates that went through all passes;  left_out  recipes that did not
-    off       the least and the most that the clock was of the estimate
+    off       the least and the most that the clock was of the estimate;  measured  whether the row came to its end
     """
 
     model: str
@@ -140,7 +148,7 @@ class Row:
     taken: str
     gap: float | None
     holds_gb: float | None
-    search_s: float
+    search_s: float | None
     all_s: float
     said: str = ""
     least_gb: float | None = None
@@ -148,6 +156,27 @@ class Row:
     lowered: int | None = None
     left_out: int | None = None
     off: tuple[float, float] | None = None
+    measured: bool = True
+
+
+class OverLimit(BaseException):
+    """A row has taken more CPU seconds than it may. No error that the compiler might take for one of the model's."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises OverLimit in what runs under it after so many CPU seconds."""
+
+    def stop(*_: object) -> None:
+        raise OverLimit
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, 0 if seconds == inf else seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def device_of(mesh: str) -> Device:
@@ -178,6 +207,21 @@ class Rows:
             optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
             self._planners[key] = Planner(meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0), (), inputs)
         return self._planners[key]
+
+    def row(self, size: str, small: bool, limit: float) -> Row:
+        """What is measured within so many CPU seconds, or why there is nothing."""
+        start = time.process_time()
+        try:
+            with limited(limit):
+                return self.measure(size, small)
+        except OverLimit:
+            said = f"not within {limit:.0f} CPU seconds"
+            self._planners.clear()  # it may have been in the middle of anything
+        except Exception as error:  # a row of the table: the others are worth having
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sequences, tokens = self.step(size, small)
+        spent = time.process_time() - start
+        return Row(self.name, size, f"{sequences} x {tokens}", "", None, None, "", None, None, None, spent, said, measured=False)
 
     def measure(self, size: str, small: bool) -> Row:
         start = time.process_time()
@@ -241,10 +285,10 @@ def _estimate(one: Weighed | None) -> float:
     return 0.0 if one is None or one.estimated is None else one.estimated
 
 
-def rows_of(name: str, asked: list[tuple[str, bool]]) -> Iterator[Row]:
+def rows_of(name: str, asked: list[tuple[str, bool]], limit: float) -> Iterator[Row]:
     rows = Rows(name)
     for size, small in asked:
-        yield rows.measure(size, small)
+        yield rows.row(size, small, limit)
 
 
 def table(rows: list[Row]) -> str:
@@ -287,14 +331,18 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--steps", nargs="+", choices=("large", "small"), default=["large", "small"])
     parser.add_argument("--anew", action="store_true", help="also rows that are there")
+    parser.add_argument("--retry", action="store_true", help="also rows that say why they were not measured")
+    parser.add_argument("--limit", type=float, default=inf, metavar="SECONDS", help="CPU seconds that a row may take; default: any")
     parser.add_argument("--write", action="store_true", help="docs/planner.md carries all rows that are there")
     asked = parser.parse_args()
     rows = kept()
     for name in asked.models:
         steps = [(size, step == "small") for step in asked.steps for size in asked.meshes]
-        left = [(size, small) for size, small in steps if asked.anew or _key(name, size, small) not in rows]
-        for (size, small), row in zip(left, each_in_a_process(rows_of, name, left), strict=True):
-            rows[_key(name, size, small)] = row
+        there = {key for key, row in rows.items() if not asked.anew and (row.measured or not asked.retry)}
+        left = [(size, small) for size, small in steps if _key(name, size, small) not in there]
+        for (size, small), row in zip(left, each_in_a_process(rows_of, name, left, asked.limit), strict=True):
+            if row.measured or not rows.get(_key(name, size, small), row).measured:
+                rows[_key(name, size, small)] = row
             print(_key(name, size, small), asdict(row), flush=True)
             KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
     order = [f"{name} {size} {step}" for name in MODELS for size in MESHES for step in ("large", "small")]

@@ -47,8 +47,6 @@ from meshc.plan.weighed import Weighed
 
 BEST: Final = 3
 """Choices of one search that go through all passes."""
-KNOWN: Final = 8
-"""Of its choices, the cheapest first, those that are played."""
 ROUNDS: Final = 3
 """Searches, each for a smaller budget, until a program keeps it."""
 RECIPES: Final = 3
@@ -137,20 +135,26 @@ class _Finding:
         asked: dict[float, list[Found]] = {}
         for counts in PARTS:
             asked[counts] = self._solved(counts, False, self._most())
-            if asked[counts] and self.judge.far_from_known(_played(asked[counts][0])):
-                break
+            if not asked[counts] or self.judge.far_from_known(_played(asked[counts][0])):
+                break  # what does not fit by the model does not by any objective
         for counts in sorted(asked, key=lambda counts: _played(asked[counts][0]) if asked[counts] else 0.0):
-            try:
-                self._find(counts, False, asked[counts])
-            except Unequal:
-                self._find(counts, True, self._solved(counts, True, self._most()))
+            self._try(counts, asked[counts])
+        if not asked[ALL] and self.judge.best is not None:  # programs hold less than the model thought
+            for counts in PARTS[1:]:
+                self._try(counts, self._solved(counts, False, self.within))
+
+    def _try(self, counts: float, some: Sequence[Found]) -> None:
+        try:
+            self._find(counts, False, some)
+        except Unequal:
+            self._find(counts, True, self._solved(counts, True, self._most()))
 
     def _objective(self, counts: float, near: bool) -> Search:
         """`near`: the layers beside those that were not captured are held to decide as these. Else the first or the last may come to lie
         otherwise than those that the others are grown from."""
         if near and self._near is None:
             start = time.process_time()
-            self._near = replace(self.search, near=True)
+            self._near = self.search.holding()
             self.solved_s += time.process_time() - start
         plain = self._near if near and self._near is not None else self.search
         return plain if counts == ALL else plain.hiding(counts)
@@ -164,6 +168,7 @@ class _Finding:
         within = self._most() if self.within is None else self.within
         if within is not None and some and all(found.certificate.held > within for found in some):
             some = self._solved(counts, near, within)
+        too_little = -inf if within is None or some else within
         for _ in range(ROUNDS + judge.apart):
             tried: list[tuple[float, float]] = []
             if not some and within is not None and self.least() is not None:
@@ -189,12 +194,14 @@ class _Finding:
                 return
             least, modelled = min(tried, key=lambda one: one[0] - one[1])
             self.within = within = judge.budget * modelled / least if least < modelled else judge.budget - (least - modelled)
+            if within <= too_little:
+                return
             some = self._solved(counts, near, within)
 
     def _solved(self, counts: float, near: bool, within: float | None) -> list[Found]:
         """Of the choices that the search knows those first that are estimated to be fastest."""
         start = time.process_time()
-        some = self._objective(counts, near).found(within)[:KNOWN]
+        some = self._objective(counts, near).found(within)
         self.solved_s += time.process_time() - start
         if some and counts == ALL:
             self.certificate = some[0].certificate
@@ -225,11 +232,18 @@ class _Finding:
         if least is not None and least not in tried:
             judge.dropped = [one for one in judge.dropped if one.name != least.name]
             judge.weigh(least.weighed, under(self.placed, least.plan))
-        for within in (self.least(), None) if judge.best is None else ():
-            for found in self._solved(ALL, False, within)[:1]:
-                placed = with_text(self.placed, self.axes, found.choices)
-                with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
-                    judge.weigh(_weighed(FOUND, placed, found), placed, near=False)
+        for found in (*self._smallest(), *self._solved(ALL, False, None)) if judge.best is None else ():
+            if (False, found.options) in self.picks:
+                continue
+            placed = with_text(self.placed, self.axes, found.choices)
+            with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
+                judge.weigh(_weighed(FOUND, placed, found), placed, near=False)
+
+    def _smallest(self) -> Sequence[Found]:
+        """The choice that holds least by the model, if it is known."""
+        if self.search.smallest is not None:
+            return [self.search.smallest]
+        return self._solved(ALL, False, self.least())[:1]
 
     # ------------------------------------------------------------------------------------------------------------------------ answers
 

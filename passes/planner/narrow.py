@@ -48,10 +48,10 @@ class Narrowed:
     whole: Ascent
 
 
-def narrow(weighed: Weighed, left: Sequence[Numbers], known: Iterable[Pick] = ()) -> Narrowed:
-    """From choices that are known, if any are."""
-    picks = {pick: weighed.seconds(pick) for pick in known}
-    whole = ascent = Ascent(weighed, left)
+def narrow(weighed: Weighed, left: Sequence[Numbers], known: Iterable[Pick] = (), begun: Narrowed | None = None) -> Narrowed:
+    """From choices that are known, if any are; with `begun` from the choice and the messages that another objective has led to."""
+    picks = {pick: weighed.seconds(pick) for pick in (*known, *([] if begun is None else [begun.pick]))}
+    whole = ascent = Ascent(weighed, left, None if begun is None else begun.whole)
     bound = -np.inf
     for _ in range(ROUNDS):
         for _ in range(SWEEPS):

@@ -41,6 +41,8 @@ ALL_OF: Final = 3
 """Axes of which every option of every decision is known. Of more it is those around a plan, then around what is found, and so on,"""
 STEPS: Final = 6
 """so often. (Within a budget with small linear programs, and only at the end with all.)"""
+ANSWERS: Final = 8
+"""Choices that a search within a budget answers with at most."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class Search:
         self.everything = [np.arange(len(own)) for own in self.model.own]
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: Narrowed | None = None
+        self.smallest: Found | None = None
+        """The choice that holds least, where it had to be looked for."""
+        self._begun: Narrowed | None = None
+        """What another question about the same choices has come to."""
 
     def _step(self, best: Callable[[], Pick]) -> None:
         """Around what is best around what was best before, until that is the same."""
@@ -117,7 +123,7 @@ class Search:
             self._survey(lambda decision: found[decision.key])  # noqa: B023
 
     def found(self, budget: float | None = None) -> list[Found]:
-        """Choices that hold no more than the budget by the model, the cheapest first; none where none was found."""
+        """Choices that hold no more than the budget by the model, the cheapest ANSWERS first; none where none was found."""
         free = self._unbounded()
         if budget is None or self.held(free.pick) <= budget:
             return [self._with_certificate(free.pick, free.bound, budget)]
@@ -126,10 +132,12 @@ class Search:
             near._step(lambda: near._nearest(near._within(budget, near=True)[0], budget))
         picks, bound = near._within(budget)
         if not any(near.held(one) <= budget for one in picks):
-            picks = [*picks, least(near.model, near.memory, near.everything, picks).best]
+            smallest = least(near.model, near.memory, near.everything, picks).best
+            self.smallest, picks = near._with_certificate(smallest, bound, budget), [*picks, smallest]
         fitting = [one for one in picks if near.held(one) <= budget]
         self.least = near.least
-        return [near._with_certificate(one, bound, budget) for one in sorted(fitting, key=lambda one: (near.model.seconds(one), one))]
+        best = sorted(fitting, key=lambda one: (near.model.seconds(one), one))[:ANSWERS]
+        return [near._with_certificate(one, bound, budget) for one in best]
 
     def _within(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
         """`near`: whether one small linear program will do."""
@@ -140,11 +148,21 @@ class Search:
         return min(picks, key=lambda one: (max(self.held(one), budget), self.model.seconds(one), one))
 
     def hiding(self, part: float = overlap.HIDDEN) -> Search:
-        """The same search, in which what can be hidden behind computing counts for this part of its price."""
+        """The same search, in which what can be hidden behind computing counts for this part of its price. It begins where this one has
+        come to."""
         other = copy(self)
         other._hidden, other.model = part, overlap.hiding(self.plain, part)
         other.memory = Memory(other.model, self.placed)
-        other._free = None
+        other._begun, other._free = self._free, None
+        return other
+
+    def holding(self) -> Search:
+        """The same search, in which layers beside those that were not captured decide as these."""
+        if self.some:
+            return replace(self, near=True)
+        other = copy(self)
+        other.near = True
+        other._build(self.space)
         return other
 
     @property
@@ -175,7 +193,7 @@ class Search:
 
     def _unbounded(self) -> Narrowed:
         if self._free is None:
-            self._free = closed(narrow(Weighed(self.model, self.memory), self.everything, self._known))
+            self._free = closed(narrow(Weighed(self.model, self.memory), self.everything, self._known, self._begun))
         return self._free
 
 

@@ -20,7 +20,7 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.played import played_seconds
-from meshc.passes.planner.search import Search
+from meshc.passes.planner.search import Found, Search
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
 from tests import models
@@ -109,6 +109,22 @@ def test_nothing_fits_and_what_would() -> None:
     assert lines[2].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[2]
 
 
+def test_what_fits_by_no_choice_is_asked_by_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float | None, float | None]] = []
+    real = Search.found
+
+    def noted(search: Search, budget: float | None = None) -> list[Found]:
+        asked.append((search._hidden, budget))
+        return real(search, budget)
+
+    monkeypatch.setattr(Search, "found", noted)
+    captured = Captured(models.mlp(width=400, batch=8), train=True, double=False)
+    with pytest.raises(PlanError):
+        captured.program("dp=4", "auto", **adam(captured), memory_budget=1000)
+    assert asked[0] == (None, 1000.0) and {hidden for hidden, _ in asked} == {None}
+    assert [budget for _, budget in asked if budget is not None].count(1000.0) == 1
+
+
 @pytest.mark.broad
 def test_more_microbatches_are_advised_where_they_would_do() -> None:
     captured = Captured(models.mlp(batch=64), train=True, double=False)
@@ -131,6 +147,16 @@ def test_a_price_by_the_model_is_that_of_what_propagate_decides() -> None:
     assert search.model.seconds(pick) == pytest.approx(alone.certificate.seconds)
     assert search.held(pick) == pytest.approx(alone.certificate.held)
     assert found.certificate.seconds <= search.model.seconds(pick)
+
+
+def test_another_objective_that_begins_with_the_first_ones_answer_comes_to_the_same() -> None:
+    placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: auto\ntp: auto")
+    cold, warm = (Search(placed, device("h100"), ["dp", "tp"]) for _ in range(2))
+    first = warm.found()[0]
+    for part in (0.5, 0.1):
+        (one,), (other,) = cold.hiding(part).found(), warm.hiding(part).found()
+        assert one.certificate.seconds == pytest.approx(other.certificate.seconds, rel=1e-6)
+        assert other.certificate.bound <= other.certificate.seconds <= warm.hiding(part).model.seconds(first.pick)
 
 
 def test_what_can_be_hidden_counts_as_far_as_it_is_waited_for() -> None:
