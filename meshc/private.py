@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch._higher_order_ops.flex_attention import math_attention
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec
 
@@ -95,6 +96,7 @@ NAMES: Final[Mapping[str, str]] = {
     "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "lazy_graph_modules": "torch.fx._lazy_graph_module:_use_lazy_graph_module",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "TreeSpec": "torch.utils._pytree:TreeSpec",
 }  # fmt: skip

@@ -26,7 +26,7 @@ from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import observed, unchecked
 from meshc.frontend.sources import source_of
-from meshc.frontend.spared import apart, unasked, unguarded
+from meshc.frontend.spared import apart, unasked, unguarded, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.symbols import Symbols
 from meshc.ir import trees
@@ -223,6 +223,7 @@ def torch_graph(
         _dynamo_settings(),
         apart(),
         unasked(),
+        unwritten(),
         untraceable.said_once(),
     ):
         try:
@@ -362,6 +363,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
         stack.enter_context(tracing(TracingContext(traced.fake_mode)))
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(_dynamo_settings())
+        stack.enter_context(unwritten())
         stack.enter_context(trees.known())
         stack.enter_context(untraceable.said_once())
         try:

@@ -4,6 +4,7 @@
                   limits that a caller sets to sizes, of which meshc sets none, and throws them away
     answers       to questions that do not come up, for which Dynamo reads or imports much: of which function each line is (for logs; it
                   takes whole files apart), all its backends, Inductor, DTensor's experiments
+    texts         Python code of each graph on its way, which torch writes and compiles so that the graph could be called
     a fresh start export begins by forgetting all that Dynamo has compiled in this process, the user's own functions too, which would then
                   be compiled again; a trace reads none of it, but for what sizes an earlier call of the traced code had
     collections   Python looks for garbage each 700 objects, and now and then among all that the process has imported; a compilation makes
@@ -50,6 +51,15 @@ def unasked() -> Iterator[None]:
         mock.patch.object(graph_region_tracker, "InputPickler", lambda: _Later(made)),
         mock.patch.object(LocalMapWrappedHigherOrderVariable, "should_wrap_in_hop", wraps_if_any),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def unwritten() -> Iterator[None]:
+    """Around one trace: code of graphs is written when somebody calls or reads it."""
+    from meshc.private import lazy_graph_modules
+
+    with lazy_graph_modules(True):
         yield
 
 

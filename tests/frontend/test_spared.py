@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +65,16 @@ def test_what_nobody_asks_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_asked_all_the_same_is_answered() -> None:
     with unasked():
         assert graph_region_tracker.InputPickler().dumps((1, "a"))
+
+
+def test_no_code_is_written_for_graphs_that_nobody_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[object] = []
+    python_code = torch.fx.Graph.python_code
+
+    def counted(self: torch.fx.Graph, *args: Any, **named: Any) -> object:
+        written.append(self)
+        return python_code(self, *args, **named)
+
+    monkeypatch.setattr(torch.fx.Graph, "python_code", counted)
+    meshc.compile(nn.Linear(4, 8), meshc.Mesh("dp=2"), args=(torch.ones(2, 4),))
+    assert len(written) <= 4  # Dynamo's, of its own graph; twelve are written otherwise
