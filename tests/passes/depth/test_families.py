@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshc
+from meshc.errors import CompileError
 from tests.passes.depth.texts import text_of
 from tests.zoo.stock import STOCK
 
@@ -86,6 +87,34 @@ def test_two_depths(name: str, number: int, train: bool) -> None:
 )
 def test_pipelines_microbatches_and_clipping(name: str, mesh: str, step: dict[str, Any]) -> None:
     assert compare(name, FAMILIES[name][0], mesh, **step)
+
+
+CLIPPED: Final = {"clip_grad_norm": 1.0, "microbatches": 2}
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("llama", "gpt2")])
+def test_microbatches_and_clipping_with_and_without_a_pipeline(name: str, mesh: str) -> None:
+    assert compare(name, FAMILIES[name][0], mesh, **CLIPPED)
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inference_over_a_pipeline(name: str) -> None:
+    assert compare(name, FAMILIES[name][0], "pp=2,tp=2", train=False)
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_what_cannot_be_cut_is_refused_alike(mesh: str) -> None:
+    """ResNet's norms mix the batch."""
+    said: list[str] = []
+    for depth in ("whole", "auto"):
+        with pytest.raises(CompileError, match="normalization mixes the whole batch, so the batch cannot be cut") as raised:
+            compiled("resnet_stock", WHOLE["resnet_stock"], depth, mesh, train=True, **CLIPPED)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
 
 
 @pytest.mark.broad
