@@ -19,7 +19,7 @@ What the clock assumes: a rank has one link, on which collectives go one after a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,6 +30,7 @@ from meshc.cost.links import collective_seconds, copy_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import local_bytes, record, spmd
 from meshc.ir.mesh import Mesh
+from meshc.program.parking import awaited
 
 HOST: Final = "host"
 """What communication with the host goes by, beside axes."""
@@ -77,6 +78,7 @@ def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, fl
     """The seconds of one run, and the clock that was told of it."""
     clock, compute = Clock(arriving, device.contention), 0.0
     communication: dict[str, float] = {}
+    before = awaited(graph.nodes)
     for node in graph.nodes:
         if node.op == "call_function" and spmd.is_collective(node.target):
             takes = collective_seconds(node, mesh, device)
@@ -86,7 +88,7 @@ def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, fl
         elif node.op == "call_function" and spmd.is_host_copy(node.target):
             takes = copy_seconds(local_bytes(record(node)), device)
             communication[HOST] = communication.get(HOST, 0.0) + takes
-            clock.copy(node, takes, device)
+            clock.copy(node, takes, device, before.get(node, ()))
         else:
             takes = seconds(node, device)
             compute += takes
@@ -120,11 +122,14 @@ class Clock:
         self._read(node)
         self._free = self._ready[node] = max(self._now, self._free) + takes
 
-    def copy(self, node: Node, takes: float, device: Device) -> None:
-        """To the host or from there."""
+    def copy(self, node: Node, takes: float, device: Device, before: Collection[Node] = ()) -> None:
+        """To the host or from there. `before`: copies that have to be done when it starts."""
         if device.host is None:
             return self.compute(node, takes)
         self._read(node)
+        for earlier in before:
+            if earlier in self._copied:
+                self._await(earlier)
         self._lanes[node.target] = self._copied[node] = max(self._now, self._lanes.get(node.target, 0.0)) + takes
         return None
 

@@ -3,9 +3,9 @@
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
 share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
 buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted, nor what a compiled
-region never has in memory (`fused.py`). What lies on the host is counted apart, by the same walk; a copy to it
-counts as made when it starts. A message between pipeline stages counts on its sender until the last instruction there that reads
-it, as if it had left by then; gloo keeps it until the update.
+region never has in memory (`fused.py`). What lies on the host is counted apart, by the same walk; what is copied there
+is on the device until the copy has been waited for (`program/parking.py`). A message between pipeline stages counts on its sender until the
+last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
 from meshc.ops.optim import WRITTEN
 from meshc.pipelining.cut import slot
-from meshc.program import packing
+from meshc.program import packing, parking
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.bundle import is_copy
 from meshc.program.program import RUNS, PlainProgram, Port, Stage
@@ -237,10 +237,22 @@ class Walk:
                 self.size[node] = _made_bytes(node, whole, host) if made else 0
             for operand in node.all_input_nodes:
                 self.last[self.home[operand]] = position
+        self._copied()
         self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
         self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
         kept = [node for whole, node in first.items() if sharing.KEPT in words(whole)]
         self.kept = [*kept, *(node for node in self.nodes if sharing.KEPT in words(node) and node not in joined)]
+
+    def _copied(self) -> None:
+        """What is copied to the host is there until the copy has been waited for."""
+        place = {node: index for index, node in enumerate(self.nodes)}
+        waits = parking.ends(self.nodes)
+        for node in self.nodes:
+            if node.target is spmd.to_host:
+                readers = [place[user] for user in node.users if user.op != "output"]
+                until = min([*readers, place[waits[node]] if node in waits else len(self.nodes) - 1])
+                home = self.home[node.args[0]]
+                self.last[home] = max(self.last[home], until)
 
     def peak(self, freed: Mapping[str, int], summed: bool) -> tuple[Peak, dict[str, int]]:
         """The peak inside the stage, and the bytes of each value that it makes and another may read.

@@ -93,15 +93,12 @@ def from_host(x: Tensor, device: torch.device) -> Pending:
 
 def _beside(source: Tensor, target: Tensor, device: torch.device, direction: str) -> Pending:
     if device.type == "cpu":
-        return Pending(target.copy_(source))
+        return Pending(target.copy_(source), held=source)
     stream = _stream(direction, device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        for tensor in (source, target):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-    return Pending(target, (_Copied(stream),))  # what is copied is the stream's until then, and nobody's here
+    return Pending(target, (_Copied(stream),), held=source)  # until the current stream has waited no other value gets its memory
 
 
 def starters(device: torch.device) -> Mapping[object, Callable[..., Pending]]:

@@ -27,7 +27,7 @@ from torch.fx.node import Argument
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import MeshcError
-from meshc.ir import record, spmd
+from meshc.ir import has_record, record, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
@@ -35,6 +35,7 @@ from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
 from meshc.program.packing import is_alone, pieces
+from meshc.program.parking import awaited
 from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo, host
 from meshc.runtime.comm.groups import Groups
@@ -176,6 +177,7 @@ class _Writer:
         self.source = Source()
         self.env: dict[Node, str] = {}
         self.flying: set[Node] = set()
+        self.awaited = awaited(node for node in stage.graph.nodes if has_record(node))
         self.pieces = pieces(stage.graph)
         self.memory: dict[Node, str] = {}
         """Memory that several values are made in, by the `cat` that joins them."""
@@ -260,6 +262,8 @@ class _Writer:
             self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
             self.flying.add(node)
         elif spmd.is_host_copy(node.target):
+            for earlier in self.awaited.get(node, ()):
+                self._wait_for(earlier)
             start = self.source.bind(host.starters(self.device)[node.target], "g")
             self.source.lines.append(f"{name} = {start}({', '.join(self.env[one] for one in node.all_input_nodes)})")
             self.flying.add(node)

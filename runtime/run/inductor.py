@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshc import ops
 from meshc.check.guards import is_guarded
-from meshc.ir import is_getitem, spmd
+from meshc.ir import is_getitem, record, set_record, spmd
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
@@ -71,6 +71,8 @@ def compile_regions(
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,
             )
+            if spmd.is_host_copy(node.target):
+                set_record(env[node], record(node))
             if OVER_OPERAND in sharing_of(node):
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))

@@ -135,4 +135,5 @@ def test_state_comes_in_windows_of_which_the_next_is_on_its_way_while_one_is_upd
     held, whole = memory.worst(one.compiled), memory.worst(plain.compiled)
     mebi = 1024 * 1024
     assert held.host == 24 * mebi and held.kept["state"] == 12 * 4
-    assert whole.total - held.total == pytest.approx(24 * mebi - 4 * mebi, rel=0.01)  # two windows at a time
+    there = 2 * 2 * mebi + 3 * mebi  # two windows, and what is on its way back: an eighth of all at most
+    assert whole.total - held.total == pytest.approx(24 * mebi - there, rel=0.01)
