@@ -29,7 +29,8 @@ def _why_not(node: Node, word: str) -> str:
     if word == PARTS_INSIDE and not may_hold_its_parts(node):
         return "that is for a cat of vectors, each made by reshape(x, [-1]) of an x that an operator has made and nothing else reads"
     if word == OVER_OPERAND and not may_overwrite(node):
-        return "that is for an all-reduce of what an operator has just made, and what nothing else reads, whatever lies in its memory"
+        what = "what an operator has just made, and what nothing else reads, whatever lies in its memory"
+        return f"that is for an all-reduce of {what}; and for an addition in no region to it"
     if word == KEPT and escapes(node):
         return "it leaves the stage, or what lies in its memory does: the next call would write over a result"
     if word == KEPT and (region := region_of(node)) is not None:

@@ -26,7 +26,7 @@ from meshc.ir.bounds import MOST_RANKS
 EXAMPLE: Final = 'for example: Mesh("dp=2,tp=4") or Mesh("dp=2,tp=4", device="cuda")'
 NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
-RESERVED: Final = ("store", "remat", "keep", "offload")
+RESERVED: Final = ("store", "remat", "keep", "offload", "chunk")
 """What lines of plans begin with, so that no axis may have the name."""
 
 ROLES: Final[Mapping[str, str]] = {

@@ -43,7 +43,8 @@ class Record:
 
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
-    the global view. `host`: it lies on the host, where nothing but `from_host` reads it.
+    the global view. `host`: it lies on the host, where nothing but `from_host` reads it. `chunk` is set
+    for what the head and loss make of one chunk of their tokens: its number.
     """
 
     shape: tuple[int, ...] = ()
@@ -55,6 +56,7 @@ class Record:
     of: str = ""
     returned_by: tuple[str, ...] = ()
     host: bool = False
+    chunk: int | None = None
 
 
 def local_bytes(record: Record) -> int:

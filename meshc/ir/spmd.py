@@ -42,6 +42,12 @@ from meshc.ir.window import tile_length
 MICROBATCH: Final = "mb"
 """The axis whose ranks are moments: a microbatch is its tile of the batch."""
 
+CHUNK: Final = "in chunks"
+"""Another such axis, of the head and loss alone, until they are written chunk by chunk. No mesh has an axis of this name."""
+
+SEQUENTIAL: Final = frozenset({MICROBATCH, CHUNK})
+"""Axes whose ranks are moments."""
+
 
 def coordinate(axis: str) -> int:
     raise RuntimeError("coordinate() has a meaning only inside a running program")

@@ -27,6 +27,7 @@ from pathlib import Path
 from meshc.errors import ArtifactError, PlanError
 from meshc.ir.bounds import MOST_PINS, MOST_PLAN, read_text
 from meshc.ir.mesh import Mesh
+from meshc.plan.chunk_lines import ChunkLine
 from meshc.plan.entries import AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, TensorLine, duplicates
 from meshc.plan.faults import refuse_faults, suggest
 from meshc.plan.offload_lines import OffloadLine
@@ -36,10 +37,11 @@ from meshc.plan.remat_lines import KeepLine, RematLine
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, store lines, what backward makes again, and what lies on the host.
+    """Axis entries, pins of tensors and of operators, store lines, what backward makes again, what lies on
+    the host, and what runs in chunks.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,
-    ``keep`` and ``offload`` each hold a list.
+    ``keep``, ``offload`` and ``chunk`` each hold a list.
     Raises PlanError, which lists every line that cannot be read.
     """
 
@@ -50,10 +52,11 @@ class Plan:
     remats: tuple[RematLine, ...]
     kept: tuple[KeepLine, ...]
     offloads: tuple[OffloadLine, ...]
+    chunks: tuple[ChunkLine, ...]
 
     def __init__(self, lines: str | Iterable[str] | Mapping[str, object] | Plan = "") -> None:
         if isinstance(lines, Plan):
-            self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept, lines.offloads)
+            self._fill(lines.axes, lines.pins, lines.stores, lines.operators, lines.remats, lines.kept, lines.offloads, lines.chunks)
         else:
             self._fill(*read_entries(numbered(lines), "this plan"))
 
@@ -67,10 +70,13 @@ class Plan:
         remats: Iterable[RematLine] = (),
         kept: Iterable[KeepLine] = (),
         offloads: Iterable[OffloadLine] = (),
+        chunks: Iterable[ChunkLine] = (),
     ) -> Plan:
         """The plan of these entries, pins and lines."""
         plan = object.__new__(cls)
-        plan._fill(tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads))
+        plan._fill(
+            tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads), tuple(chunks)
+        )
         return plan
 
     def having(
@@ -79,7 +85,7 @@ class Plan:
         """The same lines beside other entries; with other store lines or pins of operators, where they are given."""
         stores = self.stores if stores is None else stores
         operators = self.operators if operators is None else operators
-        return Plan.of(axes, self.pins, stores, operators, self.remats, self.kept, self.offloads)
+        return Plan.of(axes, self.pins, stores, operators, self.remats, self.kept, self.offloads, self.chunks)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -105,6 +111,7 @@ class Plan:
     def _fill(
         self, axes: tuple[AxisEntry, ...], pins: tuple[Pin, ...], stores: tuple[StoreLine, ...], operators: tuple[OperatorPin, ...],
         remats: tuple[RematLine, ...], kept: tuple[KeepLine, ...], offloads: tuple[OffloadLine, ...],
+        chunks: tuple[ChunkLine, ...],
     ) -> None:  # fmt: skip
         refuse_faults("the plan uses an axis twice; join the two entries into one", duplicates(axes))
         object.__setattr__(self, "axes", axes)
@@ -114,6 +121,7 @@ class Plan:
         object.__setattr__(self, "remats", remats)
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "offloads", offloads)
+        object.__setattr__(self, "chunks", chunks)
 
     def entry(self, axis: str) -> AxisEntry | None:
         """The entry of this axis, or None."""
@@ -141,15 +149,15 @@ class Plan:
     def __add__(self, other: Plan) -> Plan:
         return Plan.of(
             self.axes + other.axes, self.pins + other.pins, self.stores + other.stores, self.operators + other.operators,
-            self.remats + other.remats, self.kept + other.kept, self.offloads + other.offloads,
+            self.remats + other.remats, self.kept + other.kept, self.offloads + other.offloads, self.chunks + other.chunks,
         )  # fmt: skip
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.axes, *self.lines())))
 
-    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine, ...]:
+    def lines(self) -> tuple[Pin | OperatorPin | StoreLine | RematLine | KeepLine | OffloadLine | ChunkLine, ...]:
         """What stands beside the entries, in the order in which it is printed."""
-        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads)
+        return (*self.pins, *self.operators, *self.stores, *self.remats, *self.kept, *self.offloads, *self.chunks)
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"

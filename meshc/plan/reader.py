@@ -12,6 +12,7 @@ from meshc.errors import PlanError
 from meshc.ir.bounds import MOST_PLAN, MOST_PLAN_LINE, MOST_PLAN_LINES, MOST_PLAN_MARKUP
 from meshc.ir.mesh import NAME, RESERVED
 from meshc.plan import operator_pins
+from meshc.plan.chunk_lines import ChunkLine, read_chunk_line
 from meshc.plan.cursor import FACTOR, GLOB, Fault, Line
 from meshc.plan.entries import AUTO, STORES, AxisEntry, OperatorPin, Pin, PinDim, PinFactor, StoreLine, Term, duplicates
 from meshc.plan.faults import refuse_faults, suggest
@@ -120,7 +121,7 @@ _RESERVED: Final = re.compile(rf"(?:{'|'.join(RESERVED)})\b")
 
 Entries: TypeAlias = tuple[
     tuple[AxisEntry, ...], tuple[Pin, ...], tuple[StoreLine, ...], tuple[OperatorPin, ...], tuple[RematLine, ...], tuple[KeepLine, ...],
-    tuple[OffloadLine, ...],
+    tuple[OffloadLine, ...], tuple[ChunkLine, ...],
 ]
 
 
@@ -132,6 +133,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
     remats: list[RematLine] = []
     kept: list[KeepLine] = []
     offloads: list[OffloadLine] = []
+    chunks: list[ChunkLine] = []
     faults: list[str] = []
     for index, (number, raw) in enumerate(lines, 1):
         if index > MOST_PLAN_LINES:
@@ -154,6 +156,8 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
                 kept.append(read_keep_line(line, number))
             elif line.accept(r"offload\b") is not None:
                 offloads.append(read_offload_line(line, number))
+            elif line.accept(r"chunk\b") is not None:
+                chunks.append(read_chunk_line(line, number))
             elif (word := line.accept(_RESERVED)) is not None:
                 stores.append(_read_store_line(line, number, word))
             else:
@@ -163,7 +167,7 @@ def read_entries(lines: Iterable[tuple[int, str]], name: str) -> Entries:
             faults.append(f"{head}{text}\n  {' ' * (len(head) + fault.column)}^ {fault.fix}")
     doubled = [f"an axis has two entries, which should be one: {fault}" for fault in duplicates(axes)]
     refuse_faults(f"{name} cannot be read", faults + doubled)
-    return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads)
+    return tuple(axes), tuple(pins), tuple(stores), tuple(operators), tuple(remats), tuple(kept), tuple(offloads), tuple(chunks)
 
 
 def _read_axis(line: Line, number: int) -> AxisEntry:

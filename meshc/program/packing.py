@@ -6,7 +6,8 @@ What a `cat` joins need not exist beside the result:
     b[4:6].copy_(mm(u, v))        # g1 is copied while it is still in the cache, and gone before g2 is made
     flat = b
 
-and an all-reduce may write over its operand. What does not leave the stage may have the same memory at each call. A pass decides it
+and an all-reduce may write over its operand, as a sum may that grows by a part. What does not leave the stage may have the same memory at
+each call. A pass decides it
 (`meshc/passes/lower/share_memory.py`), values carry it in words (`meshc/ir/sharing.py`), and the runtime and the memory walk go by these.
 """
 
@@ -65,11 +66,11 @@ def _is_flattened(node: Node, whole: Node) -> bool:
     return isinstance(made, Node) and made.op == "call_function" and not spmd.is_collective(made.target) and set(made.users) == {node}
 
 
-def may_overwrite(all_reduce: Node) -> bool:
-    """Whether an all-reduce can write over its operand: freshly made memory that nothing else reads."""
-    if all_reduce.target is not spmd.all_reduce:
+def may_overwrite(node: Node) -> bool:
+    """Whether an all-reduce, or an addition, can write over its first operand: freshly made memory that nothing else reads."""
+    if node.target is not spmd.all_reduce and not _adds_a_part(node):
         return False
-    user, operand = all_reduce, all_reduce.args[0]
+    user, operand = node, node.args[0]
     while isinstance(operand, Node) and operand.op == "call_function" and set(operand.users) == {user}:
         target = operand.target
         if not isinstance(target, torch._ops.OpOverload):
@@ -79,6 +80,21 @@ def may_overwrite(all_reduce: Node) -> bool:
             return target.namespace == "aten" and len(returns) == 1
         user, operand = operand, operand.args[0] if operand.args else None
     return False
+
+
+def _adds_a_part(node: Node) -> bool:
+    """Whether an addition by itself makes what its first operand is, shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or region_of(node) is not None:
+        return False
+    total, part = node.args
+    if not isinstance(total, Node) or not isinstance(part, Node) or total.target is aten.cat.default:
+        return False
+    return (record(total).shape, record(total).dtype) == (record(node).shape, record(node).dtype)
+
+
+def adds_over(node: Node) -> bool:
+    """Whether a sum of the head's chunks grows in its own memory."""
+    return node.target is aten.add.Tensor and record(node).chunk is not None and may_overwrite(node)
 
 
 LARGE = 8 * 1024 * 1024
@@ -92,13 +108,18 @@ def may_stay(node: Node) -> bool:
         return False
     if node.target is aten.mm.default and len(node.users) == 1:
         (reader,) = node.users
-        return may_overwrite(reader) and not escapes(node)
+        return reader.target is spmd.all_reduce and may_overwrite(reader) and not escapes(node)
     return may_hold_its_parts(node) and not escapes(node)
 
 
 def stays(node: Node) -> bool:
     """Whether it is worth it: a product runs by itself for that."""
     return node.target is aten.mm.default and local_bytes(record(node)) >= LARGE and may_stay(node)
+
+
+def grows_alone(node: Node) -> bool:
+    """Whether a sum of the head's chunks is large enough to run by itself, which lets it grow in its own memory."""
+    return adds_over(node) and local_bytes(record(node)) >= LARGE
 
 
 def escapes(node: Node) -> bool:

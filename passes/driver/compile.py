@@ -12,6 +12,7 @@ from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
 from meshc.frontend.faults import phase as part
 from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
+from meshc.passes.chunks.write import NotInChunks
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.choose import choose, open_axes
@@ -112,6 +113,15 @@ def _keeping_all(placed: Placed, hook: Hook | None) -> Lowered:
 
 
 def _lowered(placed: Placed, hook: Hook | None) -> Lowered:
+    """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why."""
+    try:
+        return _as_asked(placed, hook)
+    except NotInChunks as why:
+        whole = _as_asked(placed.again(replace(placed.request, chunks=1)), hook)
+        return whole.noting(f"the head and loss run whole, and not in chunks: {why}")
+
+
+def _as_asked(placed: Placed, hook: Hook | None) -> Lowered:
     request = placed.request
     if has_choice(request):
         cut = search(placed, hook)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from meshc.passes.chunks.write import write_chunks
 from meshc.passes.depth.grow import grow
 from meshc.passes.lower.fetch_ahead import fetch_ahead
 from meshc.passes.lower.fuse_updates import fuse_updates
@@ -68,6 +69,9 @@ PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 GROW: Final[Pass[Lowered, Lowered]] = Pass(
     "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, bundles, liveness"
 )
+CHUNKS: Final[Pass[Lowered, Lowered]] = Pass(
+    "chunks", write_chunks, "after grow, whose blocks have no chunks; before recompute, which asks what forward leaves to backward"
+)
 PARK_STATE: Final[Pass[Lowered, Lowered]] = Pass(
     "park_state", park_state, "on the whole update, before stages cut it; before recompute, which counts what a rank holds"
 )
@@ -78,7 +82,7 @@ PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled wha
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
     "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
 )
-REMADE: Final = (GROW, PARK_STATE, RECOMPUTE)
+REMADE: Final = (GROW, CHUNKS, PARK_STATE, RECOMPUTE)
 PARTS: Final = (PARK, MICROBATCH)
 """Those of them that come before a pipeline is cut: up to what backward makes again, and behind that."""
 STAGES: Final[Pass[Lowered, Lowered]] = Pass(
@@ -99,6 +103,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (GROW, PARK_STATE, RECOMPUTE, PARK, MICROBATCH, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (GROW, CHUNKS, PARK_STATE, RECOMPUTE, PARK, MICROBATCH, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from meshc.ir import is_getitem, spmd
+from meshc.ir import is_getitem, records, spmd
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
 from meshc.passes.lower.windows import windows
-from meshc.program.packing import stays
+from meshc.program.packing import grows_alone, stays
 from meshc.program.program import Stage
 
 
@@ -39,7 +39,7 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
         return False
     if is_getitem(node):  # of several results, which do not leave a region together
         return runs_alone(node.args[0], changing)  # type: ignore[arg-type]
-    return stays(node) or bool(why_alone(node, changing))
+    return stays(node) or grows_alone(node) or bool(why_alone(node, changing))
 
 
 def _stored(stage: Stage) -> set[Node]:
@@ -55,6 +55,7 @@ class _Levels:
     read       the number of the window that is being read
     floor      what is no gather is of this level at least: that of the window that is being read
     after      where a value that has been overwritten may be read again
+    chunk      the chunk of the head whose operators stand here
     joined     the level of the last collective between pipeline stages, which keep their order: the stages' graphs differ
     """
 
@@ -65,12 +66,14 @@ class _Levels:
         self.starts: dict[int, int] = {}
         self.read = -1
         self.floor = self.joined = self.highest = 0
+        self.chunk: int | None = None
         self.found: dict[Node, int] = {}
         self.after: dict[Node, int] = {}
         for node in stage.graph.nodes:
             if node.op == "placeholder" or is_number(node):
                 self.found[node] = 0
             elif node.op == "call_function":
+                self._begins(records(node)[0].chunk)
                 self.found[node] = self._level(node)
                 self.highest = max(self.highest, self.found[node])
 
@@ -96,6 +99,11 @@ class _Levels:
         window = self.windows[node]
         self._reads(window - 1)  # where a window starts the one before is read
         return max(self.starts.setdefault(window, max(self.floor - 1, 0)), behind)
+
+    def _begins(self, chunk: int | None) -> None:
+        """A chunk of the head is of later levels than all before: what the one before has made is gone by then."""
+        if chunk is not None and chunk != self.chunk:
+            self.chunk, self.floor = chunk, self.highest + 1
 
     def _reads(self, window: int) -> None:
         """What follows is of a later level than all before, if it reads a window that nothing has read."""

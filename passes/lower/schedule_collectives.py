@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, record, spmd
 from meshc.ir.functions import Function
-from meshc.ir.graph import placeholders
+from meshc.ir.graph import made_of, placeholders
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.lower.windows import window_bytes, windows
 from meshc.passes.phases.lowered import Lowered
@@ -136,6 +136,9 @@ def _place(window: _Window, before: _Window | None) -> None:
             start = before.cut[0]
     elif before is not None and before.last.op != "output":
         start = min(start, before.last.next)
+        own = made_of(window.gathers)
+        while start in own and start not in window.gathers:
+            start = start.next
     for gather in window.gathers:
         if gather is not start:
             ready(gather, start)

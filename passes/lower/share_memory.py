@@ -16,10 +16,11 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from meshc.ir import spmd
 from meshc.ir.graph import copied
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.packing import may_hold_its_parts, may_overwrite, may_stay, stays
+from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays
 from meshc.program.program import Stage
 
 
@@ -40,6 +41,6 @@ def words_of(node: Node) -> tuple[str, ...]:
     """Of a value, what memory it can share."""
     if may_hold_its_parts(node):
         return (PARTS_INSIDE, KEPT) if may_stay(node) else (PARTS_INSIDE,)
-    if may_overwrite(node):
+    if adds_over(node) or (node.target is spmd.all_reduce and may_overwrite(node)):
         return (OVER_OPERAND,)
     return (KEPT,) if stays(node) else ()

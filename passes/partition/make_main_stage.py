@@ -16,7 +16,10 @@ def make_main_stage(placed: Placed) -> Lowered:
     inputs, cut = (joint.inputs, {}) if placed.parts is None else parts.cut_inputs(joint.inputs, placed.parts)
     wants = [port.sharding for port in joint.outputs if port.sharding is not None]
     guarded = placed.mesh.device_type if placed.request.check_indices else None
-    graph = partition(joint.graph, placed.decided(), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded)
+    late = () if placed.chunked is None else placed.chunked.nodes
+    graph = partition(
+        joint.graph, placed.decided(), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded, late
+    )
     stage = Stage("main", graph, tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
     return Lowered(
         **carried(placed), placed=placed, model=placed.traced.model, stages={"main": stage}, inputs=inputs, outputs=joint.outputs

@@ -21,7 +21,7 @@ from meshc.ir import KEY, Record, is_getitem, op_name, record, records, spmd, up
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sizes import Dynamic
-from meshc.ir.spmd import MICROBATCH
+from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.guards import Guards
 from meshc.passes.partition.local import Lowering, mask_part
@@ -55,14 +55,15 @@ class Partitioner:
         open_sizes: Sequence[Dynamic],
         accumulate: bool,
         guarded: str | None,
+        late: Collection[Node],
     ) -> None:
         self.graph, self.assignment, self.inputs, self.output_wants, self.cut = graph, assignment, inputs, outputs, cut
         self.factors = assignment.factors
         self.build = Builder(assignment.sizes, open_sizes)
-        self.accumulate = accumulate
+        self.late = late
+        self.first = frozenset({CHUNK, MICROBATCH}) if accumulate else frozenset({CHUNK})
         self.forms: dict[Value, dict[Sharding, Form]] = {}
         self.phase = "forward"
-        self.sequential = frozenset({MICROBATCH})
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.build.entries = assignment.entries
         self.guards = None if guarded is None else Guards(self.build, assignment, self.ports, guarded == "cuda")
@@ -156,7 +157,7 @@ class Partitioner:
         why = f", for {reason}" if reason != what else ""
         reason = f"{what}{why}{self._summed(value, best.sharding, axes)}{lines(axes, self.assignment.entries)}"
         self.build.context = replace(before, reason=reason)
-        node, sharding = reshard(self.build, best.node, best.sharding, want, reason, self.sequential, self.accumulate)
+        node, sharding = reshard(self.build, best.node, best.sharding, want, reason, SEQUENTIAL, self.first)
         self.build.context = before
         gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.pending
         phase = self.phase if gathered else best.phase
@@ -293,7 +294,7 @@ class Partitioner:
                 for i in range(len(instance.results)):
                     for node, sharding in self._wants((user, i)):
                         found.append((node, backward_map(instance, i, sharding, self.assignment.whole(value))[0]))
-            elif user in self.assignment.wanted and records(user)[0].phase == self.phase:
+            elif user in self.assignment.wanted and self._phase(user) == self.phase:
                 for operand, sharding in zip(instance.values, self.assignment.wanted[user], strict=True):
                     if operand == value:
                         found.append((user, sharding))
@@ -313,9 +314,12 @@ class Partitioner:
             results.append(replace(spread(whole, dims, axes), pending=form.sharding.pending))
         self._emit(instance, [form], results, axes, phase=form.phase)
 
+    def _phase(self, node: Node) -> str:
+        return "backward" if node in self.late else records(node)[0].phase
+
     def _compute(self, instance: Instance) -> None:
         node = instance.node
-        self.phase = records(node)[0].phase
+        self.phase = self._phase(node)
         self._context(node)
         reason = reader(node)
         operands = [
@@ -422,11 +426,13 @@ def partition(
     open_sizes: Sequence[Dynamic] = (),
     accumulate: bool = False,
     guarded: str | None = None,
+    late: Collection[Node] = (),
 ) -> Graph:
     """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave.
 
     `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut. `open_sizes`
     are the sizes that calls choose. With `accumulate` microbatches are added up before ranks add anything.
-    `guarded` is the kind of device on which indices are checked before anything is read by them; None: they are not.
+    `guarded` is the kind of device on which indices are checked before anything is read by them; None: they are not. Operators of forward
+    that are `late` run with backward.
     """
-    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded).run()
+    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded, late).run()

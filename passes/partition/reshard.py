@@ -39,13 +39,16 @@ class Step:
     reduction: str = "sum"
 
 
-def steps(source: Sharding, target: Sharding, sequential: frozenset[str] = frozenset(), first: bool = False) -> list[Step]:
+def steps(
+    source: Sharding, target: Sharding, sequential: frozenset[str] = frozenset(), first: frozenset[str] = frozenset()
+) -> list[Step]:
     """The collectives from one sharding to another of the same value.
 
-    `sequential` axes (microbatches) are reduced on their own; with `first` before anything else, so that other ranks wait for the last.
+    `sequential` axes (microbatches, chunks) are reduced on their own; those of them in `first` before anything else, so that other ranks
+    wait for the last.
     """
     way = _Way(source, target, sequential)
-    found = [*way.early()] if first else []
+    found = [*way.early(first)]
     while (step := way.next()) is not None:
         found.append(step)
     return found
@@ -65,9 +68,9 @@ class _Way:
         self.sequential = sequential
         self.place = {axis: part for part, axes in self.goal.items() for axis in axes}
 
-    def early(self) -> list[Step]:
-        """Sums over sequential axes that nothing of the target splits."""
-        axes = [axis for axis in self._unwanted() if axis in self.sequential]
+    def early(self, first: frozenset[str]) -> list[Step]:
+        """Sums over these axes that nothing of the target splits."""
+        axes = [axis for axis in self._unwanted() if axis in first]
         return [Step("all_reduce", (axis,), reduction=self.pending.pop(axis)) for axis in axes]
 
     def next(self) -> Step | None:
@@ -141,6 +144,7 @@ class _Way:
                 keep += 1
             movable = [a for a in axes[keep:] if self.place.get(a) is not None and self.place[a] != part]
             cut = max([keep, *(axes.index(a) + 1 for a in movable[-1:] if a != axes[-1])])
+            cut = max([cut, *(at if at == len(axes) - 1 else at + 1 for at, axis in enumerate(axes) if axis in self.sequential)])
             gone = axes[cut:]
             del axes[cut:]
             return Step("all_gather", tuple(gone), part)
@@ -190,7 +194,8 @@ def apply(sharding: Sharding, step: Step) -> Sharding:
 
 
 def reshard(
-    build: Builder, x: Node, source: Sharding, target: Sharding, reason: str, sequential: frozenset[str], first: bool = False
+    build: Builder, x: Node, source: Sharding, target: Sharding, reason: str, sequential: frozenset[str],
+    first: frozenset[str] = frozenset(),
 ) -> tuple[Node, Sharding]:
     """Emit the steps; returns the node and its sharding with what is known of its padding."""
     now = source

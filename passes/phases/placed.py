@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Choices, Directed
+from meshc.passes.phases.chunked import Chunked
 from meshc.passes.phases.factors import Factors, Value
 from meshc.passes.phases.later import Later
 from meshc.passes.phases.names import Names
@@ -48,6 +49,7 @@ class Placed(Outset):
     view        the global view of the whole model, where `joint` is that of a few of its layers
     pins        from `annotate` on
     choices     what a search has decided of axes that the plan leaves open, for `propagate`
+    chunked     from `propagate` on: what runs in chunks, if anything does
     assignment  from `propagate` on; ports say how they lie from `lay_ports` on
     """
 
@@ -58,6 +60,7 @@ class Placed(Outset):
     names: Names
     pins: Pins = Pins()
     choices: Choices | None = None
+    chunked: Chunked | None = None
     assignment: Assignment | None = None
 
     @property
@@ -74,4 +77,4 @@ class Placed(Outset):
 
     def again(self, request: Request) -> Self:
         """What `factorize` left, for the passes after it under another request: of their own they keep nothing in it."""
-        return replace(self.asked(request), pins=Pins(), assignment=None)
+        return replace(self.asked(request), pins=Pins(), chunked=None, assignment=None)

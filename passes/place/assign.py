@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
+from meshc.passes.chunks.head import chunked
 from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.interests import Interest, interests
@@ -19,6 +20,7 @@ Kind = TypeVar("Kind", bound=Propagator)
 
 
 def assign(placed: Placed) -> Placed:
+    placed = chunked(placed)
     placed = replace(placed, assignment=propagator(placed, Propagator).run())
     return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed))
 
@@ -33,7 +35,7 @@ def propagator(placed: Placed, kind: type[Kind]) -> Kind:
         interest[MICROBATCH] = Interest(MICROBATCH, {})  # the graph is one microbatch's already
     return kind(
         joint.graph, placed.factors, names, placed.plan, placed.sizes, joint.inputs, updates=joint.updates, interest=interest,
-        pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch, choices=placed.choices,
+        pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch, choices=placed.choices, chunked=placed.chunked,
     )  # fmt: skip
 
 

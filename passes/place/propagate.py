@@ -13,7 +13,7 @@ graph order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TypeAlias
@@ -23,12 +23,14 @@ from torch.fx import Graph, Node
 from meshc.ir import is_getitem, records
 from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, tile_sizes
-from meshc.ir.spmd import MICROBATCH
+from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Choices, Directed
+from meshc.passes.phases.chunked import Chunked
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.names import Names
 from meshc.passes.phases.placed import Pins
+from meshc.passes.place.chunks import Chunks
 from meshc.passes.place.deferral import Deferral, Deferred
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.spread import backward_map, forward_map, spread
@@ -57,6 +59,7 @@ class Propagator:
         fixed: Mapping[str, Sharding] | None = None,
         local_batch: tuple[str, ...] = (),
         choices: Choices | None = None,
+        chunked: Chunked | None = None,
     ) -> None:
         """
         updates      nodes that update a parameter -> its name
@@ -64,10 +67,12 @@ class Propagator:
         fixed        storage that another program of the same model has settled
         local_batch  axes over which each rank passes a part of the batch of its own
         choices      what a search has decided for some of the axes, in place of the plan
+        chunked      what runs in chunks, if anything does
         """
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
-        self.axes = [axis for axis in sizes if sizes[axis] > 1]
+        self.axes = [axis for axis in sizes if sizes[axis] > 1 and axis != CHUNK]
+        self.chunks = None if chunked is None else Chunks(chunked, factors, sizes)
         self.interest = interests(plan, names, list(sizes)) if interest is None else interest
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
@@ -185,6 +190,10 @@ class Propagator:
                 chosen.setdefault(token, []).append(axis)
             if token is not None and token in instance.tied:
                 chosen.setdefault(instance.tied[token], []).append(axis)
+        cut = None if self.chunks is None else self.chunks.token(instance, chosen)
+        if cut is not None and self._fits(instance, cut, chosen):
+            for token in dict.fromkeys((cut, instance.tied.get(cut, cut))):
+                chosen.setdefault(token, []).append(CHUNK)
         ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
         ordered |= {token: (*axes, *(axis for axis in ordered[token] if axis not in axes)) for token, axes in told.tokens.items()}
         for one in instance.rule.windows:  # its partner is split in the same order
@@ -217,7 +226,8 @@ class Propagator:
     def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
         """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order."""
         order = list(self.sizes)
-        return tuple(sorted(axes, key=lambda a: (self.interest[a].only_in_region(factor), order.index(a))))
+        found = sorted(axes, key=lambda a: (a != CHUNK and self.interest[a].only_in_region(factor), order.index(a)))
+        return tuple(found) if self.chunks is None else self.chunks.ordered(found)
 
     def _fits(self, instance: Instance, token: Token, chosen: Mapping[Token, Sequence[str]]) -> bool:
         counts = [self.sizes[axis] for axis in chosen.get(token, ())]
@@ -301,7 +311,7 @@ class Propagator:
         """How it would lie by its first use, pins, store lines and these store clauses, by axis."""
         node = self.parameter(name)
         base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
-        base = held_to(_without_axis(base, MICROBATCH), self.pins.storage.get(name, {}))
+        base = held_to(_without(base, SEQUENTIAL), self.pins.storage.get(name, {}))
         said = self.pins.stored.get((name, kind), {})
         return stored_split(held_to(base, said), kind, stores, self.sizes, said)
 
@@ -322,8 +332,8 @@ class Propagator:
         return next(node for node, port in self.ports.items() if port.kind == "parameter" and port.name == name)
 
 
-def _without_axis(sharding: Sharding, axis: str) -> Sharding:
-    dims = tuple(tuple(replace(p, axes=tuple(a for a in p.axes if a != axis)) for p in parts) for parts in sharding.dims)
+def _without(sharding: Sharding, axes: Collection[str]) -> Sharding:
+    dims = tuple(tuple(replace(p, axes=tuple(a for a in p.axes if a not in axes)) for p in parts) for parts in sharding.dims)
     return Sharding(dims)
 
 

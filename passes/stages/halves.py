@@ -77,6 +77,7 @@ def split_backward(found: Kinds, placed: Mapping[Node, Half], parts: Collection[
         if None not in gradients and node.users and all(map(is_getitem, node.users)):
             gradients = {node}  # those of one layer's weight and bias count as one
         alone = len(gradients) == 1 and not any(user in placed and placed[user] != half for user in node.users)
+        alone = alone and records(node)[0].chunk is None  # what a chunk of the head has made is gone before the next one begins
         weight[node] = next(iter(gradients)) if alone else None
         if weight[node] is not None and half.stage in stages and half.op == BACKWARD:
             made[node] = Half(half.stage, WEIGHTS)

@@ -98,8 +98,12 @@ def function_of(node: Node, device: torch.device, origin: Origin | None = None) 
             return torch.mm(x, y, out=memory)
 
         return product
-    function = direct(node.target, device)
+    function = direct(torch.ops.aten.add_.Tensor if _adds_over(node) else node.target, device)
     return function if origin is None else guarded(node.target, function)
+
+
+def _adds_over(node: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and OVER_OPERAND in sharing_of(node)
 
 
 class Source:

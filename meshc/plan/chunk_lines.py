@@ -1,0 +1,51 @@
+"""What a plan says of a step's head and loss: in how many chunks of its tokens they run.
+
+    chunk lm_head: 8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Final
+
+from meshc.plan.cursor import GLOB, Line
+from meshc.plan.entries import cite
+
+MOST: Final = 256
+"""Chunks. Each is lines of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLine:
+    """The product that a module makes which ``pattern`` names, or one in it, and the loss that is made of it, run in ``count`` chunks."""
+
+    pattern: str
+    count: int
+    line: int = field(default=0, compare=False)
+    text: str = field(default="", compare=False)
+
+    def covers(self, module: str) -> bool:
+        """Whether the line is about what is called in the module at this path."""
+        return fnmatchcase(module, self.pattern) or fnmatchcase(module, f"{self.pattern}.*")
+
+    @property
+    def where(self) -> str:
+        """The line as messages cite it."""
+        return cite(self)
+
+    def __str__(self) -> str:
+        return f"chunk {self.pattern}: {self.count}"
+
+
+def read_chunk_line(line: Line, number: int) -> ChunkLine:
+    names = "a chunk line names the module of the head, with * for any text, and a number of chunks: `chunk lm_head: 8`"
+    pattern = line.expect(GLOB, names)
+    line.expect(":", "then comes a colon, and a number of chunks")
+    start = line.at
+    count = int(line.expect(r"\d{1,6}", "a number of chunks belongs here"))
+    if not 1 <= count <= MOST:
+        line.fail(f"from 1 (whole) to {MOST} chunks", start)
+    if not line.done:
+        line.fail("a chunk line ends after its number")
+    return ChunkLine(pattern, count, number, line.text.strip())

@@ -1,0 +1,1 @@
+"""The head and loss in chunks of their tokens."""
