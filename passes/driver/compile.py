@@ -101,15 +101,15 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     request = said(placed.request)
     placed = placed.asked(request) if request is not placed.request else placed
     if open_axes(placed.plan):
-        return choose(placed, _keeping_all, hook)
-    left = within_budget(placed, hook, _lowered)
+        return choose(placed, _within_budget, hook)
+    left = _within_budget(placed, hook)
     refuse_what_holds_more(left)
     return left
 
 
-def _keeping_all(placed: Placed, hook: Hook | None) -> Lowered:
-    """Of a search: it prices memory so, and what it finds is a text, which is to give the same program."""
-    return _lowered(placed.asked(replace(placed.request, remat=placed.request.remat or "none")), hook)
+def _within_budget(placed: Placed, hook: Hook | None) -> Lowered:
+    """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
+    return within_budget(placed, hook, _lowered)
 
 
 def _lowered(placed: Placed, hook: Hook | None) -> Lowered:

@@ -39,8 +39,10 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
-    spare, best = 0, None
+    spare, best, enough = 0, None, True
     for last in (False,) * ROUNDS + (() if pipelined else (True,)):
+        if not (enough or last):
+            continue  # as little is kept as can be
         heard = _HeardEarly()
         asked = replace(request, remat=LAST) if last else replace(request, spare=spare)
         try:
@@ -54,6 +56,7 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
             best = held, left.noting(*([BY_LAST] if last else [])), heard
         if held <= budget:
             break
+        enough = heard.held <= budget - spare
         spare = held - heard.held
     assert best is not None
     best[2].tell(hook)

@@ -10,6 +10,10 @@ Of layers that were not captured everything stands at the seams of the one that 
 there from behind that layer's forward until before its backward, their gradients from there on, and what dies within a layer is held by one
 layer at a time. From layer to layer what is held grows or shrinks by the same, so that it is most at one end.
 
+Where values may be made again (`again`), those of a layer that nothing else reads are there for its forward and for its backward, and not
+between; so are cheap ones beside layers, each for itself. That is the least that a program can come to; what making them again takes is no
+part of the model, and said by the clock.
+
 A pending value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
 integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The
 program's own walk (`cost/memory.py`) judges in the end.
@@ -25,6 +29,7 @@ import numpy as np
 from meshc.ir import records
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.placed import Placed
+from meshc.passes.planner.again import Span, apart, gaps
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Copied, Floats, Made, Reading
 
@@ -35,8 +40,9 @@ class Memory:
     fixed    bytes that no option changes
     """
 
-    def __init__(self, model: Model, placed: Placed) -> None:
+    def __init__(self, model: Model, placed: Placed, again: bool = False) -> None:
         self.model = model
+        self._gaps = gaps((value for group in model.groups for value in group.values), placed) if again else {}
         self.length = len(placed.graph.nodes) + 1
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
@@ -69,9 +75,9 @@ class Memory:
             lies = int(group.given[pick[group.maker]])
             for value in group.values:
                 if not group.lies[lies][1]:
-                    _add(at, own_span(group, value, self.length), group.held[lies])
+                    _add(at, self._own(group, value), group.held[lies])
                 for (wants, _), legs in self._brought(group, lies, pick).items():
-                    _add(at, brought_span(group, value, legs, lies, wants, self.length), group.brought[wants])
+                    _add(at, self._form(group, value, legs, lies, wants), group.brought[wants])
         return np.cumsum(at)[:-1]
 
     def _brought(self, group: Group, lies: int, pick: Sequence[int]) -> dict[tuple[int, str], list[Leg]]:
@@ -86,16 +92,25 @@ class Memory:
 
     def held_at(self, moment: int, group: Group) -> float:
         """How many of a group's values are alive as they were made (casts and copies of them counted by their size)."""
-        return sum(share for value in group.values for start, end, share in own_span(group, value, self.length) if start <= moment <= end)
+        return sum(share for value in group.values for start, end, share in self._own(group, value) if start <= moment <= end)
 
     def brought_at(self, moment: int, group: Group, legs: Sequence[Leg], lies: int, wants: int) -> float:
         """Likewise of a form that these legs want, of one that is given."""
         return sum(
             share
             for value in group.values
-            for start, end, share in brought_span(group, value, legs, lies, wants, self.length)
+            for start, end, share in self._form(group, value, legs, lies, wants)
             if start <= moment <= end
         )
+
+    def _own(self, group: Group, value: Made) -> Iterator[Span]:
+        gap = self._gaps.get(value.root)
+        yield from own_span(group, value, self.length) if gap is None else apart(_own_span(value, self.length, False), gap)
+
+    def _form(self, group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int) -> Iterator[Span]:
+        gap = self._gaps.get(value.root)
+        spans = brought_span(group, value, legs, lies, wants, self.length, seams=gap is None)
+        yield from spans if gap is None else apart(spans, gap)
 
 
 def _add(at: Floats, spans: Iterator[tuple[int, int, float]], size: float) -> None:
@@ -131,11 +146,11 @@ def _own_span(value: Made, length: int, left_out: bool) -> Iterator[tuple[int, i
 
 
 def brought_span(
-    group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int, length: int
+    group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int, length: int, seams: bool = True
 ) -> Iterator[tuple[int, int, float]]:
-    """From where to where a form is alive that these legs want."""
+    """From where to where a form is alive that these legs want. `seams`: also of layers that were not captured."""
     readings = [value.readings[at] for leg in legs for at in leg.readings]
-    for left_out in (False, True) if value.count > 1 else (False,):
+    for left_out in (False, True) if value.count > 1 and seams else (False,):
         first = _begin(value, left_out) if group.lies[lies][1] else min(_begin(reading, left_out) for reading in readings)
         last = max(_end(reading, length, left_out) for reading in readings)
         yield from _span(first, last, value.count - 1.0 if left_out else 1.0)

@@ -66,6 +66,8 @@ class Search:
     beside: Sequence[Assignment] = ()
     near: bool = False
     """Whether layers beside those that were not captured are held to decide as these, where they hand each other values."""
+    again: bool = False
+    """Whether backward may make values again: what is held is the least that this comes to."""
     least: float | None = None
     """The fewest bytes that any choice holds by the model, of those that were found. Where nothing keeps a budget, it is looked for."""
 
@@ -103,7 +105,7 @@ class Search:
         self.plain = self.model = build(self.space, self.folded, self._operators, self._moves)
         if self._hidden is not None:
             self.model = overlap.hiding(self.plain, self._hidden)
-        self.memory = Memory(self.model, self.placed)
+        self.memory = Memory(self.model, self.placed, self.again)
         self.everything = [np.arange(len(own)) for own in self.model.own]
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: Narrowed | None = None
@@ -152,7 +154,7 @@ class Search:
         come to."""
         other = copy(self)
         other._hidden, other.model = part, overlap.hiding(self.plain, part)
-        other.memory = Memory(other.model, self.placed)
+        other.memory = Memory(other.model, self.placed, self.again)
         other._begun, other._free = self._free, None
         return other
 
@@ -163,6 +165,13 @@ class Search:
         other = copy(self)
         other.near = True
         other._build(self.space)
+        return other
+
+    def making_again(self) -> Search:
+        """The same search, where backward may make values again."""
+        other = copy(self)
+        other.again, other.least, other.smallest = True, None, None
+        other.memory = Memory(other.model, self.placed, True)
         return other
 
     @property

@@ -177,5 +177,5 @@ def test_a_text_that_is_edited_is_read_as_any_plan() -> None:
 def test_what_is_found_within_a_budget_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     free = program("mlp", "dp=4", "dp: auto")
     budget = int(0.9 * memory.worst(free).total)
-    plan = written("mlp", "dp=4", "dp: auto", monkeypatch, memory_budget=budget)
+    plan = written("mlp", "dp=4", "dp: auto", monkeypatch, memory_budget=budget, remat="none")
     assert plan != free.plan and memory.worst(program("mlp", "dp=4", str(plan))).total <= budget

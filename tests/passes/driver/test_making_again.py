@@ -1,0 +1,49 @@
+"""A search within a budget, of programs that make values again to keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import meshc
+from meshc.cost import memory
+from meshc.errors import PlanError
+from tests.broad import broad
+from tests.models import Case, llama, nanogpt
+
+
+def deep() -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Softplus(), nn.Linear(64, 16), nn.Tanh()) for _ in range(1)))
+    return Case("deep", model, {"input": torch.randn(256, 16)}, nn.functional.mse_loss, {"target": torch.randn(256, 16)})
+
+
+def step_of(case: Case, mesh: str, plan: str, budget: int | None, remat: str | None = None) -> meshc.Program:
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1), loss=case.loss)
+    options = meshc.Options(memory_budget=budget, remat=remat)
+    return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, plan=plan, options=options)
+
+
+@pytest.mark.parametrize(
+    "make, mesh, share", [(deep, "dp=2", 0.55), broad(nanogpt, "dp=2,tp=2", 0.5), broad(llama, "dp=4", 0.6)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)  # fmt: skip
+def test_what_fits_only_by_making_values_again_is_found_and_has_a_text(make: Callable[[], Case], mesh: str, share: float) -> None:
+    """A plan of its text gives the same program."""
+    budget = int(share * memory.worst(step_of(make(), mesh, "auto", None).compiled).total)
+    program = step_of(make(), mesh, "auto", budget)
+    assert memory.worst(program.compiled).total <= budget
+    assert any(note.startswith("memory: ") for note in program.compiled.notes)
+    assert str(step_of(make(), mesh, str(program.plan), budget)) == str(program)
+    meshc.verify(program, dtype=torch.float64)
+
+
+@pytest.mark.broad
+def test_nothing_that_keeps_everything_holds_so_little() -> None:
+    """As `what_fits_only_by_making_values_again` says of the first of its budgets."""
+    whole = memory.worst(step_of(deep(), "dp=2", "auto", None).compiled).total
+    with pytest.raises(PlanError, match="keeps a rank within"):
+        step_of(deep(), "dp=2", "auto", int(0.55 * whole), remat="none")
