@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
+from meshc import artifact
 from meshc.cost import memory
 from meshc.cost.devices import assumed, device
 from meshc.cost.links import copy_seconds
 from meshc.cost.operators import seconds
 from meshc.errors import PlanError
 from meshc.ir import local_bytes, record, spmd
+from meshc.passes import rules
+from meshc.text.show import hash_program
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
 from tests.passes.offload.test_park_state import step_of
@@ -140,3 +144,18 @@ def test_on_a_device_with_a_link_what_could_not_be_back_in_time_stays() -> None:
     assert stay.startswith("offload: 1 of 2 values stay on the device, 24 bytes: backward reads them before they could be there and back")
     assert waits.startswith("offload: copies take 100.0 us of a call on h100 (51.2 GB/s each way), of which")
     assert parked(program) == ["exp_default"]
+
+
+def test_a_saved_program_says_what_lies_on_the_host(tmp_path: Path) -> None:
+    """It is read back to the same text, each line held against the rules of its operator."""
+    model = Gated()
+    step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=F.mse_loss, microbatches=2)
+    ask = {"args": (torch.zeros(4, 3),), "kwargs": {"target": torch.zeros(4, 3)}}
+    program = meshc.compile(step, meshc.Mesh("dp_shard=2"), plan="offload *\noffload state", **ask)
+    program.save(tmp_path / "program")
+    again = artifact.load(tmp_path / "program", rules=rules)
+    assert hash_program(again) == hash_program(program.compiled)
+    assert {port.of for port in again.inputs if port.host} == {"up.weight", "down.weight"}
+    assert memory.worst(again) == memory.worst(program.compiled)
+    table = program.summary()
+    assert "copies between device and host in one call" in table and "on the host, beside that" in table
