@@ -55,7 +55,7 @@ class Compilations:
 
     def __init__(self, asked: Asked, world: World) -> None:
         self.asked, self.world = asked, world
-        self.spec = describe(asked.step.optimizers) if asked.step else None
+        self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
         self.seconds: dict[str, float] = {}
@@ -137,7 +137,7 @@ class Compilations:
             lines = changes(next(reversed(self.kept)).optimizer, key.optimizer)
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=5)
-                self.spec = describe(asked.step.optimizers)
+                self.spec = describe(asked.step.optimizers, asked.options.keeping)
         examples = asked.whole((args, kwargs))
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:

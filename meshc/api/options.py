@@ -9,6 +9,7 @@ from meshc.errors import PlanError
 from meshc.frontend import dynamic
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
+from meshc.optimizer.spec import KEPT, Keeping
 from meshc.plan.remat_lines import POLICIES
 
 
@@ -37,6 +38,10 @@ class Options:
     remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
                    but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
                    what takes least time of all that makes a rank keep the memory_budget, and nothing without one
+    optimizer_state  in what a TrainStep keeps the optimizer's state between steps: "bf16", rounded up or down by a draw that is the same on
+                   every mesh; default: as the optimizer has it
+    master_weights  True: of parameters in 16 bits a float32 copy is kept beside the optimizer's state, and updated; the parameter is its
+                   rounding
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -51,6 +56,8 @@ class Options:
     check_inputs: int | None = None
     local_loss: str | None = None
     check_indices: bool = True
+    optimizer_state: str | None = None
+    master_weights: bool = False
     depth: str = "auto"
     remat: str | None = None
 
@@ -70,10 +77,17 @@ class Options:
         dynamic.read(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
+        if self.optimizer_state is not None and self.optimizer_state not in KEPT:
+            raise PlanError(f"Options(optimizer_state={self.optimizer_state!r}): use {' or '.join(map(repr, KEPT))}, or None")
         if self.remat is not None and self.remat not in POLICIES:
             raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(POLICIES)}")
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
+
+    @property
+    def keeping(self) -> Keeping:
+        """How a program keeps the optimizer's state."""
+        return Keeping(self.optimizer_state, self.master_weights)
 
 
 def refuse_others(options: object) -> None:

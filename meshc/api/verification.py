@@ -19,6 +19,8 @@ from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
 from meshc.ir import records, trees
 from meshc.ir.mesh import Mesh
+from meshc.ops.keep import round_state
+from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import OptimizerSpec
@@ -239,7 +241,7 @@ def verify_update(
     held = [p for group in original.param_groups for p in group["params"]]
     theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in held}
     optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
-    spec = describe(optimizer)
+    spec = describe(optimizer, program.asked.options.keeping)
     compiled = instance.fitting(compiled_for(spec), shapes)
     updated = {id(p) for group in spec.groups for p in group.params}
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
@@ -247,11 +249,19 @@ def verify_update(
     def state(port: Port) -> torch.Tensor:
         return slots[port.name].initial(mine[port.of].detach())
 
+    def keep(step: int) -> None:
+        """State in bfloat16: rounded by the draws that the program rounds it by."""
+        held = {id(p): state for member in optimizer.members for p, state in member.state.items()}
+        for name, slot in slots.items():
+            parameter = name.removesuffix(f"/{slot.name}")
+            if slot.computed is not None and (value := held.get(id(mine[parameter]), {}).get(slot.name)) is not None:
+                value.copy_(round_state(value.to(torch.float32), seed_step(reference.seed, step), name))
+
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
     clip = program.step.clip_grad_norm
     verification.compare_steps(
-        compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=double
+        compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, keep=keep, steps=steps, parameters=double
     )
 
 

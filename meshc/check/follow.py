@@ -24,6 +24,7 @@ from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.ir import spmd
 from meshc.ir.sharding import local_size
+from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
 from meshc.text.allowed import spelling
@@ -59,7 +60,7 @@ class _Walk:
             self.asked.add(node)
         if node.target in spmd.INTEGERS.values():
             self.places[node] = self._place(node)
-        if node.target in MANY.values():
+        if node.target in WRITERS:
             self._check_updates(node)
         if ir.is_integer(node):
             return
@@ -150,7 +151,8 @@ class _Walk:
         return Spread(dims, pending, axes, pieces, any(one.varies for one in given))
 
     def _check_updates(self, node: Node) -> None:
-        rows = [row for row in node.args if isinstance(row, list | tuple)]
+        many = node.target in MANY.values()
+        rows = [row for row in node.args if isinstance(row, list | tuple)] if many else [[operand] for operand in node.args[:2]]
         for operands in zip(*rows, strict=False):
             tensors = [(one, self._of(one)) for one in operands if isinstance(one, Node)]
             for one, spread in tensors:

@@ -18,7 +18,7 @@ from meshc import ir
 from meshc.ir import Source, spmd
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
-from meshc.ops.optim import MANY
+from meshc.ops.in_place import WRITERS
 from meshc.program.program import Stage
 from meshc.text.allowed import spelling
 
@@ -77,10 +77,10 @@ def writes(node: Node) -> list[Node]:
     """The operands that a line writes into."""
     if node.target is spmd.to_host:
         return list(node.args[1:])  # type: ignore[arg-type]
-    if node.op != "call_function" or node.target not in MANY.values():
+    if node.op != "call_function" or node.target not in WRITERS:
         return []
     found: list[Node] = []
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Node)]
     return found

@@ -22,7 +22,7 @@ from meshc.check.types import Wrong, check_type
 from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
 from meshc.ir.keys import kind_of
-from meshc.ops.optim import MANY
+from meshc.ops.in_place import WRITERS
 from meshc.private import OpOverload
 from meshc.program.program import Stage
 from meshc.text.allowed import FUNCTIONS, refusal, spelling
@@ -154,7 +154,7 @@ def _check_writes(node: Node, roots: Mapping[Node, frozenset[str]]) -> None:
     schema = node.target._schema  # type: ignore[union-attr]
     if not schema.is_mutable:
         return
-    if node.target not in MANY.values():
+    if node.target not in WRITERS:
         raise Wrong("it writes into its operands")
     written = writes(node)
     for operand in written:

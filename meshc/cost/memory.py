@@ -24,7 +24,7 @@ from meshc.ir import sharing, spmd
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
-from meshc.ops.optim import WRITTEN
+from meshc.ops.in_place import REPLACED
 from meshc.pipelining.cut import slot
 from meshc.program import packing, parking
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
@@ -305,12 +305,12 @@ def _made_bytes(node: Node, whole: Node, host: bool) -> int:
 
 def _lies_in(node: Node, words: Words) -> Node:
     """The value in whose memory a node's result lies: the node, if that is its own."""
-    if node.target in WRITTEN:
+    if node.target in REPLACED:
         return node.args[0]  # type: ignore[return-value]
     if node.target is spmd.to_host and len(node.args) > 1:
         return node.args[1]  # type: ignore[return-value]
-    if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in WRITTEN:
-        return made.args[WRITTEN[made.target][node.args[1]]]  # type: ignore[index, return-value]
+    if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in REPLACED:
+        return made.args[REPLACED[made.target][node.args[1]]]  # type: ignore[index, return-value]
     if sharing.OVER_OPERAND in words(node) or (packing.is_view(node) and not is_copy(node)):
         return node.all_input_nodes[0]
     return node

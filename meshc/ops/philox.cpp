@@ -1,4 +1,4 @@
-// Philox-4x32-10 draws on the CPU: uniform, normal, dropout, for one tile of a tensor.
+// Philox-4x32-10 draws on the CPU: uniform, normal, dropout, stochastic rounding, for one tile of a tensor.
 //
 // The definition is in docs/randomness.md; meshc/ops/random.py (torch) and meshc/ops/philox_triton.py hold the same arithmetic.
 // Compile with -ffp-contract=off: normals are bit-equal everywhere because only IEEE + - * / sqrt are used, never a fused multiply-add.
@@ -27,7 +27,7 @@ constexpr int MAX_DIMS = 16;
 constexpr int64_t SHORT_ROW = 16;  // shorter rows take one counter an element; longer ones one counter for four
 constexpr int64_t ELEMENTS_PER_THREAD = 1 << 16;
 
-enum Kind { UNIFORM32, UNIFORM64, NORMAL32, NORMAL64, MASK, DROPOUT32, DROPOUT64, BACKWARD32, BACKWARD64 };
+enum Kind { UNIFORM32, UNIFORM64, NORMAL32, NORMAL64, MASK, DROPOUT32, DROPOUT64, BACKWARD32, BACKWARD64, ROUND16 };
 
 struct Call {
   int kind;
@@ -171,6 +171,13 @@ INLINE void emit_words(const Call& c, int64_t to, const uint32_t* w, int n) {
     for (int i = 0; i < n; ++i) out[i] = float(int32_t(w[i] >> 8)) * 0x1p-24f;
   } else if (c.kind == MASK) {
     for (int i = 0; i < n; ++i) c.mask[to + i] = (w[i] >> 8) >= c.threshold;
+  } else if (c.kind == ROUND16) {  // float32 to bfloat16: up where what is cut off is more than the draw leaves
+    const uint32_t* x = static_cast<const uint32_t*>(c.x) + to;
+    uint16_t* out = static_cast<uint16_t*>(c.out) + to;
+    for (int i = 0; i < n; ++i) {
+      const uint32_t rounded = (x[i] + (w[i] >> 16)) >> 16;
+      out[i] = (x[i] & 0x7fffffffu) > 0x7f800000u ? uint16_t(0x7fc0) : uint16_t(rounded);  // NaN stays one
+    }
   } else if (c.kind == DROPOUT32) {
     dropout<float>(c, to, w, n);
   } else {
@@ -268,7 +275,7 @@ CLONES void backward32(const Call& c, int64_t begin, int64_t end) { backward<flo
 CLONES void backward64(const Call& c, int64_t begin, int64_t end) { backward<double>(c, begin, end); }
 
 void part(const Call& c, int64_t begin, int64_t end) {
-  const bool one_word = c.kind == UNIFORM32 || c.kind == MASK || c.kind == DROPOUT32 || c.kind == DROPOUT64;
+  const bool one_word = c.kind == UNIFORM32 || c.kind == MASK || c.kind == DROPOUT32 || c.kind == DROPOUT64 || c.kind == ROUND16;
   if (c.kind == BACKWARD32) {
     backward32(c, begin, end);
   } else if (c.kind == BACKWARD64) {
@@ -288,9 +295,10 @@ extern "C" {
 // Returns 0, or 1 if these do not fit together; then nothing is written.
 int meshc_draw(int kind, const int64_t* seed_step, int64_t call, int64_t dims, int64_t base, const int64_t* size, const int64_t* stride,
                 int64_t threshold, double scale, const void* x, void* out, void* mask, int64_t elements, int64_t max_threads) {
-  if (kind < UNIFORM32 || kind > BACKWARD64 || dims < 1 || dims > MAX_DIMS || elements < 0) return 1;
+  if (kind < UNIFORM32 || kind > ROUND16 || dims < 1 || dims > MAX_DIMS || elements < 0) return 1;
   const bool backward = kind == BACKWARD32 || kind == BACKWARD64, dropout = kind == DROPOUT32 || kind == DROPOUT64;
-  if ((!seed_step && !backward) || (!x && (backward || dropout)) || (!out && kind != MASK)) return 1;
+  const bool reads = backward || dropout || kind == ROUND16;
+  if ((!seed_step && !backward) || (!x && reads) || (!out && kind != MASK)) return 1;
   if (!mask && (backward || dropout || kind == MASK)) return 1;
   int64_t room = 1;
   for (int64_t d = 0; d < dims; ++d)

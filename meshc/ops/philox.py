@@ -28,7 +28,7 @@ from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile
 
 # Position is the kernel's number for it (philox.cpp, philox_triton.py).
-KINDS = ("uniform32", "uniform64", "normal32", "normal64", "mask", "dropout32", "dropout64", "backward32", "backward64")
+KINDS = ("uniform32", "uniform64", "normal32", "normal64", "mask", "dropout32", "dropout64", "backward32", "backward64", "round16")
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 SOURCE = Path(__file__).with_name("philox.cpp")
 WORD = 0xFFFFFFFF

@@ -39,11 +39,13 @@ from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
 from meshc.optimizer.slots import fresh_slots, private_copy
 from meshc.optimizer.spec import (
     ADAM_NUMBERS,
+    AS_IT_IS,
     FIRST,
     HIDDEN,
     SGD_NUMBERS,
     GroupSpec,
     Guard,
+    Keeping,
     OptimizerSpec,
     Slot,
     TracedUpdate,
@@ -67,6 +69,7 @@ __all__ = [
     "GroupSpec",
     "AnyOptimizer",
     "Guard",
+    "Keeping",
     "OptimizerSpec",
     "Optimizers",
     "Slot",
@@ -118,8 +121,9 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
                 raise CompileError(f"{name}: parameter {j} of group {i} has a sparse gradient. Use sparse=False in the embedding.")
 
 
-def describe(optimizer: AnyOptimizer) -> OptimizerSpec:
+def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerSpec:
     """Read optimizers without touching them; those without a `meshc::` update are traced, once for each shape and dtype in a group.
+    keeping: in what a program keeps their state.
 
     Raises CompileError, naming the optimizer, where its step cannot be expressed: closures, sparse gradients, step counts kept outside the
     state, float() or math functions of data. A user's own class is also run for three steps on small tensors and compared with its trace.
@@ -128,7 +132,7 @@ def describe(optimizer: AnyOptimizer) -> OptimizerSpec:
     for member in members_of(optimizer):
         _refuse(member)
         with _stepping_alone(member):
-            found = _groups(member)
+            found = _groups(member, keeping)
         groups += [replace(group, index=len(groups) + i) for i, group in enumerate(found)]
     name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
     idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
@@ -153,7 +157,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         hook.remove()
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[GroupSpec]:
+def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpec]:
     groups: list[GroupSpec] = []
     for i, group in enumerate(optimizer.param_groups):
         kind = kind_of(optimizer, group)
@@ -170,20 +174,27 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[GroupSpec]:
         if kind == "other" and not is_torchs_own(optimizer):
             _check_against_itself(optimizer, i)
         for p in params:
-            signature = (tuple(p.shape), p.dtype)
+            signature = (tuple(p.shape), keeping.computed(p.dtype))
             if signature in fresh:
                 continue
             fresh[signature] = fresh_slots(optimizer, i, *signature)
             if kind == "other":
                 traced[signature], found = trace_update(optimizer, i, *signature, fresh[signature])
                 guards += [g for g in found if g not in guards]
-        slots = tuple(_with_values(fresh[tuple(p.shape), p.dtype], optimizer.state.get(p)) for p in params)
-        groups.append(GroupSpec(i, kind, type(optimizer).__qualname__, flags, names, tuple(guards), params, slots, traced))
+        slots = tuple(
+            _with_values(
+                keeping.kept(fresh[tuple(p.shape), keeping.computed(p.dtype)], tuple(p.shape), p.dtype),
+                optimizer.state.get(p),
+                settled=keeping != AS_IT_IS,
+            )
+            for p in params
+        )
+        groups.append(GroupSpec(i, kind, type(optimizer).__qualname__, flags, names, tuple(guards), params, slots, traced, keeping))
     return groups
 
 
-def _with_values(slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None) -> tuple[Slot, ...]:
-    """Slots with the tensors that a resumed optimizer holds."""
+def _with_values(slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None, *, settled: bool) -> tuple[Slot, ...]:
+    """Slots with the tensors that a resumed optimizer holds, in the dtypes of these unless those of the slots are `settled`."""
     if not state:
         return tuple(slots)
     present = any(state.get(slot.name) is not None for slot in slots if not slot.hidden)
@@ -196,7 +207,7 @@ def _with_values(slots: Sequence[Slot], state: Mapping[str, float | Tensor | Non
             held.append(slot)
         else:
             tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=slot.dtype)
-            held.append(replace(slot, dtype=tensor.dtype, value=tensor))
+            held.append(replace(slot, dtype=slot.dtype if settled else tensor.dtype, value=tensor))
     return tuple(held)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,14 +25,45 @@ HIDDEN = "meshc."
 FIRST = HIDDEN + "first"
 """1.0 until the parameter's first update, then 0.0, for optimizers whose first step differs."""
 
+MASTER = HIDDEN + "master"
+"""The float32 parameter of which a 16-bit one is the rounding."""
+
+KEPT: Final = ("bf16",)
+"""In what optimizer state may be kept."""
+
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "initial_momentum", "base_momentum", "max_momentum")  # entries that schedulers add
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # how torch computes, not what
 ADAM_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 SGD_NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
 
+HALVES: Final = (torch.bfloat16, torch.float16)
+
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "!=": operator.ne, "==": operator.eq, ">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a program keeps what updates leave: `Options(optimizer_state=, master_weights=)`."""
+
+    state: str | None = None
+    master: bool = False
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """In what the update of a parameter of this dtype computes."""
+        return torch.float32 if (self.state or self.master) and dtype in HALVES else dtype
+
+    def kept(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
+        """The slots of a parameter of this size and dtype, as they are kept."""
+        found = [slot.narrowed() if self.state == "bf16" else slot for slot in slots]
+        if self.master and dtype in HALVES:
+            found.append(Slot(MASTER, "like_param", size, torch.float32, None))
+        return tuple(found)
+
+
+AS_IT_IS: Final = Keeping()
+"""As the optimizer has it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,7 @@ class Slot:
     is a copy of the parameter where `fill` is None. `value` is the optimizer's own tensor when it has stepped or loaded a state dict.
     `python`: the optimizer keeps a Python number there; a program holds a 0-dim float64 tensor, and so does `optimizer.state` from then on.
     `from_first_step`: torch derives the initial value from the first step's gradient or numbers, and so does the program.
+    `computed`: in what the update takes and gives it, where it is kept in fewer bits.
     """
 
     name: str
@@ -53,6 +85,12 @@ class Slot:
     python: bool = False
     from_first_step: bool = False
     value: Tensor | None = field(default=None, compare=False)
+    computed: torch.dtype | None = None
+
+    def narrowed(self) -> Slot:
+        """The same kept in bfloat16, if it is one floating number for each of the parameter's, of more bits than that."""
+        wide = self.shape == "like_param" and self.size != () and self.dtype in (torch.float32, torch.float64)
+        return replace(self, dtype=torch.bfloat16, computed=self.dtype) if wide else self
 
     @property
     def hidden(self) -> bool:
@@ -61,9 +99,9 @@ class Slot:
     def initial(self, param: Tensor) -> Tensor:
         """A new tensor with the value before the next step; scalars lie on the CPU, others on the parameter's device."""
         if self.value is not None:
-            return self.value.detach().clone()
+            return self.value.detach().to(self.dtype, copy=True)
         if self.fill is None:
-            return param.detach().clone()
+            return param.detach().to(self.dtype, copy=True)
         if self.shape == "like_param":
             return torch.full_like(param, self.fill, dtype=self.dtype, memory_format=torch.preserve_format, requires_grad=False)
         return torch.full(self.size, self.fill, dtype=self.dtype, device="cpu" if self.shape == "scalar" else param.device)
@@ -111,6 +149,7 @@ class GroupSpec:
     params: tuple[Tensor, ...]
     slots: tuple[tuple[Slot, ...], ...]
     traced: Mapping[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = field(default_factory=dict)
+    keeping: Keeping = AS_IT_IS
 
     def flag(self, name: str) -> Hashable:
         return dict(self.flags)[name]

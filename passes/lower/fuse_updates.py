@@ -5,22 +5,23 @@
     return w1: p1, ...                                return w1: w1, ...
 
 Of state that lies on the host, windows are fetched one after another (`fetch_ahead.py`), and each has an update of its own.
-An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards.
+An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards. What is kept
+in fewer bits than it is computed in is widened just before its update and narrowed just after, some parameters at a time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 
-from torch.fx import Graph, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx import Node
+from torch.fx.node import Argument
 
 from meshc.ir import Record, is_getitem, records
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.fetch_ahead import turns
+from meshc.passes.lower.kept_state import keep_in_place, narrowed_from, read_operands, some_at_a_time, widened
 from meshc.passes.phases.lowered import Lowered
 from meshc.private import OpOverload
 from meshc.program.program import Stage
@@ -41,15 +42,21 @@ def _fuse(stage: Stage) -> Stage:
             operands = 1 + len(WRITTEN[node.target])
             groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, window.get(node))].append(node)
     written: dict[Node, Argument] = {}
-    for (target, rest, _, _), members in groups.items():
+    narrowed: dict[Node, Node] = {}
+    for (target, rest, _, _), all_members in groups.items():
         operands = 1 + len(WRITTEN[target])
-        columns = [[member.args[i] for member in members] for i in range(operands)]
-        made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
-        with graph.inserting_after(members[-1]):
-            call(graph, made, MANY[target], *columns, *rest)
-        for member in members:
-            written |= _results(member)
-    _read_operands(graph, written)
+        for members in some_at_a_time(all_members):
+            columns = [[member.args[i] for member in members] for i in range(operands)]
+            made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
+            for wide in (wide for member in members for wide in widened(member)):
+                members[-1].prepend(wide)
+            with graph.inserting_after(members[-1]):
+                many = call(graph, made, MANY[target], *columns, *rest)
+            for member in members:
+                narrowed |= dict.fromkeys(narrowed_from(member), many)
+                written |= _results(member)
+    read_operands(graph, written)
+    keep_in_place(graph, narrowed)
     return stage
 
 
@@ -58,12 +65,3 @@ def _results(member: Node) -> dict[Node, Argument]:
     operands = WRITTEN[member.target]  # type: ignore[index]
     readers = [user for user in member.users if is_getitem(user)]
     return {reader: member.args[operands[reader.args[1]]] for reader in readers} | {member: member.args[0]}  # type: ignore[index]
-
-
-def _read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:
-    """Readers of results read operands; results and members go. Each reader is changed once: the graph's end reads all of them."""
-    readers = dict.fromkeys(user for result in written for user in result.users if user not in written)
-    for reader in readers:
-        reader.args, reader.kwargs = map_arg((reader.args, reader.kwargs), lambda operand: written.get(operand, operand))
-    for result in written:
-        graph.erase_node(result)

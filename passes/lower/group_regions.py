@@ -27,6 +27,7 @@ from meshc.ir import spmd
 from meshc.ir.graph import copied, placeholders
 from meshc.ir.regions import changing, is_number, set_region
 from meshc.passes.lower.by_layer import parts
+from meshc.passes.lower.kept_state import for_updates_alone
 from meshc.passes.lower.levels import levels, runs_alone
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered import Lowered
@@ -53,15 +54,18 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, s
     for node in graph.nodes:
         if node.op == "call_function" and node not in level:
             level[node] = max(level[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
-    _place(graph, level)
+    widened = {node for node in graph.nodes if node.op == "call_function" and for_updates_alone(node)}
+    level.update({node: min(level[user] for user in node.users) for node in widened})  # not sooner than it is read
+    _place(graph, level, widened)
     return stage
 
 
-def _place(graph: Graph, level: Mapping[Node, int]) -> None:
-    """Puts the nodes in the order of their levels, of a level the region first, and numbers the regions."""
+def _place(graph: Graph, level: Mapping[Node, int], widened: Collection[Node]) -> None:
+    """Puts the nodes in the order of their levels, of a level the region first, and numbers the regions. What is `widened` is
+    in none."""
     varying = changing(graph)
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    alone = {node for node in calls if is_number(node) or runs_alone(node, varying)}
+    alone = {node for node in calls if is_number(node) or node in widened or runs_alone(node, varying)}
     order = sorted(calls, key=lambda node: (0, True) if is_number(node) else (1 + level[node], node in alone))
     order = [*placeholders(graph), *order]
     for before, node in pairwise(order):

@@ -13,19 +13,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.errors import CompileError
+from meshc.frontend.capture import SEED_STEP
 from meshc.ir import Record, Source, record, set_record
 from meshc.ir import update as set_reason
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders
 from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
-from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec, update_nodes
+from meshc.optimizer.keeping import kept_update
+from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
+from meshc.optimizer.spec import MASTER
 from meshc.passes.depth.slice import sliced
 from meshc.passes.depth.standing import whole_names
 from meshc.passes.phases.traced import Traced
@@ -105,6 +109,7 @@ def append_update(traced: Traced) -> Traced:
     _refuse_strange(spec, gradients, modules)
     _refuse_idle(spec, gradients, modules)
     numbers = _number_inputs(add, inputs, spec)
+    seed_step = cache(lambda: _seed_input(add, inputs, entered))
     unwritten: dict[str, str] = {}
     for name, gradient in gradients.items():
         parameter = modules[name]
@@ -114,10 +119,11 @@ def append_update(traced: Traced) -> Traced:
         before = len(add.made)
         if coefficient is not None:
             gradient = _clipped(add, gradient, coefficient, parameter.dtype)
+        mine = entered[key_of("parameter", name)]
         state = _state_inputs(add, inputs, name, parameter, group)
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-        new, after = update_nodes(group, entered[key_of("parameter", name)], gradient, state, numbers[group.index], add.call, like)
-        if new is entered[key_of("parameter", name)]:
+        new, after = kept_update(group, name, mine, gradient, state, numbers[group.index], add.call, like, parameter, seed_step)
+        if new is mine:
             unwritten[name] = group.optimizer
         kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
         for slot in group.slots_of(parameter):
@@ -129,7 +135,7 @@ def append_update(traced: Traced) -> Traced:
     _refuse_unwritten(unwritten)
     give(graph, (node for _, node in kept))
     joint = replace(joint, inputs=tuple(inputs), outputs=tuple(port for port, _ in kept), updates=updates)
-    return replace(traced.noting(*_strangers(spec, gradients, modules, traced)), joint=joint)
+    return replace(traced.noting(*_strangers(spec, gradients, modules, traced), *_without_masters(spec)), joint=joint)
 
 
 def _refuse_frozen(names: list[str]) -> None:
@@ -167,6 +173,15 @@ def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> li
             row[entry] = add.placeholder(f"number_{group.index}_{entry}", (), torch.float64)
             inputs.append(Port("number", f"{group.index}.{entry}", (), torch.float64, of=f"{group.index}.{entry}"))
         found.append(row)
+    return found
+
+
+def _seed_input(add: Appender, inputs: list[Port], entered: Mapping[str, Node]) -> Node:
+    """The seed and the step of random numbers, the model's own if it draws some."""
+    found = next((entered[port.key] for port in inputs if port.kind == "random"), None)
+    if found is None:
+        found = add.placeholder(SEED_STEP, (2,), torch.int64)
+        inputs.append(Port("random", SEED_STEP, (2,), torch.int64))
     return found
 
 
@@ -234,6 +249,13 @@ def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapp
     if others:
         notes.append(f"{spec.optimizer} holds {others} parameters that are not the model's: a compiled step leaves them as they are")
     return notes
+
+
+def _without_masters(spec: OptimizerSpec) -> list[str]:
+    """A note where masters were asked for, and no parameter is in 16 bits."""
+    asked = any(group.keeping.master for group in spec.groups)
+    made = any(slot.name == MASTER for group in spec.groups for slots in group.slots for slot in slots)
+    return ["master_weights=True: no parameter of the optimizer has 16 bits, so none has a master"] if asked and not made else []
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -329,11 +329,13 @@ def compare_steps(
     clip: float | None,
     report: Report,
     *,
+    keep: Callable[[int], None] = lambda step: None,
     steps: int = 3,
     parameters: bool = False,
 ) -> None:
     """Some steps: losses, and what the first one leaves behind, in buffers, the optimizer's state, its gradient norm, and where that says
-    something in single precision (SGD) in what it adds to parameters. With `parameters` (float64) all of it after each step."""
+    something in single precision (SGD) in what it adds to parameters. With `parameters` (float64) all of it after each step.
+    keep: what the program does to the state after a step with this number, done to the optimizers'."""
     members = members_of(optimizer)
     plain = all(isinstance(member, torch.optim.SGD) for member in members)
     if plain:
@@ -350,6 +352,7 @@ def compare_steps(
         norm = None if clip is None else torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
         for member in members:
             member.step()
+        keep(step)
         report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
         _compare_metrics(found, metrics, report, f" of step {step}")
         values.update({key: value for key, value in found.items() if kind_of(key) in ("parameter", "state", "buffer")})

@@ -295,5 +295,7 @@ def _full(store: Store, state: State) -> State:
             }
         full["meshc"] = state["meshc"].copy()
         if "hidden" in state["meshc"]:
-            full["meshc"]["hidden"] = {name: whole(None, value) for name, value in state["meshc"]["hidden"].items()}
+            full["meshc"]["hidden"] = {
+                name: whole(store.held[key_of("state", name)], value) for name, value in state["meshc"]["hidden"].items()
+            }
     return full if root else {}

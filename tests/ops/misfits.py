@@ -84,6 +84,15 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "sgd_: buffer is shorter", ops.sgd_, (x(MANY), x(MANY), x(4), x(), *SGD)
     yield "sgd_: no flag", ops.sgd_, (x(MANY), x(MANY), x(MANY), x(0), *SGD)
     yield "sgd_plain_: gradient is shorter", ops.sgd_plain_, (x(MANY), x(4), NUMBER, NUMBER, False)
+    half = x(8).bfloat16()
+    for kind in ("round_state", "round_state_"):
+        call = getattr(ops, kind)
+        yield f"{kind}: value is shorter", call, (half, x(4), SEED, "w", [8], [8], [0])
+        yield f"{kind}: tile is longer", call, (half, x(8), SEED, "w", [MANY], [MANY], [0])
+        yield f"{kind}: state is float32", call, (x(8), x(8), SEED, "w", [8], [8], [0])
+        yield f"{kind}: seed is short", call, (half, x(8), ints(1), "w", [8], [8], [0])
+    yield "round_param_: value is longer", ops.round_param_, (half, x(MANY))
+    yield "join_master_: parameter is shorter", ops.join_master_, (x(MANY), half)
 
 
 def main(fake: bool) -> None:

@@ -32,6 +32,10 @@ def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
     assert len(run("equality", ranks, which).splitlines()) == len(SAMPLES[which])
 
 
+def test_state_in_fewer_bits_is_saved_and_loaded() -> None:
+    assert run("kept", 2).split() == ["float64", "masters"]
+
+
 def test_module_mode_on_two_ranks() -> None:
     names = (
         "refusals", "gradients_of_inputs", "outputs_as_they_lie", "several_calls_and_backwards", "some_outputs", "no_output",

@@ -1,0 +1,12 @@
+"""Which operators of programs write into their operands: updates, and what keeps their results."""
+
+from __future__ import annotations
+
+from meshc.ops import keep, optim
+from meshc.private import OpOverload
+
+WRITERS: frozenset[OpOverload] = frozenset({*optim.MANY.values(), *keep.IN_PLACE.values()})
+"""Those that a program may hold once it is finished."""
+
+REPLACED: dict[OpOverload, tuple[int, ...]] = {**optim.WRITTEN, **dict.fromkeys(keep.IN_PLACE, (0,))}
+"""An operator that makes new values for old ones, to the positions of the old ones among its arguments, in the order of its results."""

@@ -1,0 +1,126 @@
+"""What keeps the results of an update in fewer bits, as operators: rounding by a draw, rounding to nearest, a master beside a parameter.
+
+    new_state = meshc.round_state(state, value, seed_step, "w/exp_avg", global_shape, local_shape, offsets)     bfloat16, by a draw
+    new_param = meshc.round_param(param, value)                                                                 to the nearest
+    new_master = meshc.join_master(master, param)                                                               float32
+
+The first operand is what has been kept so far; each has a twin `NAME_` that writes into it. docs/randomness.md has the draws of
+`round_state`: its call is numbered by a name, so that neither the order nor the number of states matters.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshc.ops import philox
+from meshc.ops.operands import misfit
+from meshc.ops.tile import tile_of
+
+Shape = Sequence[int]
+FIRST_CALL = 1 << 31
+"""Calls below it are a model's own."""
+
+_LIBRARY = torch.library.Library("meshc", "FRAGMENT")
+_DRAWN = "Tensor seed_step, str name, SymInt[] global_shape, SymInt[] local_shape, SymInt[] offsets"
+
+
+def call_named(name: str) -> int:
+    """The number of the random call that rounds a state, by the state's name ("layers.0.weight/exp_avg")."""
+    return FIRST_CALL | zlib.crc32(name.encode()) & (FIRST_CALL - 1)
+
+
+def round_state(value: Tensor, seed_step: Tensor, name: str) -> Tensor:
+    """A whole value in bfloat16, each element rounded up with the probability of what is cut off."""
+    shape = list(value.shape)
+    return torch.ops.meshc.round_state(value.new_empty(shape, dtype=torch.bfloat16), value, seed_step, name, shape, shape, [0] * len(shape))
+
+
+# ------------------------------------------------------------------------------------------------------------------ in place
+
+
+def _round_state(
+    state: Tensor, value: Tensor, seed_step: Tensor, name: str, global_shape: Shape, local_shape: Shape, offsets: Shape
+) -> None:
+    """The pattern of a float32 plus 16 random bits, without its lower half; an overflow is an infinity, NaN stays NaN."""
+    _fit_rounding(state, value, seed_step, name, global_shape, local_shape, offsets)
+    tile = tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
+    value = value.to(torch.float32).contiguous()
+    if value.device.type == "cpu" and philox.library() is not None:
+        out = state if state.is_contiguous() else torch.empty(state.shape, dtype=state.dtype)
+        philox.draw("round16", tile, out, seed_step=seed_step, call=call_named(name), x=value)
+    else:
+        drawn = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        philox.draw("uniform32", tile, drawn, seed_step=seed_step, call=call_named(name))
+        pattern = value.view(torch.int32) + drawn.mul_(65536.0).to(torch.int32)  # wraps for NaN alone
+        out = torch.where(value.isnan(), torch.nan, (pattern & -65536).view(torch.float32)).to(torch.bfloat16)
+    if out is not state:
+        state.copy_(out.view(state.shape))
+
+
+def _round_param(param: Tensor, value: Tensor) -> None:
+    _fit_alike("round_param", param, value)
+    param.copy_(value)
+
+
+def _join_master(master: Tensor, param: Tensor) -> None:
+    """A master counts where the parameter is its rounding; elsewhere somebody has given the parameter another value."""
+    _fit_alike("join_master", master, param)
+    changed = master.to(param.dtype) != param
+    if changed.is_cuda or bool(changed.any()):  # to ask on a GPU would be to wait for it
+        master.copy_(torch.where(changed, param.to(master.dtype), master))
+
+
+def _fit_rounding(
+    state: Tensor, value: Tensor, seed_step: Tensor, name: str, global_shape: Shape, local_shape: Shape, offsets: Shape
+) -> None:
+    _fit_alike("round_state", state, value)
+    if state.dtype != torch.bfloat16 or value.dtype not in (torch.float32, torch.float64):
+        raise misfit("round_state", "a state in bfloat16 of a value in float32 or float64", state=state, value=value)
+    if seed_step.dtype != torch.int64 or seed_step.shape != (2,) or seed_step.device != state.device:
+        raise misfit("round_state", "seed_step is int64 [2], where the state lies", seed_step=seed_step, state=state)
+    if not len(global_shape) == len(local_shape) == len(offsets):
+        raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
+    if math.prod(local_shape) != value.numel():
+        raise misfit("round_state", f"the tile {list(local_shape)} has as many elements as the value", value=value)
+
+
+def _fit_alike(name: str, kept: Tensor, value: Tensor) -> None:
+    if kept.shape != value.shape or kept.device != value.device or not (kept.is_floating_point() and value.is_floating_point()):
+        raise misfit(name, "what is kept and what is new have one shape and one device, and are floating", kept=kept, value=value)
+
+
+# ------------------------------------------------------------------------------------------------------------------ registration
+
+
+def _define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: Callable[..., None]) -> None:
+    def functional(first, *others):  # type: ignore[no-untyped-def]
+        result = first.clone()
+        kernel(result, *others)
+        return result
+
+    def functional_fake(first, *others):  # type: ignore[no-untyped-def]
+        fit(first, *others)
+        return torch.empty_like(first)
+
+    tags = (torch.Tag.pt2_compliant_tag,)
+    _LIBRARY.define(f"{name}(Tensor {kept}, {rest}) -> Tensor", tags=tags)
+    _LIBRARY.define(f"{name}_(Tensor(a!) {kept}, {rest}) -> ()", tags=tags)
+    for kind, run, fake in ((name, functional, functional_fake), (f"{name}_", kernel, fit)):
+        _LIBRARY.impl(kind, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)
+
+
+_define("round_state", "state", f"Tensor value, {_DRAWN}", _round_state, _fit_rounding)
+_define("round_param", "param", "Tensor value", _round_param, lambda kept, value: _fit_alike("round_param", kept, value))
+_define("join_master", "master", "Tensor param", _join_master, lambda kept, value: _fit_alike("join_master", kept, value))
+
+IN_PLACE: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
+    getattr(torch.ops.meshc, name).default: getattr(torch.ops.meshc, f"{name}_").default
+    for name in ("round_state", "round_param", "join_master")
+}
+"""What makes a new value of what is kept, to its twin that writes into its first operand."""

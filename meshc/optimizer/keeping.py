@@ -1,0 +1,63 @@
+"""How a program keeps what an update leaves, in fewer bits than it computes in.
+
+    Keeping(state="bf16")        m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
+    Keeping(master=True)         w32 = join_master(master, w); w32, ... = adam(w32, g.float(), ...); master = w32; w = round_param(w, w32)
+
+With either, an update of 16-bit parameters computes in float32. Scalars (step counts), complex and 64-bit integer state stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from meshc.ops import keep as _keep  # noqa: F401 - registers the operators
+from meshc.optimizer.optimizer import update_nodes
+from meshc.optimizer.spec import MASTER, GroupSpec
+
+Value = TypeVar("Value")
+
+
+def kept_update(
+    group: GroupSpec,
+    name: str,
+    param: Value,
+    grad: Value,
+    state: Mapping[str, Value],
+    numbers: Mapping[str, Value],
+    call: Callable[..., Value],
+    like: Tensor,
+    parameter: Tensor,
+    seed_step: Callable[[], Value],
+) -> tuple[Value, dict[str, Value]]:
+    """`update_nodes`, of values as they are kept. like: a meta tensor of the parameter. seed_step: of the draws, if there are any."""
+    aten, meshc = torch.ops.aten, torch.ops.meshc
+    slots = group.slots_of(parameter)
+    narrow = {slot.name: slot.computed for slot in slots if slot.computed is not None}
+    has_master = any(slot.name == MASTER for slot in slots)
+    computed = group.keeping.computed(like.dtype)
+
+    def widened(value: Value, dtype: torch.dtype) -> Value:
+        return call(aten._to_copy.default, value, dtype=dtype)
+
+    wide, given = param, dict(state)
+    if has_master:
+        wide = call(meshc.join_master.default, given.pop(MASTER), param)
+    elif computed != like.dtype:
+        wide = widened(param, computed)
+    if computed != like.dtype:
+        grad = widened(grad, computed)
+    given = {slot: widened(value, narrow[slot]) if slot in narrow else value for slot, value in given.items()}
+    new, after = update_nodes(group, wide, grad, given, numbers, call, like.to(computed))
+    if new is wide:
+        return param, dict(state)
+    shape = list(like.shape)
+    for slot in narrow:
+        tile = (seed_step(), f"{name}/{slot}", shape, shape, [0] * len(shape))
+        after[slot] = call(meshc.round_state.default, state[slot], after[slot], *tile)
+    if has_master:
+        after[MASTER] = new
+    return (call(meshc.round_param.default, param, new) if computed != like.dtype else new), after

@@ -1,0 +1,96 @@
+"""State that is kept in fewer bits, around the updates that `fuse_updates` joins: some of it widened just before, kept just after.
+
+    m32 = to_copy(m); n32 = to_copy(n); ...                         m32 = to_copy(m); v32 = to_copy(v)
+    w1, m1, v1 = adam(w, g, m32, v32, ...)              becomes     adam_many_([w], [g], [m32], [v32], ...)
+    return m: round_state(m, m1, ...), n: ...                       round_state_(m, m32, ...); round_state_(v, v32, ...)
+                                                                    n32 = to_copy(n); ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import Argument, map_arg
+
+from meshc.ir import Record, is_getitem, local_bytes, record
+from meshc.ir.graph import call
+from meshc.ops import keep
+from meshc.ops.in_place import WRITERS
+from meshc.ops.optim import WRITTEN
+
+WIDENS: Final = (torch.ops.aten._to_copy.default, torch.ops.meshc.join_master.default)
+"""What makes of what is kept what an update takes."""
+
+WIDENED_BYTES: Final = 32 << 20
+"""Of what is widened at a time, or that of one parameter where it is larger."""
+
+
+def some_at_a_time(members: Sequence[Node]) -> Iterator[list[Node]]:
+    """Members in parts of which no more than `WIDENED_BYTES` are widened."""
+    part: list[Node] = []
+    held = 0
+    for member in members:
+        size = sum(local_bytes(record(wide)) for wide in widened(member))
+        if part and held + size > WIDENED_BYTES:
+            yield part
+            part, held = [], 0
+        part.append(member)
+        held += size
+    yield part
+
+
+def widened(member: Node) -> list[Node]:
+    """What was made for a member of what is kept in fewer bits."""
+    operands = [one for one in member.args[: 1 + len(WRITTEN[member.target])] if isinstance(one, Node)]  # type: ignore[index]
+    return [one for one in operands if one.target in WIDENS and record(one).phase == "update" and list(one.users) == [member]]
+
+
+def narrowed_from(member: Node) -> list[Node]:
+    """What keeps a member's results."""
+    return [user for result in member.users if is_getitem(result) for user in result.users if user.target in keep.IN_PLACE]
+
+
+def for_updates_alone(node: Node) -> bool:
+    """Whether a node, once updates are joined, widens what updates take, and nothing else reads it."""
+    if node.target not in WIDENS or record(node).phase != "update":
+        return False
+    return all(user.target in WRITERS for user in node.users)
+
+
+def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
+    """What makes a new value of what is kept writes into it: just behind the update that it is `narrowed` after, otherwise where it stands,
+    but behind all that reads the old value."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    kept: dict[Node, Argument] = {}
+    behind: dict[Node, Node] = {}
+    for node in [node for node in graph.nodes if node.target in keep.IN_PLACE]:
+        old = node.args[0]
+        assert isinstance(old, Node)
+        readers = [reader for reader in old.users if reader.op == "call_function" and reader in order]
+        after = narrowed.get(node) or max(readers, key=order.__getitem__)
+        _bring(node, after, order)
+        with graph.inserting_after(behind.get(after, after)):
+            behind[after] = call(graph, Record(phase="update"), keep.IN_PLACE[node.target], *node.args)
+        kept[node] = old
+        node.args = ()  # so that what it read may go before it
+    read_operands(graph, kept)
+
+
+def _bring(node: Node, after: Node, order: Mapping[Node, int]) -> None:
+    """To before `after` what tells where a tile lies."""
+    for operand in node.all_input_nodes:
+        if order[operand] > order[after] and operand.target not in WIDENS:
+            _bring(operand, after, order)
+            after.prepend(operand)
+
+
+def read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:
+    """Readers of results read operands; results and members go. Each reader is changed once: the graph's end reads all of them."""
+    readers = dict.fromkeys(user for result in written for user in result.users if user not in written)
+    for reader in readers:
+        reader.args, reader.kwargs = map_arg((reader.args, reader.kwargs), lambda operand: written.get(operand, operand))
+    for result in written:
+        graph.erase_node(result)
