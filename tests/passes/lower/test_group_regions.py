@@ -130,6 +130,7 @@ with region(1):
     reshape_default_4: "f32[1, 5]" = aten.reshape(all_reduce_2, [1, 5])
     slice_tensor: "f32[1, 1]" = aten.slice.Tensor(reshape_default_4, 1, 0, 1)
     reshape_default_5: "f32[] whole" = aten.reshape(slice_tensor, [])
+    clone_default: "f32[] whole" = aten.clone(reshape_default_5)
     slice_tensor_1: "f32[1, 4]" = aten.slice.Tensor(reshape_default_4, 1, 1, 5)
     reshape_default_6: "f32[1, scale.0 4]" = aten.reshape(slice_tensor_1, [1, 4])
     reshape_default: "f32[scale.0 4]" = aten.reshape(reshape_default_6, [4])
@@ -138,7 +139,7 @@ with region(1):
     sqrt_default: "f32[] whole" = aten.sqrt(add_tensor_1)
 sgd_plain_many__default: "int" = meshc.sgd_plain_many_([scale, shift], [reshape_default, reshape_default_1], number_0_lr, number_0_weight_decay, False)
 return {
-    "output:output": reshape_default_5,
+    "output:output": clone_default,
     "metric:grad_norm": sqrt_default,
     "parameter:scale": scale,
     "parameter:shift": shift,
