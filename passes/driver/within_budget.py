@@ -18,6 +18,7 @@ from meshc.passes.driver.nothing_fits import by_this_plan
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.recompute.within import held_of, may_hold
 from meshc.passes.stages.fit import DoesNotFit, need_of
@@ -25,6 +26,9 @@ from meshc.passes.stages.fit import DoesNotFit, need_of
 ROUNDS: Final = 3
 LAST: Final = "layer"
 """The policy that is tried after them: of small models it holds less, since nothing of the loss is made again."""
+
+CHUNKS: Final = (8, 32)
+"""Of the head and loss, where nothing that backward makes again keeps the budget and no line of the plan says anything of them."""
 
 BY_LAST: Final = f"memory: to hold no more than it may, backward makes again what Options(remat={LAST!r}) says"
 
@@ -39,7 +43,25 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
-    spare, best, enough = 0, None, True
+    best = _in_rounds(placed, request, budget, lower)
+    for count in CHUNKS if request.train and not pipelined and not placed.plan.chunks else ():
+        if best[0] <= budget:
+            break
+        chunked = _in_rounds(placed, replace(request, chunks=count), budget, lower)
+        if chunked[1].placed.chunked is None:
+            break  # there is no head, or it runs whole
+        if chunked[0] < best[0]:
+            said = f"memory: to hold no more than it may, the head and loss run in {count} chunks of their tokens"
+            best = chunked[0], chunked[1].noting(said), chunked[2]
+    best[2].tell(hook)
+    return best[1]
+
+
+def _in_rounds(placed: Placed, request: Request, budget: int, lower: Lower) -> tuple[int, Lowered, Heard]:
+    """What keeps the budget, or else holds least: the bytes, what was left, and what a hook is to hear."""
+    pipelined = request.mesh.pipeline_axis is not None
+    spare, enough = 0, True
+    best: tuple[int, Lowered, Heard] | None = None
     for last in (False,) * ROUNDS + (() if pipelined else (True,)):
         if not (enough or last):
             continue  # as little is kept as can be
@@ -59,8 +81,7 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
         enough = heard.held <= budget - spare
         spare = held - heard.held
     assert best is not None
-    best[2].tell(hook)
-    return best[1]
+    return best
 
 
 class _HeardEarly(Heard):

@@ -144,6 +144,19 @@ def test_only_a_step_has_a_head_and_lines_must_be_about_one() -> None:
         meshc.compile(step, meshc.Mesh("dp=2"), args=(x,), kwargs=target, plan="dp: batch\nchunk body: 4")
 
 
+def test_a_budget_that_nothing_made_again_keeps_is_kept_in_chunks() -> None:
+    """Of such a model there is nothing to make again but what is as tall as the logits."""
+    torch.manual_seed(0)
+    model, inputs = Tagger(), {"args": (torch.randn(64, 6, 4),), "kwargs": {"target": torch.randint(200, (64, 6))}}
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=cross_entropy)
+    whole = held(meshc.compile(step, meshc.Mesh("dp=2"), plan="dp: batch", **inputs))
+    budget = whole // 3
+    program = meshc.compile(step, meshc.Mesh("dp=2"), plan="dp: batch", options=meshc.Options(memory_budget=budget), **inputs)
+    assert held(program) <= budget and tallest(program) == 24
+    assert said(program)[-1] == "memory: to hold no more than it may, the head and loss run in 8 chunks of their tokens"
+    meshc.verify(program, dtype=torch.float64)
+
+
 def test_each_chunk_has_regions_of_its_own_for_a_backend_that_compiles() -> None:
     program = tagged(4, backend="inductor")
     regions = [region_of(node) for node in calls_of(program, "aten.addmm")]
