@@ -247,6 +247,8 @@ class _Finding:
     def try_recipes(self) -> None:
         """Those that may be faster than what was found, and than what is known; where nothing fits, the one that holds least."""
         judge, ratio = self.judge, self.judge.last_ratio()
+        if self._again is not None:  # what was made last may take longer than it was estimated for the values that it makes again
+            ratio = min(ratio, 1.0)
         tried: list[PricedRecipe] = []
         for recipe in self.recipes:
             slow, large = judge.too_slow(recipe.weighed, ratio, MARGIN), judge.too_large(recipe.weighed)
