@@ -54,7 +54,7 @@ ROUNDS: Final = 3
 """Searches, each for a smaller budget, until a program keeps it."""
 RECIPES: Final = 3
 """Recipes that go through all passes, if they are not estimated to be"""
-MARGIN: Final = 0.05
+MARGIN: Final = 0.1
 """so much slower than what is best so far."""
 ALL: Final = 1.0
 PARTS: Final = (ALL, 0.5, HIDDEN)
@@ -247,7 +247,7 @@ class _Finding:
     def try_recipes(self) -> None:
         """Those that may be faster than what was found, and than what is known; where nothing fits, the one that holds least."""
         judge, ratio = self.judge, self.judge.last_ratio()
-        if self._again is not None:  # what was made last may take longer than it was estimated for the values that it makes again
+        if not judge.apart:  # what was made last may take longer than it was estimated for what is its own: values that it makes again
             ratio = min(ratio, 1.0)
         tried: list[PricedRecipe] = []
         for recipe in self.recipes:
