@@ -41,10 +41,10 @@ def inputs() -> dict[str, Tensor]:
     return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)), "target": torch.zeros(ROWS, dtype=torch.int64)}
 
 
-def compiled(count: int) -> meshc.Program:
+def compiled(count: int, clip: float | None = None) -> meshc.Program:
     torch.manual_seed(0)
     model = Stack(count)
-    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=clip)
     return meshc.compile(step, meshc.Mesh("dp=2"), kwargs=inputs(), backend="inductor")
 
 
@@ -77,3 +77,16 @@ def test_one_of_the_equal_layers_is_compiled(count: int) -> None:
 def test_it_means_what_the_model_means() -> None:
     program = compiled(9)
     meshc.verify(program, inputs())
+
+
+def test_what_clips_one_layer_is_compiled_for_all() -> None:
+    """Each gradient is multiplied: so many operators of one region would be as many as there are parameters."""
+    most, faces = [], []
+    for count in (9, 12):
+        (stage,) = compiled(count, clip=1.0).compiled.stages.values()
+        found = [nodes for number, nodes in blocks(stage.graph.nodes) if number is not None]
+        clipping = [nodes for nodes in found if all(records(node)[0].phase == "update" for node in nodes)]
+        most.append(max(sum(node.target is torch.ops.aten.mul.Tensor for node in nodes) for nodes in clipping))
+        faces.append(len({face(nodes) for nodes in clipping}))
+    assert most == [6, 6]  # four linear weights and biases, two of the norm's, or the head's with them
+    assert faces[0] == faces[1]
