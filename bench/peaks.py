@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
+from carried import carry
 from run import launch
 from tabulate import tabulate
 
@@ -28,8 +28,6 @@ PAIRS = [
 ]  # fmt: skip
 LOW, HIGH = 0.95, 1.10
 """Predicted over held."""
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
-BEGIN, END = "<!-- written by bench/peaks.py -->", "<!-- end -->"
 
 
 def row(model: str, plan: str, policy: str | None, compiled: bool) -> list[Any]:
@@ -61,9 +59,7 @@ def main() -> int:
     digits = ("", "", "", "", ".1f", ".1f", ".3f", ".0f")
     print(tabulate(rows, headers=heads, floatfmt=digits))
     if options.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{tabulate(rows, headers=heads, floatfmt=digits, tablefmt='github')}\n\n{END}{after}")
+        carry("memory.md", "bench/peaks.py", tabulate(rows, headers=heads, floatfmt=digits, tablefmt="github"))
     return int(any(not LOW <= one[6] <= HIGH for one in rows))
 
 
