@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import cite
+from meshc.plan.entries import cite, is_in
 
 MOST: Final = 256
 """Chunks. Each is lines of the program."""
@@ -27,7 +26,7 @@ class ChunkLine:
 
     def covers(self, module: str) -> bool:
         """Whether the line is about what is called in the module at this path."""
-        return fnmatchcase(module, self.pattern) or fnmatchcase(module, f"{self.pattern}.*")
+        return is_in(module, self.pattern)
 
     @property
     def where(self) -> str:

@@ -213,6 +213,11 @@ class Cited(Protocol):
     def text(self) -> str: ...
 
 
+def is_in(module: str, pattern: str) -> bool:
+    """Whether the module at this path is one that the glob names, or stands in one."""
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+
+
 def cite(item: Cited) -> str:
     """A line as messages and reasons cite it."""
     return f"line {item.line}, `{item.text}`" if item.line else f"`{item.text or item}`"

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import cite
+from meshc.plan.entries import cite, is_in
 
 STATE: Final = "state"
 VALUE: Final = "value:"
@@ -37,7 +37,7 @@ class OffloadLine:
 
     def covers(self, module: str) -> bool:
         """Whether the line is about what is called in the module at this path."""
-        return self.what == MODULES and (fnmatchcase(module, self.pattern) or fnmatchcase(module, f"{self.pattern}.*"))
+        return self.what == MODULES and is_in(module, self.pattern)
 
     @property
     def where(self) -> str:

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Final
 
 from meshc.plan.cursor import GLOB, Line
-from meshc.plan.entries import cite
+from meshc.plan.entries import cite, is_in
 from meshc.plan.faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
@@ -30,7 +29,7 @@ class RematLine:
 
     def covers(self, module: str) -> bool:
         """Whether the line is about what is called in the module at this path."""
-        return fnmatchcase(module, self.pattern) or fnmatchcase(module, f"{self.pattern}.*")
+        return is_in(module, self.pattern)
 
     @property
     def where(self) -> str:

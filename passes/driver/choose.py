@@ -247,7 +247,7 @@ class _Finding:
     def try_recipes(self) -> None:
         """Those that may be faster than what was found, and than what is known; where nothing fits, the one that holds least."""
         judge, ratio = self.judge, self.judge.last_ratio()
-        if not judge.apart:  # what was made last may take longer than it was estimated for what is its own: values that it makes again
+        if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it makes again
             ratio = min(ratio, 1.0)
         tried: list[PricedRecipe] = []
         for recipe in self.recipes:
