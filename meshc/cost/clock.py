@@ -30,7 +30,7 @@ from meshc.cost.links import collective_seconds, copy_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import local_bytes, record, spmd
 from meshc.ir.mesh import Mesh
-from meshc.program.parking import awaited
+from meshc.program.flying import awaited
 
 HOST: Final = "host"
 """What communication with the host goes by, beside axes."""
@@ -84,7 +84,7 @@ def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, fl
             takes = collective_seconds(node, mesh, device)
             axes = ", ".join(node.args[1])
             communication[axes] = communication.get(axes, 0.0) + takes
-            clock.exchange(node, takes)
+            clock.exchange(node, takes, before.get(node, ()))
         elif node.op == "call_function" and spmd.is_host_copy(node.target):
             takes = copy_seconds(local_bytes(record(node)), device)
             communication[HOST] = communication.get(HOST, 0.0) + takes
@@ -118,8 +118,12 @@ class Clock:
         self._now += takes + self._lost(takes)
         self.made[node] = self._now
 
-    def exchange(self, node: Node, takes: float) -> None:
+    def exchange(self, node: Node, takes: float, before: Collection[Node] = ()) -> None:
+        """`before`: collectives that have to be done when it starts."""
         self._read(node)
+        for earlier in before:
+            if earlier in self._ready:
+                self._await(earlier)
         self._free = self._ready[node] = max(self._now, self._free) + takes
 
     def copy(self, node: Node, takes: float, device: Device, before: Collection[Node] = ()) -> None:

@@ -4,16 +4,18 @@ A value lives from the operator that makes it to the last that reads it, or to t
 share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
 buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted, nor what a compiled
 region never has in memory (`fused.py`). What lies on the host is counted apart, by the same walk; what is copied there
-is on the device until the copy has been waited for (`program/parking.py`). A message between pipeline stages counts on its sender until the
-last instruction there that reads it, as if it had left by then; gloo keeps it until the update.
+is on the device until the copy has been waited for, and so is what a collective reads, also where it is waited for in another stage
+(`program/flying.py`). A message between pipeline stages counts on its sender until the last instruction there that reads it, as if it had
+left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
@@ -26,7 +28,7 @@ from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
 from meshc.ops.in_place import REPLACED
 from meshc.pipelining.cut import slot
-from meshc.program import packing, parking
+from meshc.program import flying, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.bundle import is_copy
 from meshc.program.program import RUNS, PlainProgram, Port, Stage
@@ -175,21 +177,24 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) 
     best = Peak()
     carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
     sizes, made = given.sizes, given.made
-    walked: dict[tuple[str, bool, frozenset[tuple[str, int]]], tuple[Peak, dict[str, int]]] = {}
+    read: dict[str, int] = {}  # bytes that collectives read which are on their way between stages, by their keys
+    walked: dict[tuple[object, ...], Left] = {}
     for position, (step, last) in enumerate(zip(steps, last_reads(program, steps), strict=True)):
         if step.op in RUNS:
             stage = program.stages[step.stage]
             freed = {key: carried.pop(at, 0) for key in stage.inputs if (at := slot(key, step.microbatch)) in last}
             summed = any(is_added(key) and (whole := whole_of(key)) is not None and whole[1] in carried for key in stage.outputs)
-            case = stage.name, summed, frozenset(freed.items())
+            arriving = {key: read.pop(at) for key in stage.inputs if (at := slot(key, step.microbatch)) in read}
+            case = stage.name, summed, frozenset(freed.items()), frozenset(arriving.items())
             if case not in walked:
-                walked[case] = given.walk(stage).peak(freed, summed)
-            inside, leaves = walked[case]
-            waiting = sum(carried.values())
+                walked[case] = given.walk(stage).peak(freed, summed, arriving)
+            left = walked[case]
+            inside, waiting = left.peak, sum(carried.values()) + sum(read.values())
             if waiting + inside.total > best.total:
                 grown = sum(size for key, size in carried.items() if is_a(key, "gradient", "sum"))
                 best = Peak(waiting + inside.total, inside.gradients + grown, inside.at, position)
-            carried.update((slot(key, step.microbatch), size) for key, size in leaves.items())
+            carried.update((slot(key, step.microbatch), size) for key, size in left.values.items())
+            read.update((slot(key, step.microbatch), size) for key, size in left.read.items())
         elif step.op in ACCUMULATES:
             carried.pop(step.value, None)
             carried[step.into] = made[step.value]  # a sum of its own, also of a part that shared a larger storage
@@ -205,29 +210,57 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) 
     return best
 
 
+@dataclass(frozen=True)
+class Left:
+    """What a run of a stage holds.
+
+    peak    inside the stage
+    values  bytes of each value that it makes and another may read, by key
+    read    bytes that are there for what it leaves on its way, until that has been waited for, by the key of that
+    """
+
+    peak: Peak
+    values: dict[str, int]
+    read: dict[str, int]
+
+
 class Walk:
     """A stage, and what of its values does not differ from run to run.
 
-    home   the node that made a value's storage;  size  of those that are made here;  last  the position of the last node that reads each
+    home   the node that made a value's storage;  size  of those that are made here
+    born   the position from which each is there;  last  that of the last node that reads it
     ends   what the stage gives, with its key
     host   whether it is about what lies on the host
+    beside, joining     bytes that collectives take beside values: with first and last position, and by where they are waited for
+    leaving, sent       what is read by what leaves on its way, and bytes of copies that are, by its key
     """
 
     def __init__(self, stage: Stage, words: Words = sharing.sharing_of, host: bool = False) -> None:
         self.stage, self.nodes, self.entering = stage, list(stage.graph.nodes), stage.keys()
         self.home: dict[Node, Node] = {}
         self.size: dict[Node, int] = {}
+        self.born: dict[Node, int] = {}
         self.last: dict[Node, int] = {}
         self.ends: list[tuple[str, Node]] = []
+        self.beside: list[tuple[int, int, int]] = []
+        self.joining: dict[int, int] = {}
+        self.leaving: dict[str, Node] = {}
+        self.sent: dict[str, int] = {}
+        self.host = host
         inside = packing.pieces(stage.graph, words)
         joined = {piece.whole for piece in inside.values()}
         first: dict[Node, Node] = {}  # the first value made in the memory of each
         for position, node in enumerate(self.nodes):
-            self.last[node] = position
+            self.last[node] = self.born[node] = position
             if node.op == "output":
                 self.ends = [(key, value) for key, value in zip(stage.outputs, node.args[0], strict=True) if isinstance(value, Node)]
                 continue
             whole = inside[node].whole if node in inside else node
+            if (call := _own_result(node)) is not None:
+                self.home[node], self.born[node], self.last[call] = node, self.born[call], position
+                self.size[node] = _there(ir.record(node), host)
+                self.size[call] -= self.size[node]
+                continue
             if whole in joined:
                 self.home[node] = first.setdefault(whole, node)
             else:
@@ -237,28 +270,40 @@ class Walk:
                 self.size[node] = _made_bytes(node, whole, host) if made else 0
             for operand in node.all_input_nodes:
                 self.last[self.home[operand]] = position
-        self._copied()
+        self._flown()
         self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
         self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
         kept = [node for whole, node in first.items() if sharing.KEPT in words(whole)]
         self.kept = [*kept, *(node for node in self.nodes if sharing.KEPT in words(node) and node not in joined)]
 
-    def _copied(self) -> None:
-        """What is copied to the host is there until the copy has been waited for."""
+    def _flown(self) -> None:
+        """What is read by something on its way is there until that has been waited for."""
         place = {node: index for index, node in enumerate(self.nodes)}
-        waits = parking.ends(self.nodes)
+        arriving = [node for node, key in self.entering.items() if is_a(key, "early")]
+        until = flying.waits(self.nodes, arriving)
+        self.arrived = {self.entering[node]: place[until[node]] for node in arriving if node in until}
+        leaving = {value: [key] for key, value in self.ends if is_a(key, "early")}
         for node in self.nodes:
-            if node.target is spmd.to_host:
-                readers = [place[user] for user in node.users if user.op != "output"]
-                until = min([*readers, place[waits[node]] if node in waits else len(self.nodes) - 1])
-                home = self.home[node.args[0]]
-                self.last[home] = max(self.last[home], until)
+            if node.op != "call_function" or not (spmd.is_collective(node.target) or spmd.is_host_copy(node.target)):
+                continue
+            waited = place[until[node]] if node in until and node not in leaving else len(self.nodes)
+            if flying.holds_operand(node):
+                home = self.home[node.all_input_nodes[0]]
+                self.last[home] = max(self.last[home], waited - 1)
+                self.leaving |= {key: home for key in leaving.get(node, ())}
+            if not self.host:
+                if size := flying.sent_bytes(node):
+                    self.sent |= dict.fromkeys(leaving.get(node, ()), size)
+                    self.beside.append((place[node], waited - 1, size))
+                if size := flying.merged_bytes(node):
+                    self.joining[waited] = max(self.joining.get(waited, 0), size)
 
-    def peak(self, freed: Mapping[str, int], summed: bool) -> tuple[Peak, dict[str, int]]:
-        """The peak inside the stage, and the bytes of each value that it makes and another may read.
+    def peak(self, freed: Mapping[str, int], summed: bool, arriving: Mapping[str, int] = MappingProxyType({})) -> Left:
+        """The peak inside the stage, and what it leaves.
 
-        freed   bytes of inputs that nobody reads later, by key: each is gone after its last use here
-        summed  whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
+        freed     bytes of inputs that nobody reads later, by key: each is gone after its last use here
+        summed    whether the sums of its parts are there: each part is gone once it is in its sum, where a first one becomes it
+        arriving  bytes beside inputs that are on their way, by key: gone once these have been waited for
         """
         size, last, gradients = dict(self.size), dict(self.last), set(self.gradients)
         for node, key in self.entering.items():
@@ -272,27 +317,47 @@ class Walk:
                 if is_a(key, "gradient"):
                     gradients.add(value)
         grown = {self.home[node] for node in gradients if node in self.home}
-        alive, growing = sum(freed.values()), 0
+        alive, growing = sum(freed.values()) + sum(arriving.values()), 0
         for node in self.kept:
             if node in size:  # the runtime has it for good
                 growing += size[node] if node in grown else 0
                 alive += size.pop(node)
-        best = self._highest(size, last, grown, alive, growing)
-        return best, {names[0]: size[node] for node, names in results.items() if size.get(node)}
+        beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
+        best = self._highest(size, last, grown, beside, alive, growing)
+        leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
+        read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent
+        return Left(best, leaves, read)
 
-    def _highest(self, size: Mapping[Node, int], last: Mapping[Node, int], grown: Collection[Node], alive: int, growing: int) -> Peak:
-        """The peak, from what is there before the stage: each value that has a size comes where it is made and goes after its last use."""
-        dying: dict[int, list[Node]] = {}
+    def _highest(
+        self,
+        size: Mapping[Node, int],
+        last: Mapping[Node, int],
+        grown: Collection[Node],
+        beside: Sequence[tuple[int, int, int]],
+        alive: int,
+        growing: int,
+    ) -> Peak:
+        """The peak, from what is there before the stage: each value that has a size comes where it is made and goes after its last use.
+        `beside`: first and last position of bytes that are no value's."""
+        coming, dying = defaultdict[int, list[Node]](list), defaultdict[int, list[Node]](list)
         for node in size:
-            dying.setdefault(last[node], []).append(node)
+            coming[self.born[node] if node.op != "placeholder" else -1].append(node)
+            dying[last[node]].append(node)
+        change: Counter[int] = Counter()  # before each position
+        for first, until, more in beside:
+            change[first] += more if first >= 0 else 0
+            change[until + 1] -= more
         most, gradients, at = 0, 0, -1
-        for position, node in enumerate(self.nodes):
-            if node in size and node.op != "placeholder":
-                alive += size[node]
-                growing += size[node] if node in grown else 0
+        for position in range(len(self.nodes)):
+            alive += change[position]
+            if position in self.joining and alive + self.joining[position] > most:
+                most, gradients, at = alive + self.joining[position], growing, position
+            for new in coming[position]:
+                alive += size[new]
+                growing += size[new] if new in grown else 0
             if alive > most:
                 most, gradients, at = alive, growing, position
-            for dead in dying.get(position, ()):
+            for dead in dying[position]:
                 alive -= size[dead]
                 growing -= size[dead] if dead in grown else 0
         return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
@@ -301,6 +366,17 @@ class Walk:
 def _made_bytes(node: Node, whole: Node, host: bool) -> int:
     """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of; on the host, or on the device."""
     return 0 if is_fused(node) else sum(_there(one, host) for one in ir.records(whole))
+
+
+def _own_result(node: Node) -> Node | None:
+    """The call that made it, if a node is one of several results that have memory of their own."""
+    if not ir.is_getitem(node):
+        return None
+    made, _ = ir.value_of(node)
+    if made.op != "call_function" or not isinstance(made.target, torch._ops.OpOverload) or made.target in REPLACED:
+        return None
+    alone = all(one.alias_info is None for one in made.target._schema.returns)
+    return made if alone and not any(other.args[1] == node.args[1] for other in made.users if other is not node) else None
 
 
 def _lies_in(node: Node, words: Words) -> Node:

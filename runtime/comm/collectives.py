@@ -289,7 +289,8 @@ def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | Non
     """The reduction of what all ranks have as parts[this rank]; terms are added in the group's order, whichever rank adds."""
     if group.size() == 2:
         rank = group.rank()
-        sent, mine = parts[1 - rank].contiguous(), parts[rank]
+        parts = parts.contiguous()  # of one memory, and where it is a copy, what was given may go
+        sent, mine = parts[1 - rank], parts[rank]
         theirs = torch.empty_like(sent)
         terms = (theirs, mine) if rank else (mine, theirs)
         return Pending(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)

@@ -27,15 +27,15 @@ from torch.fx.node import Argument
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import MeshcError
-from meshc.ir import has_record, record, spmd
+from meshc.ir import record, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
+from meshc.program.flying import awaited
 from meshc.program.packing import is_alone, pieces
-from meshc.program.parking import awaited
 from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo, host
 from meshc.runtime.comm.groups import Groups
@@ -150,15 +150,16 @@ def generate(
     here: Callable[[str], None] | None = None,
     overwrites: Collection[Node] = (),
     own: Collection[Node] = (),
+    before: Mapping[Node, Sequence[Node]] | None = None,
 ) -> RunStage:
     """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failures).
 
     Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made, and `done`
     is told the sum's key. Inputs that are collectives on their way are waited for where they are first read, and such outputs not at all.
     `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both beside those of which
-    the graph shows it.
+    the graph shows it. `before`: by what starts, the earlier ones that are waited for first, where the graph does not show it.
     """
-    return _Writer(stage, groups, coordinates, device, here, overwrites, own).function()
+    return _Writer(stage, groups, coordinates, device, here, overwrites, own, before).function()
 
 
 class _Writer:
@@ -173,6 +174,7 @@ class _Writer:
         here: Callable[[str], None] | None,
         overwrites: Collection[Node],
         own: Collection[Node],
+        before: Mapping[Node, Sequence[Node]] | None,
     ) -> None:
         self.overwrites, self.own = set(overwrites), set(own)
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
@@ -181,7 +183,7 @@ class _Writer:
         self.source = Source()
         self.env: dict[Node, str] = {}
         self.flying: set[Node] = set()
-        self.awaited = awaited(node for node in stage.graph.nodes if has_record(node))
+        self.awaited = awaited(stage.graph.nodes) if before is None else before
         self.pieces = pieces(stage.graph)
         self.memory: dict[Node, str] = {}
         """Memory that several values are made in, by the `cat` that joins them."""
@@ -240,6 +242,11 @@ class _Writer:
             self.flying.discard(value)
             self._add(value)
 
+    def _wait_for_earlier(self, node: Node) -> None:
+        """No more than so much is on its way at a time."""
+        for earlier in self.awaited.get(node, ()):
+            self._wait_for(earlier)
+
     def _add(self, node: Node) -> None:
         """What this value is a microbatch's part of takes it in, if there is such a thing."""
         keys = self.added.get(node, ())
@@ -258,6 +265,7 @@ class _Writer:
         if node.target is spmd.coordinate:
             self.source.lines.append(f"{name} = mb")
         elif spmd.is_collective(node.target):
+            self._wait_for_earlier(node)
             start = self.source.bind(starter(node, self.groups, node in self.overwrites or OVER_OPERAND in sharing_of(node)), "g")
             if self.here is not None:
                 note = self.source.bind(self.here, "h")
@@ -266,8 +274,7 @@ class _Writer:
             self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
             self.flying.add(node)
         elif spmd.is_host_copy(node.target):
-            for earlier in self.awaited.get(node, ()):
-                self._wait_for(earlier)
+            self._wait_for_earlier(node)
             start = self.source.bind(host.starters(self.device)[node.target], "g")
             self.source.lines.append(f"{name} = {start}({', '.join(self.env[one] for one in node.all_input_nodes)})")
             self.flying.add(node)

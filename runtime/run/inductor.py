@@ -27,12 +27,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshc import ops
 from meshc.check.guards import is_guarded
-from meshc.ir import is_getitem, record, set_record, spmd
+from meshc.ir import is_getitem, spmd
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.private import FakeTensorMode, TracingContext, tracing
 from meshc.program.accumulate import is_added
+from meshc.program.flying import awaited
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import codegen
@@ -71,12 +72,11 @@ def compile_regions(
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,
             )
-            if spmd.is_host_copy(node.target):
-                set_record(env[node], record(node))
             if OVER_OPERAND in sharing_of(node):
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))
-    return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own)
+    before = {env[node]: [env[earlier] for earlier in several] for node, several in awaited(stage.graph.nodes).items()}
+    return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own, before)
 
 
 def _is_the_ranks(node: Node) -> bool:

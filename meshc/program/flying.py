@@ -1,0 +1,123 @@
+"""What is on its way: until where, how much at a time, and what is in memory for it.
+
+    g1 = mm(..)   r1 = reduce_scatter(g1)   g2 = mm(..)   r2 = reduce_scatter(g2)   ...   u1 = f(r1)
+    g1 |------------------------------------------------|                                              waited for when r2 starts
+    r1            |-----------------------------------------------------------------------------|
+
+A collective, or a copy to the host or from there, is waited for before the first line that reads it, or at the stage's end. What it reads
+stays until then, so of copies to the host, and of reduce-scatters that nothing reads for long (gradients), no more than so many bytes are
+on their way at a time: the runtime waits for earlier ones before it starts another, and the memory walk and the clock go by the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
+from typing import Final
+
+from torch.fx import Node
+
+from meshc.ir import has_record, local_bytes, record, spmd
+from meshc.ir.regions import region_of
+
+MOST: Final = 128 * 1024 * 1024
+"""Bytes that are on their way at most, but for one value."""
+LEAST: Final = 1024 * 1024
+SHARE: Final = 8
+"""Of small models: a part of all that a stage copies, or reduces so, at least `LEAST`."""
+
+_HOLD: Final = frozenset((spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.halo, spmd.halo_sum))
+"""Collectives that read their operand, or a copy of it, until they are done. An all-reduce writes over it, or makes a copy that becomes the
+result; so does a broadcast."""
+
+
+def awaited(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
+    """By a copy to the host or a reduce-scatter of a stage, the earlier ones that are waited for before it starts."""
+    nodes = [node for node in nodes if has_record(node)]
+    copies = {node: local_bytes(record(node)) for node in nodes if node.target is spmd.to_host}
+    return {**_in_turn(nodes, copies), **_in_turn(nodes, _lasting(nodes))}
+
+
+def _in_turn(nodes: Sequence[Node], sizes: Mapping[Node, int]) -> dict[Node, list[Node]]:
+    limit = min(MOST, max(LEAST, sum(sizes.values()) // SHARE))
+    found: dict[Node, list[Node]] = {}
+    flying: dict[Node, int] = {}
+    for node in nodes if sizes else ():
+        for operand in node.all_input_nodes:
+            flying.pop(operand, None)
+        if node not in sizes:
+            continue
+        while flying and sum(flying.values()) + sizes[node] > limit:
+            first = next(iter(flying))
+            found.setdefault(node, []).append(first)
+            del flying[first]
+        flying[node] = sizes[node]
+    return found
+
+
+def _lasting(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Reduce-scatters that are not read before the next one starts, and the last, with the bytes that each reads."""
+    found: dict[Node, int] = {}
+    last, read = None, False
+    for node in nodes:
+        if node.target is spmd.reduce_scatter:
+            if read and last is not None:
+                del found[last]
+            found[node] = local_bytes(record(node.all_input_nodes[0]))
+            last, read = node, False
+        read = read or last in node.all_input_nodes
+    return found
+
+
+def waits(nodes: Iterable[Node], arriving: Collection[Node] = ()) -> dict[Node, Node]:
+    """By what starts in a stage, or is `arriving` when it begins: before which node it is waited for. What a region reads is waited for
+    before the region."""
+    nodes = list(nodes)
+    earlier = awaited(nodes)
+    begins: dict[int, Node] = {}
+    found: dict[Node, Node] = {}
+    flying = set(arriving)
+    for node in nodes:
+        number = region_of(node)
+        before = node if number is None else begins.setdefault(number, node)
+        for one in (*node.all_input_nodes, *earlier.get(node, ())):
+            if one in flying:
+                found[one] = before
+                flying.discard(one)
+        if node.op == "call_function" and (spmd.is_collective(node.target) or spmd.is_host_copy(node.target)):
+            flying.add(node)
+    return found
+
+
+def holds_operand(node: Node) -> bool:
+    """Whether what a node reads is in memory until it has been waited for."""
+    return node.target is spmd.to_host or (node.target in _HOLD and not sent_bytes(node) and not _is_alone(node))
+
+
+def sent_bytes(node: Node) -> int:
+    """Bytes of the copy of its operand that a collective sends, and has until it has been waited for; 0 where it sends the operand.
+    Parts for other ranks have to lie one behind the other."""
+    if node.target not in (spmd.reduce_scatter, spmd.all_to_all) or _is_alone(node):
+        return 0
+    operand = record(node.all_input_nodes[0])
+    return local_bytes(operand) if prod(operand.shape[: _dim(node, 2)]) != 1 else 0
+
+
+def merged_bytes(node: Node) -> int:
+    """Bytes that a collective takes beside its result while it is waited for: parts that came one behind the other are joined along a later
+    dim."""
+    if node.target not in (spmd.all_gather, spmd.all_to_all) or _is_alone(node):
+        return 0
+    made = record(node)
+    return local_bytes(made) if prod(made.shape[: _dim(node, 2 if node.target is spmd.all_gather else 3)]) != 1 else 0
+
+
+def _dim(node: Node, place: int) -> int:
+    dim = node.args[place]
+    assert isinstance(dim, int)
+    return dim % len(record(node).shape)
+
+
+def _is_alone(node: Node) -> bool:
+    """Whether a rank has nobody to send to: tiles are as large as the whole."""
+    return node.target in (spmd.all_gather, spmd.reduce_scatter) and record(node).shape == record(node.all_input_nodes[0]).shape
