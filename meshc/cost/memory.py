@@ -2,11 +2,11 @@
 
 A value lives from the operator that makes it to the last that reads it, or to the end of the call if another stage reads it. Views
 share the storage of what they look at, and updates write into their operands, also where `fuse_updates` has not said so yet. Parameters,
-buffers and optimizer state live for ever, and are counted apart; what a kernel needs while it runs is not counted, nor what a compiled
-region never has in memory (`fused.py`). What lies on the host is counted apart, by the same walk; what is copied there
-is on the device until the copy has been waited for, and so is what a collective reads, also where it is waited for in another stage
-(`program/flying.py`). A message between pipeline stages counts on its sender until the last instruction there that reads it, as if it had
-left by then; gloo keeps it until the update.
+buffers and optimizer state live for ever, and are counted apart, as is what the user sees of them where that is a copy; what a kernel needs
+while it runs is not counted, nor what a compiled region never has in memory (`fused.py`). What lies on the host is counted apart, by the
+same walk; what is copied there is on the device until the copy has been waited for, and so is what a collective reads, also where it is
+waited for in another stage (`program/flying.py`). A message between pipeline stages counts on its sender until the last instruction there
+that reads it, as if it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.cost.fused import is_fused
-from meshc.ir import sharing, spmd
+from meshc.ir import layouts, sharing, spmd
 from meshc.ir.keys import is_a, name_of
+from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
 from meshc.ops.in_place import REPLACED
@@ -38,6 +39,8 @@ KEPT = ("parameter", "state", "buffer", "constant", "input")
 """Kinds of ports that are there for the whole call."""
 HOST = "host"
 """What those of them that lie there count as."""
+COPY = "copy"
+"""What counts beside them: what the model and the optimizer show of parameters and state that torch's placements cannot describe."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ def port_bytes(port: Port, sizes: Mapping[str, int]) -> int:
     """Bytes on each rank, padding included."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
     return prod(shape) * port.dtype.itemsize
+
+
+def copy_bytes(port: Port, mesh: Mesh) -> int:
+    """Bytes of the DTensor that the user sees, where it cannot be the program's buffer but is a copy in torch's layout; else 0."""
+    if port.kind not in ("parameter", "state") or port.sharding is None or layouts.shares_memory(port.sharding, mesh):
+        return 0
+    return prod(layouts.largest_chunk(port.shape, layouts.torch_placements(port.sharding, mesh), mesh)) * port.dtype.itemsize
 
 
 def real_bytes(port: Port, sizes: Mapping[str, int]) -> float:
@@ -135,6 +145,8 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
                 kept[HOST if port.host else port.kind] += port_bytes(port, program.axis_sizes)
+                if copied := copy_bytes(port, program.mesh):
+                    kept[HOST if port.host else COPY] += copied
         host = kept.pop(HOST, 0) + (0 if parked is None else _peak(program, coordinates, parked).total)
         found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host))
     return found

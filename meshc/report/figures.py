@@ -22,7 +22,10 @@ from meshc.plan.entries import STORES
 from meshc.program.program import PlainProgram
 from meshc.report.summary import collectives, communicating, gradient_shardings, placement
 
-MEMORY = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
+MEMORY = {
+    "parameter": "parameters", "state": "optimizer state", memory.COPY: "copies in torch's layout", "buffer": "buffers",
+    "constant": "constants", "input": "inputs",
+}  # fmt: skip
 
 
 class Moved(TypedDict):

@@ -276,7 +276,8 @@ def _memory(program: PlainProgram) -> str:
     for port in program.inputs:
         if port.kind in memory.KEPT and not port.host and program.owns(port.key, coordinates):
             waste[port.kind] += memory.port_bytes(port, program.axis_sizes) - memory.real_bytes(port, program.axis_sizes)
-    names = {"parameter": "parameters", "state": "optimizer state", "buffer": "buffers", "constant": "constants", "input": "inputs"}
+    names = {"parameter": "parameters", "state": "optimizer state", memory.COPY: "copies in torch's layout"}
+    names |= {"buffer": "buffers", "constant": "constants", "input": "inputs"}
     rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept.get(kind)]
     if peak.total:
         if peak.gradients:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, local_shape
-from meshc.runtime.comm import collectives, layouts
+from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import Groups
 
 

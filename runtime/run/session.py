@@ -18,12 +18,13 @@ from meshc.cost.memory import uses_host
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
+from meshc.ir import layouts
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
-from meshc.runtime.comm import collectives, layouts
+from meshc.runtime.comm import collectives
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.backwards import Backwards, Make
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedStep, refusal

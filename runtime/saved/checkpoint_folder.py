@@ -28,13 +28,12 @@ from meshc.errors import ArtifactError, FileError, MeshcError, StateError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import Seal, TensorFile
-from meshc.ir import Record
+from meshc.ir import Record, layouts
 from meshc.ir.bounds import integer, parse_json, read_text
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.program.program import Port
-from meshc.runtime.comm import layouts
 from meshc.runtime.saved.pieces import shared_runs, tile_runs
 from meshc.text.parse import parse_one_type
 from meshc.text.show import port_type

@@ -19,11 +19,11 @@ from torch import Tensor
 from meshc.check import check_program
 from meshc.errors import InputError, StateError, lines_of
 from meshc.files.tensor_file import TensorFile
+from meshc.ir import layouts
 from meshc.ir.keys import is_a
 from meshc.ops.random import seed_step
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Port
-from meshc.runtime.comm import layouts
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import FailureBoard

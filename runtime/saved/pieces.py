@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshc.ir import layouts
 from meshc.ir.sharding import Part, Sharding, local_shape
-from meshc.runtime.comm import layouts
 
 Run = tuple[int, int, int]
 """Contiguous indices of a dim: (first global index, first index in the tile, length)."""

@@ -9,13 +9,13 @@ import torch
 
 from meshc.errors import DeadlockError, VerifyError
 from meshc.ir.keys import key_of
+from meshc.ir.layouts import put_tiles, take_tile
 from meshc.ir.sharding import Sharding, padded_parts
 from meshc.pipelining.cut import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.program.accumulate import ACCUMULATES
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port
 from meshc.program.steps import steps_of
-from meshc.runtime.comm.layouts import put_tiles, take_tile
 from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
 
 Values = Mapping[str, torch.Tensor]

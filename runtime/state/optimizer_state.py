@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
+from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
 from meshc.program.program import Port
-from meshc.runtime.comm import layouts
 from meshc.runtime.state import ownership
 
 if TYPE_CHECKING:

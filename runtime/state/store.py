@@ -29,12 +29,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
+from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
 from meshc.program.program import Port
-from meshc.runtime.comm import host, layouts
+from meshc.runtime.comm import host
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers

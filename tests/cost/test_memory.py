@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import meshc
 from meshc.cost import memory
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.executor import Executor
@@ -69,3 +71,14 @@ def test_the_peak_of_a_training_step(make: Callable[[], Case], microbatches: int
     program = meshc.compile(step, meshc.Mesh("dp=1"), kwargs=case.call_kwargs).compiled
     predicted, live = memory.peak(program).total, live_peak(program, case.call_kwargs)
     assert predicted == pytest.approx(live, rel=0.01)
+
+
+def test_what_torch_has_no_placement_for_is_there_twice() -> None:
+    hidden = (Part("hidden", 64),)
+    fused = Sharding(((Part("", 3), Part("heads", 4, ("tp",)), Part("head", 8)), hidden))
+    plain = Sharding(((Part("heads", 4, ("tp",)), Part("head", 8)), hidden))
+    mesh = Mesh("tp=2")
+    for kind in ("parameter", "state"):
+        assert memory.copy_bytes(Port(kind, "w", (96, 64), torch.bfloat16, fused), mesh) == 96 * 64 * 2 // 2
+        assert memory.copy_bytes(Port(kind, "w", (32, 64), torch.bfloat16, plain), mesh) == 0
+    assert memory.copy_bytes(Port("input", "x", (96, 64), torch.bfloat16, fused), mesh) == 0

@@ -12,9 +12,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 import meshc
 from meshc.cost.padding import padding
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
-from meshc.runtime.comm import layouts
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad

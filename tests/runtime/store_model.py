@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
 from meshc.optimizer.optimizer import describe
 from meshc.program.program import Port
-from meshc.runtime.comm import layouts
 from meshc.runtime.state.store import Store
 
 

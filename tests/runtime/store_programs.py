@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import FIRST, describe
 from meshc.program.program import Port
-from meshc.runtime.comm import layouts
 from meshc.runtime.state.store import Store
 from tests.runtime.store_model import (
     COPIES,

@@ -20,10 +20,10 @@ from torch import Tensor
 from meshc.errors import ArtifactError, FileError, StateError
 from meshc.files import tensor_file
 from meshc.files.seal import sealed
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
 from meshc.program.program import Port
-from meshc.runtime.comm import layouts
 from meshc.runtime.saved.checkpoint_folder import TABLE, SavedState, check_target, load_model, save_state
 
 WEIGHTS = {

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from meshc.files.tensor_file import TensorFile
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
-from meshc.runtime.comm import layouts
 from meshc.runtime.saved.pieces import read_tile, tile_runs
 
 SHARDINGS = {

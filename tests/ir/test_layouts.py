@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
+from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
-from meshc.runtime.comm import layouts
 
 MESH = Mesh("dp=2,tp=2")
 SIZES = {"dp": 2, "tp": 2}
