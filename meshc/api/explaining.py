@@ -28,7 +28,7 @@ from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, giv
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained, Fall, Made, Reader, Stored
-from meshc.report.summary import placement
+from meshc.report.tables import placement
 
 
 def explained(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> Explained:

@@ -160,10 +160,12 @@ class Program:
         return show.print_program(self.general)
 
     def summary(self, device: str | None = None) -> str:
-        """Tables: parameters with placements and bytes per rank; stages; collectives; memory; time, on `device` ("h100") or the mesh's;
-        what was weighed for axes that the plan left open, and tried where a pipeline left a choice."""
+        """Tables: parameters with placements and bytes per rank; stages; collectives; memory, by kind, drawn over a call, and the largest
+        values when most is there; time, on `device` ("h100") or the mesh's; what was weighed for axes that the plan left open, and tried
+        where a pipeline left a choice."""
         made = self.compilations.last.made
-        tables = (summary.summary(self.compiled, device), searched.weighed(made.weighed), searched.searched(made.tried))
+        own = summary.summary(self.compiled, device, self.options.memory_budget)
+        tables = (own, searched.weighed(made.weighed), searched.searched(made.tried))
         return "\n".join(table for table in tables if table)
 
     def timeline(self, path: str | Path | None = None) -> Timeline:

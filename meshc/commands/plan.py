@@ -26,7 +26,7 @@ from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.factorizations import factorizations
 from meshc.plan.plan import file_to_write
 from meshc.report.ranked import Ranked, ideal_seconds, ranked, text
-from meshc.report.summary import bytes_text, seconds_text, table
+from meshc.report.tables import bytes_text, seconds_text, table
 
 
 def arguments(command: argparse.ArgumentParser) -> None:

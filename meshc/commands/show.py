@@ -13,7 +13,7 @@ from meshc.errors import PlanError
 from meshc.ir import bounds
 from meshc.passes import rules
 from meshc.pipelining import draw, trace
-from meshc.report import summary
+from meshc.report import summary, tables
 from meshc.report.figures import figures
 from meshc.text import show
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     if options.timeline is not None:
         line = call.predicted(program)
         draw.write(line, options.timeline)
-        print(harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+        print(harmless(line.name) + f": {tables.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
     elif options.json:
         print(json.dumps(figures(program, options.device), indent=1))
     elif options.summary:
@@ -55,4 +55,4 @@ def _show_trace(options: argparse.Namespace) -> None:
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
     draw.write(line, options.timeline)
-    print(harmless(line.name) + f": {summary.seconds_text(line.call_s)} a call, drawn in {options.timeline}")
+    print(harmless(line.name) + f": {tables.seconds_text(line.call_s)} a call, drawn in {options.timeline}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ from meshc.pipelining.cut import slot
 from meshc.program import flying, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.bundle import is_copy
-from meshc.program.program import RUNS, PlainProgram, Port, Stage
+from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
 from meshc.program.steps import last_reads, steps_of
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
@@ -138,7 +138,7 @@ def value_bytes(program: PlainProgram, host: bool | None = None) -> dict[str, in
 def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
     """Each rank of the pipeline axis; one, like which all are, where there is none. `words`: of each value, what memory it shares."""
     found = []
-    given, parked = _Given(program, words), _Given(program, words, host=True) if uses_host(program) else None
+    given, parked = Given(program, words), Given(program, words, host=True) if uses_host(program) else None
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
         coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
         kept: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def peak(program: PlainProgram) -> Peak:
     return worst(program).peak
 
 
-class _Given:
+class Given:
     """What the walks of all ranks go by: bytes by key of what is `made`, of `sizes` as `value_bytes` has them, and each stage's walk.
     It is of what lies on the device, or on the host."""
 
@@ -183,10 +183,38 @@ class _Given:
         return self._walks[stage.name]
 
 
-def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) -> Peak:
-    """The peak of one rank's list of instructions. What it has received is there from the posting of the receive."""
+@dataclass(frozen=True)
+class Moment:
+    """An instruction in which a rank makes values.
+
+    position  among those of its rank
+    waiting   bytes of what waits between stages meanwhile, by key, and `read` of what collectives read that are on their way between them:
+              as long as the walk stands here
+    walk, left  the stage that runs, and what this run of it holds; None where rows are joined
+    rows      bytes of these
+    """
+
+    position: int
+    step: Instruction
+    waiting: Mapping[str, int]
+    read: Mapping[str, int]
+    walk: Walk | None = None
+    left: Left | None = None
+    rows: int = 0
+
+    @property
+    def peak(self) -> Peak:
+        waiting = sum(self.waiting.values())
+        if self.left is None:  # all are there, and are copied into one
+            return Peak(waiting + self.rows, 0, f"rows of {name_of(self.step.into)} joined", self.position)
+        grown = sum(size for key, size in self.waiting.items() if is_a(key, "gradient", "sum"))
+        inside = self.left.peak
+        return Peak(waiting + sum(self.read.values()) + inside.total, inside.gradients + grown, inside.at, self.position)
+
+
+def moments(program: PlainProgram, coordinates: Mapping[str, int], given: Given) -> Iterator[Moment]:
+    """One rank's list of instructions, those that make values. What it has received is there from the posting of the receive."""
     steps = steps_of(program, coordinates)
-    best = Peak()
     carried: dict[str, int] = {}  # bytes of values that wait between stages, by key
     sizes, made = given.sizes, given.made
     read: dict[str, int] = {}  # bytes that collectives read which are on their way between stages, by their keys
@@ -201,10 +229,7 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) 
             if case not in walked:
                 walked[case] = given.walk(stage).peak(freed, summed, arriving)
             left = walked[case]
-            inside, waiting = left.peak, sum(carried.values()) + sum(read.values())
-            if waiting + inside.total > best.total:
-                grown = sum(size for key, size in carried.items() if is_a(key, "gradient", "sum"))
-                best = Peak(waiting + inside.total, inside.gradients + grown, inside.at, position)
+            yield Moment(position, step, carried, read, given.walk(stage), left)
             carried.update((slot(key, step.microbatch), size) for key, size in left.values.items())
             read.update((slot(key, step.microbatch), size) for key, size in left.read.items())
         elif step.op in ACCUMULATES:
@@ -213,12 +238,20 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) 
         elif step.op == "join":
             carried.pop(step.value, None)
             rows = carried[step.into] = carried.get(step.into, 0) + made[step.value]
-            if rows >= sizes[step.into] and sum(carried.values()) + rows > best.total:  # all are there, and are copied into one
-                best = Peak(sum(carried.values()) + rows, 0, f"rows of {name_of(step.into)} joined", position)
+            if rows >= sizes[step.into]:
+                yield Moment(position, step, carried, read, rows=rows)
         elif step.op == "recv":
             carried.update((slot(key, step.microbatch), sizes[key]) for key in step.keys)
         for key in last if step.op == "send" else ():
             carried.pop(key, None)
+
+
+def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: Given) -> Peak:
+    """The peak of one rank's list of instructions."""
+    best = Peak()
+    for moment in moments(program, coordinates, given):
+        peak = moment.peak
+        best = peak if peak.total > best.total else best
     return best
 
 
@@ -226,14 +259,23 @@ def _peak(program: PlainProgram, coordinates: Mapping[str, int], given: _Given) 
 class Left:
     """What a run of a stage holds.
 
-    peak    inside the stage
     values  bytes of each value that it makes and another may read, by key
     read    bytes that are there for what it leaves on its way, until that has been waited for, by the key of that
+    size    bytes of each value that comes and goes;  last  the position at which it goes;  grown  those that are gradients of parameters
+    beside  first and last position of bytes that are no value's
+    alive   bytes that are there before the first node, `growing` of them gradients'
+    peak    inside the stage
     """
 
-    peak: Peak
-    values: dict[str, int]
-    read: dict[str, int]
+    values: Mapping[str, int]
+    read: Mapping[str, int]
+    size: Mapping[Node, int]
+    last: Mapping[Node, int]
+    grown: Collection[Node]
+    beside: Sequence[tuple[int, int, int]]
+    alive: int
+    growing: int
+    peak: Peak = field(default_factory=Peak)
 
 
 class Walk:
@@ -335,43 +377,39 @@ class Walk:
                 growing += size[node] if node in grown else 0
                 alive += size.pop(node)
         beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
-        best = self._highest(size, last, grown, beside, alive, growing)
         leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
         read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent
-        return Left(best, leaves, read)
+        left = Left(leaves, read, size, last, grown, beside, alive, growing)
+        return replace(left, peak=self._highest(left))
 
-    def _highest(
-        self,
-        size: Mapping[Node, int],
-        last: Mapping[Node, int],
-        grown: Collection[Node],
-        beside: Sequence[tuple[int, int, int]],
-        alive: int,
-        growing: int,
-    ) -> Peak:
-        """The peak, from what is there before the stage: each value that has a size comes where it is made and goes after its last use.
-        `beside`: first and last position of bytes that are no value's."""
+    def course(self, left: Left) -> Iterator[tuple[int, int, int]]:
+        """At each node the most that is there: bytes, those of them that are gradients', and those that results of collectives take that
+        are joined before the node's own are there. Each value comes where it is made and goes after its last use."""
+        size, alive, growing = left.size, left.alive, left.growing
         coming, dying = defaultdict[int, list[Node]](list), defaultdict[int, list[Node]](list)
         for node in size:
             coming[self.born[node] if node.op != "placeholder" else -1].append(node)
-            dying[last[node]].append(node)
+            dying[left.last[node]].append(node)
         change: Counter[int] = Counter()  # before each position
-        for first, until, more in beside:
+        for first, until, more in left.beside:
             change[first] += more if first >= 0 else 0
             change[until + 1] -= more
-        most, gradients, at = 0, 0, -1
         for position in range(len(self.nodes)):
             alive += change[position]
-            if position in self.joining and alive + self.joining[position] > most:
-                most, gradients, at = alive + self.joining[position], growing, position
+            joined = alive + self.joining.get(position, 0), growing, self.joining.get(position, 0)
             for new in coming[position]:
                 alive += size[new]
-                growing += size[new] if new in grown else 0
-            if alive > most:
-                most, gradients, at = alive, growing, position
+                growing += size[new] if new in left.grown else 0
+            yield joined if joined[2] and joined[0] >= alive else (alive, growing, 0)
             for dead in dying[position]:
                 alive -= size[dead]
-                growing -= size[dead] if dead in grown else 0
+                growing -= size[dead] if dead in left.grown else 0
+
+    def _highest(self, left: Left) -> Peak:
+        most, gradients, at = 0, 0, -1
+        for position, (alive, growing, _) in enumerate(self.course(left)):
+            if alive > most:
+                most, gradients, at = alive, growing, position
         return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
 
 

@@ -19,7 +19,8 @@ from typing import TypedDict
 from meshc.ir import PHASES
 from meshc.plan.entries import STORES
 from meshc.report.figures import Figures, Moved
-from meshc.report.summary import bytes_text, collapsed, seconds_text, table
+from meshc.report.summary import collapsed
+from meshc.report.tables import bytes_text, seconds_text, table
 
 
 class StorageChange(TypedDict):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, TypedDict
 
-from meshc.report.summary import bytes_text
+from meshc.report.tables import bytes_text
 
 SHOWN: Final = 3
 """Operators of a module; in the text, places where a price falls."""

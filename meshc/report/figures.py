@@ -20,7 +20,8 @@ from meshc.cost.program import program_seconds
 from meshc.ir import PHASES
 from meshc.plan.entries import STORES
 from meshc.program.program import PlainProgram
-from meshc.report.summary import collectives, communicating, gradient_shardings, placement
+from meshc.report.summary import collectives, communicating, gradient_shardings
+from meshc.report.tables import placement
 
 MEMORY = {
     "parameter": "parameters", "state": "optimizer state", memory.COPY: "copies in torch's layout", "buffer": "buffers",

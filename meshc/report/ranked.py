@@ -21,7 +21,7 @@ from meshc.cost.flops import flops
 from meshc.ir import calls, records
 from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
-from meshc.report.summary import bytes_text, seconds_text, table
+from meshc.report.tables import bytes_text, seconds_text, table
 
 
 class Ranked(TypedDict):

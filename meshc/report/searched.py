@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from meshc.pipelining.tried import Tried
 from meshc.plan.weighed import Weighed
-from meshc.report.summary import bytes_text, seconds_text
+from meshc.report.tables import bytes_text, seconds_text
 
 SHOWN: Final = 20
 """Rows at most."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import torch
-from tabulate import tabulate
 from torch.fx import Node
 
 from meshc import ir
@@ -31,8 +30,9 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
-from meshc.report import parked
+from meshc.report import held, parked
 from meshc.report.account import link_accounts, stage_accounts
+from meshc.report.tables import bytes_text, part_text, placement, seconds_text, table
 
 PLAN_LINES: Final = 20
 """Of a plan that are shown."""
@@ -77,11 +77,12 @@ def collectives(program: PlainProgram) -> list[CollectiveUse]:
     return found
 
 
-def summary(program: PlainProgram, device: str | None = None) -> str:
-    """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's."""
+def summary(program: PlainProgram, device: str | None = None, budget: int | None = None) -> str:
+    """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
+    bytes that a rank may hold, where the user has said so."""
     on = for_mesh(program.mesh) if device is None else named(device)
     blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), _parked(program)]
-    blocks += [_memory(program), _time(program, on), _work(program), _padding(program), _notes(program)]
+    blocks += [held.told(program, budget), _time(program, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -171,18 +172,6 @@ def _axes(sharding: Sharding) -> list[list[str]]:
     return [[axis for part in parts for axis in part.axes] for parts in sharding.dims]
 
 
-def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
-    """`[ffn 688/tp, hidden 256]`. Factors whose only name is a parameter's show their size alone, so that layers look alike."""
-    if sharding is None:
-        return f"[{', '.join(map(str, shape))}]"
-    return f"[{', '.join(' * '.join(map(_part, parts)) or '1' for parts in sharding.dims)}]"
-
-
-def _part(part: Part) -> str:
-    plain = "." in part.factor or not part.factor or re.fullmatch(r"f\d+", part.factor)
-    return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
-
-
 def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
     """How each parameter's gradient lies when its update reads it, or when it leaves the program."""
     found = {port.name: port.sharding for port in program.outputs if port.kind == "gradient" and port.sharding is not None}
@@ -265,40 +254,6 @@ def _parked(program: PlainProgram) -> str:
     return table(shown, parked.HEADERS, f"copies between device and host in one call{of}") if rows else ""
 
 
-# --------------------------------------------------------------------------------------------------------------------------- memory
-
-
-def _memory(program: PlainProgram) -> str:
-    most = memory.worst(program)
-    peak, kept = most.peak, most.kept
-    waste: dict[str, float] = defaultdict(float)
-    coordinates = {} if program.pipeline is None else {program.pipeline.axis: most.rank}
-    for port in program.inputs:
-        if port.kind in memory.KEPT and not port.host and program.owns(port.key, coordinates):
-            waste[port.kind] += memory.port_bytes(port, program.axis_sizes) - memory.real_bytes(port, program.axis_sizes)
-    names = {"parameter": "parameters", "state": "optimizer state", memory.COPY: "copies in torch's layout"}
-    names |= {"buffer": "buffers", "constant": "constants", "input": "inputs"}
-    rows = [(text, bytes_text(kept[kind]), _share(waste[kind], kept[kind])) for kind, text in names.items() if kept.get(kind)]
-    if peak.total:
-        if peak.gradients:
-            rows.append(("gradients, at the peak", bytes_text(peak.gradients), ""))
-        rows.append(("activations, at the peak", bytes_text(peak.total - peak.gradients), ""))
-    rows.append(("together", bytes_text(most.total), _share(sum(waste.values()), sum(kept.values()))))
-    if most.host:
-        rows.append(("on the host, beside that", bytes_text(most.host), ""))
-    whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
-    lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
-    if peak.at:
-        lines.append(f"  peak at {peak.at}")
-    if program.pipeline is not None:
-        lines.append(f"  together by rank: {', '.join(bytes_text(one.total) for one in memory.by_rank(program))}")
-    return "\n".join(lines)
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if part > 0 and whole else ""
-
-
 # ----------------------------------------------------------------------------------------------------------------------------- time
 
 
@@ -319,14 +274,6 @@ def _time(program: PlainProgram, device: Device) -> str:
 def communicating(axes: str) -> str:
     """What communication over these axes, or with the host, is called."""
     return "copying to the host and back" if axes == HOST else f"communicating over {axes}"
-
-
-def seconds_text(seconds: float) -> str:
-    """`12.3 ms`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(seconds, 0.0) / 1e-6:.1f} us"
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- work
@@ -375,7 +322,7 @@ def _done(program: PlainProgram) -> float:
 def _padding(program: PlainProgram) -> str:
     rows = [
         (
-            _part(Part(row.factor, row.size, row.axes)), row.tile, f"{100 * row.share:.1f} %", bytes_text(row.kept_bytes),
+            part_text(Part(row.factor, row.size, row.axes)), row.tile, f"{100 * row.share:.1f} %", bytes_text(row.kept_bytes),
             f"{100 * row.compute_share:.1f} %",
         )
         for row in padding(program)
@@ -433,20 +380,6 @@ def factors(names: Names, found: Found, program: PlainProgram) -> str:
             rows.append((name, ", ".join(aliases), ", ".join(map(str, extents)), len(classes), shown))
     rows.sort(key=lambda row: "." in row[0])
     return table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
-
-
-def table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:
-    """A title, and beneath it the rows, two spaces in."""
-    text = tabulate(rows, headers=headers, disable_numparse=True)
-    return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
-
-
-def bytes_text(count: float, unit: str = "B") -> str:
-    """`12.3 MB`: decimal units."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {prefix}{unit}"
-    return f"{count:.0f} {unit}"
 
 
 __all__ = ["CollectiveUse", "collapsed", "collectives", "factors", "gradient_shardings", "summary"]

@@ -1,0 +1,48 @@
+"""What tables say: values and how they lie, bytes, seconds, shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+from meshc.ir.sharding import Part, Sharding
+
+
+def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
+    """`[ffn 688/tp, hidden 256]`. Factors whose only name is a parameter's show their size alone, so that layers look alike."""
+    if sharding is None:
+        return f"[{', '.join(map(str, shape))}]"
+    return f"[{', '.join(' * '.join(map(part_text, parts)) or '1' for parts in sharding.dims)}]"
+
+
+def part_text(part: Part) -> str:
+    plain = "." in part.factor or not part.factor or re.fullmatch(r"f\d+", part.factor)
+    return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
+
+
+def table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:
+    """A title, and beneath it the rows, two spaces in."""
+    text = tabulate(rows, headers=headers, disable_numparse=True)
+    return f"{title}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def bytes_text(count: float, unit: str = "B") -> str:
+    """`12.3 MB`: decimal units."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {prefix}{unit}"
+    return f"{count:.0f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 0.0) / 1e-6:.1f} us"
+
+
+def share_text(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if part > 0 and whole else ""
