@@ -164,7 +164,7 @@ class Program:
         values when most is there; time, on `device` ("h100") or the mesh's; what was weighed for axes that the plan left open, and tried
         where a pipeline left a choice."""
         made = self.compilations.last.made
-        own = summary.summary(self.compiled, device, self.options.memory_budget)
+        own = summary.summary(self.compiled, device, self.options.budget)
         tables = (own, searched.weighed(made.weighed), searched.searched(made.tried))
         return "\n".join(table for table in tables if table)
 

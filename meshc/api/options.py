@@ -85,6 +85,12 @@ class Options:
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
 
     @property
+    def budget(self) -> int | None:
+        """`memory_budget` in bytes."""
+        assert not isinstance(self.memory_budget, str), "it was read when it was given"
+        return self.memory_budget
+
+    @property
     def keeping(self) -> Keeping:
         """How a program keeps the optimizer's state."""
         return Keeping(self.optimizer_state, self.master_weights)

@@ -105,6 +105,17 @@ def largest(found: Alive) -> str:
     return text
 
 
+def lines_of(found: Alive, most: int = 5) -> list[str]:
+    """The first rows of that table, as errors have them."""
+    rows = folded(found.values)
+    lines = [
+        f"{bytes_text(bytes_of(values)):>8} {f'{len(values)} x' if len(values) > 1 else '':>5} {', '.join(filter(None, alike[:3]))}"
+        for alike, values in rows[:most]
+    ]
+    further = sum(bytes_of(values) for _, values in rows[most:])
+    return [*lines, *([f"{bytes_text(further):>8} {'':>5} in {sum(len(values) for _, values in rows[most:])} others"] if further else [])]
+
+
 def bytes_of(values: Sequence[Value]) -> int:
     return sum(value.bytes for value in values)
 

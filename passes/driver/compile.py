@@ -103,7 +103,7 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     if open_axes(placed.plan):
         return choose(placed, _within_budget, hook)
     left = _within_budget(placed, hook)
-    refuse_what_holds_more(left)
+    refuse_what_holds_more(placed, left, _lowered)
     return left
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from math import inf
 from typing import Final
 
+from meshc.cost.alive import alive
 from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.cost.weigh import weigh
@@ -35,6 +36,8 @@ from meshc.passes.phases.single import Hook
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
+from meshc.program.program import PlainProgram
+from meshc.report.held import lines_of
 
 TOO_LARGE: Final = "more than a rank may hold"
 FAR: Final = 0.15
@@ -65,6 +68,7 @@ class Judge:
     lowered   what has been through all passes, with what its rank holds;  dropped  what has not
     refused   what stood in the way of candidates that could not be;  unequal  likewise, of one that fits and cannot grow from a few layers
     slower    what was estimated to be slower than a plan that is known elsewhere
+    closest   the program that holds least
     apart     whether the step is taken apart, which the model knows nothing of: it reads more bytes than there are at once
     ratio     seconds of a call for each that was estimated: of stages, as those of the last candidate were
     """
@@ -78,6 +82,7 @@ class Judge:
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
     slower: list[Weighed] = field(default_factory=list)
+    closest: PlainProgram | None = None
 
     def __post_init__(self) -> None:
         request = self.placed.request
@@ -142,6 +147,8 @@ class Judge:
             self.drop(weighed, str(found))
             return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
         candidate, most = found
+        if self.closest is None or most.total < min(one.total for _, one in self.lowered):
+            self.closest = candidate.lowered.as_program()
         self.lowered.append((candidate.weighed, most))
         if self._keeps(most) and (self.best is None or candidate.seconds < self.best.seconds):
             self.best = candidate
@@ -171,7 +178,8 @@ class Judge:
         needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
         if self.refused and not needs:
             return self.refused[0]
-        return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()))
+        values = [] if self.closest is None else lines_of(alive(self.closest))
+        return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()), values)
 
     def _beaten(self) -> Beaten:
         least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio

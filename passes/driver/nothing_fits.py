@@ -1,20 +1,30 @@
-"""Nothing fits: what to say where no candidate keeps a rank within its budget, with the cheapest change first.
+"""Nothing fits: what to say where no candidate keeps a rank within its budget: what holds it, the least that would do, and the changes that
+would, the cheapest first.
 
-    no plan for dp, tp keeps a rank within 8.0 GB (Options(memory_budget=8000000000)); the least that one was found to need is 9.6 GB:
-      2.1 GB for the whole call, 0.9 GB of gradients, 6.6 GB that a step makes and reads again
-      what to do: TrainStep(microbatches=2), which makes 3.3 GB of these 6.6 at a time; or Options(memory_budget="9.7GB"), where a rank has
-      that; or 2 times the ranks; or smaller inputs
+    a rank may hold 8,000,000,000 bytes (Options(memory_budget=8000000000)), but by this plan it holds 16,843,210,112:
+      753,000,000 for the whole call, 66,600 of gradients, 16,090,143,512 that a call makes and reads again
+      most of it when that is most, at sub at loss_utils.py:42:
+        4.2 GB        float32 [batch 64/dp_shard * seq 8192, vocab 128256/tp], backward take_backward, loss_utils.py:42
+        2.2 GB  32 x  bfloat16 [8, 4, 8192, 128], forward attention, model.layers.*.self_attn, sdpa_attention.py:193
+      what to do: `chunk lm_head: 8` in the plan: 5,612,345,678 bytes, 12.3 ms more a call (tried, by h100's clock); or
+      Options(memory_budget="16.9GB"), where a rank has that; or about 3 times the ranks, if they split what is held; or smaller inputs
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
+from typing import Final
 
+from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.errors import PlanError
+from meshc.passes.driver.would_do import Found, divisor
 from meshc.passes.phases.placed import Placed
 from meshc.plan.weighed import Weighed
+
+CHANGES: Final = 3
+"""That are named, of those that were tried and would do."""
 
 
 class NothingFits(PlanError):
@@ -32,9 +42,11 @@ class NothingFits(PlanError):
 
 
 def nothing_fits(
-    placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes], weighed: Sequence[Weighed] = ()
+    placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes], weighed: Sequence[Weighed] = (),
+    values: Sequence[str] = (),
 ) -> NothingFits:  # fmt: skip
-    """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates."""
+    """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
+    lines about the largest at the peak of the program that holds least."""
     said = "the device's memory" if placed.request.memory_budget is None else f"Options(memory_budget={placed.request.memory_budget})"
     start = f"no plan for {', '.join(axes)} keeps a rank within {budget:,} bytes ({said})"
     closest = min(holds, key=lambda one: one.total, default=None)
@@ -42,29 +54,35 @@ def nothing_fits(
         found = "" if least is None else f"; the least that one was found to need is {int(least):,}, by the planner's model"
         advice = [*([_budget(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
         return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least, weighed=weighed)
-    return _closest(placed, budget, closest, f"{start}; the least that one was found to need is {closest.total:,}", weighed)
+    found = f"{start}; the least that one was found to need is {closest.total:,}"
+    return _closest(budget, closest, found, weighed, values, _in_parts(placed, budget, closest))
 
 
-def by_this_plan(placed: Placed, budget: int, holds: RankBytes) -> NothingFits:
-    """Of a plan that leaves nothing open."""
+def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence[str], tried: Found) -> NothingFits:
+    """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `tried`: changes of the request."""
     again = "" if placed.request.remat is None else f", although backward makes again what Options(remat={placed.request.remat!r}) says"
     start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}"
-    return _closest(placed, budget, holds, start, ())
+    how = f"tried, by {for_mesh(placed.mesh).name}'s clock"
+    closest = [] if tried.closest is None else [f"{tried.closest}, which is not enough, and the least of what was tried ({how})"]
+    return _closest(budget, holds, start, (), values, [*(f"{one} ({how})" for one in tried.fits[:CHANGES]), *closest])
 
 
-def _closest(placed: Placed, budget: int, holds: RankBytes, start: str, weighed: Sequence[Weighed]) -> NothingFits:
+def _closest(
+    budget: int, holds: RankBytes, start: str, weighed: Sequence[Weighed], values: Sequence[str], changes: Sequence[str]
+) -> NothingFits:  # fmt: skip
     kept, grown = sum(holds.kept.values()), holds.peak.gradients
     made = holds.peak.total - grown
-    cheapest = _in_parts(placed, budget, kept + grown, made)
     parts = f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
-    advice = "; or ".join(_advice(budget, holds.total, cheapest))
-    return NothingFits(f"{start}:\n  {parts}\n  what to do: {advice}", holds.total, parts, cheapest, weighed)
+    where = f", at {holds.peak.at}" if holds.peak.at else ""
+    largest = [f"most of it when that is most{where}:", *(f"  {line}" for line in values)] if values else []
+    said = "".join(f"\n  {line}" for line in (parts, *largest))
+    advice = "; or ".join(_advice(budget, holds.total, changes))
+    return NothingFits(f"{start}:{said}\n  what to do: {advice}", holds.total, parts, next(iter(changes), ""), weighed)
 
 
-def _advice(budget: int, least: int, cheapest: str) -> Iterator[str]:
+def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
     """The cheapest change first."""
-    if cheapest:
-        yield cheapest
+    yield from changes
     yield _budget(least)
     yield f"about {times(budget, least)} times the ranks, if they split what is held"
     yield "smaller inputs"
@@ -75,20 +93,15 @@ def times(budget: int, least: float) -> int:
     return max(2, ceil(least / max(1, budget)))
 
 
-def _in_parts(placed: Placed, budget: int, stays: int, made: int) -> str:
-    """The number of microbatches that would do. `stays`: bytes that more of them do not change; `made`: those that they do."""
+def _in_parts(placed: Placed, budget: int, holds: RankBytes) -> list[str]:
+    """The number of microbatches that is estimated to do."""
     request = placed.request
-    left = budget - stays
-    count = _divisor(placed, ceil(request.count * made / left)) if request.train and left > 0 else None
+    stays = sum(holds.kept.values()) + holds.peak.gradients
+    made, left = holds.total - stays, budget - stays
+    count = divisor(placed, ceil(request.count * made / left)) if request.train and left > 0 else None
     if count is None:
-        return ""
-    return f"TrainStep(microbatches={count}), which makes {made * request.count // count:,} of these {made:,} at a time"
-
-
-def _divisor(placed: Placed, least: int) -> int | None:
-    """The first number of microbatches from `least` on that divides the batch."""
-    rows = {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
-    return next((n for n in range(max(2, least), min(rows, default=0) + 1) if not any(size % n for size in rows)), None)
+        return []
+    return [f"TrainStep(microbatches={count}), which makes {made * request.count // count:,} of these {made:,} at a time (estimated)"]
 
 
 def _budget(size: float) -> str:

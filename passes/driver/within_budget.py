@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Final
 
 from meshc.cost import memory
+from meshc.cost.alive import alive
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.nothing_fits import by_this_plan
+from meshc.passes.driver.would_do import would_do
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
@@ -22,6 +24,7 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.recompute.within import held_of, may_hold
 from meshc.passes.stages.fit import DoesNotFit, need_of
+from meshc.report.held import lines_of
 
 ROUNDS: Final = 3
 LAST: Final = "layer"
@@ -98,11 +101,13 @@ class _HeardEarly(Heard):
             self.held = need_of(phase).most.total
 
 
-def refuse_what_holds_more(left: Lowered) -> None:
-    """Raises NothingFits for a program that holds more than the user's budget."""
+def refuse_what_holds_more(placed: Placed, left: Lowered, lower: Lower) -> None:
+    """Raises NothingFits for a program that holds more than the user's budget, `left` of what was `placed` under the user's request."""
     budget = left.request.memory_budget
     if budget is None or left.request.double:
         return
-    held = memory.worst(left.as_program())
+    program = left.as_program()
+    held = memory.worst(program)
     if held.total > budget:
-        raise by_this_plan(left.placed, budget, held)
+        fits = would_do(placed, left, budget, lower, lambda again, hook: within_budget(again, hook, lower))
+        raise by_this_plan(left.placed, budget, held, lines_of(alive(program, holds=held)), fits)
