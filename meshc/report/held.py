@@ -98,11 +98,14 @@ def largest(found: Alive) -> str:
         rows[:LARGEST], ["bytes/rank", "count", "value", "made by", "at", "read last by"],
         f"largest at the peak, of {bytes_text(bytes_of(found.values))} that the call has made by then (equal layers as one)",
     )  # fmt: skip
-    further = folded(found.values)[LARGEST:]
-    if further:
-        count = sum(len(values) for _, values in further)
-        text += f"\n  and {bytes_text(sum(bytes_of(values) for _, values in further))} in {count} others"
-    return text
+    further = _further(folded(found.values)[LARGEST:])
+    return f"{text}\n  and {' '.join(further)}" if further else text
+
+
+def _further(rows: Sequence[tuple[Alike, list[Value]]]) -> tuple[str, str] | None:
+    """What is not shown one by one."""
+    count = sum(len(values) for _, values in rows)
+    return (bytes_text(sum(bytes_of(values) for _, values in rows)), f"in {count} other{'s' * (count > 1)}") if rows else None
 
 
 def lines_of(found: Alive, most: int = 5) -> list[str]:
@@ -112,8 +115,7 @@ def lines_of(found: Alive, most: int = 5) -> list[str]:
         f"{bytes_text(bytes_of(values)):>8} {f'{len(values)} x' if len(values) > 1 else '':>5} {', '.join(filter(None, alike[:3]))}"
         for alike, values in rows[:most]
     ]
-    further = sum(bytes_of(values) for _, values in rows[most:])
-    return [*lines, *([f"{bytes_text(further):>8} {'':>5} in {sum(len(values) for _, values in rows[most:])} others"] if further else [])]
+    return [*lines, *([f"{further[0]:>8} {'':>5} {further[1]}"] if (further := _further(rows[most:])) else [])]
 
 
 def bytes_of(values: Sequence[Value]) -> int:

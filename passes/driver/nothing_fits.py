@@ -60,7 +60,8 @@ def nothing_fits(
 
 def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence[str], tried: Found) -> NothingFits:
     """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `tried`: changes of the request."""
-    again = "" if placed.request.remat is None else f", although backward makes again what Options(remat={placed.request.remat!r}) says"
+    policy = placed.request.remat
+    again = "" if policy in (None, "none") else f", although backward makes again what Options(remat={policy!r}) says"
     start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}"
     how = f"tried, by {for_mesh(placed.mesh).name}'s clock"
     closest = [] if tried.closest is None else [f"{tried.closest}, which is not enough, and the least of what was tried ({how})"]

@@ -106,7 +106,8 @@ def test_nothing_fits_and_what_would() -> None:
     assert lines[0].startswith("no plan for dp keeps a rank within 1,000 bytes (Options(memory_budget=1000)); the least that one was found")
     assert int(lines[0].rpartition(" ")[2].rstrip(":").replace(",", "")) <= least
     assert lines[1].endswith("that a call makes and reads again")
-    assert lines[2].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[2]
+    assert lines[2].startswith("  most of it when that is most, at ") and all(" B " in line or "B  " in line for line in lines[3:-1])
+    assert lines[-1].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[-1]
 
 
 def test_what_fits_by_no_choice_is_asked_by_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
