@@ -43,7 +43,7 @@ class Row:
     system: str
     mode: str
     fused: bool
-    remat: str = "none"
+    remat: str | None = None
     problem: str | None = None
     losses: list[float] = field(default_factory=list)
     loss_error: float | None = None

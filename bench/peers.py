@@ -50,14 +50,14 @@ class Contender:
     system: str
     compiled: bool = False
     fused: bool = True
-    remat: str = "none"
-    """meshc's policy."""
+    remat: str | None = None
+    """meshc's policy; None: its default."""
 
     def title(self, plan: str) -> str:
         peers = {"ddp": "DDP", "fsdp": "FSDP2", "megatron": "parallelize_module", "megatron_sp": "parallelize_module, sequence"}
         peers |= dict.fromkeys(PIPELINES, "torch pipelining")
         name = {"single": "single process", "peer": peers[plan], "meshc": "meshc"}[self.system]
-        name += "" if self.remat == "none" else f", remat {self.remat}"
+        name += "" if self.remat is None else f", remat {self.remat}"
         return name if self.fused else f"{name}, default AdamW"
 
     @property

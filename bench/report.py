@@ -47,7 +47,7 @@ def ratio(row: Row, base: Row | None, figure: str = "step_s") -> float | None:
 
 
 def find(rows: list[Row], system: str, mode: str) -> Row | None:
-    usual = (row for row in rows if row.get("fused", True) and row.get("remat", "none") == "none")
+    usual = (row for row in rows if row.get("fused", True) and row.get("remat") is None)
     return next((row for row in usual if (row["system"], row["mode"]) == (system, mode)), None)
 
 

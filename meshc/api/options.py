@@ -37,7 +37,8 @@ class Options:
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
     remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
                    but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
-                   what takes least time of all that makes a rank keep the memory_budget, and nothing without one
+                   what takes least time of all that makes a rank keep the memory_budget; without one what of "cheap" takes little for
+                   what it saves
     optimizer_state  in what a TrainStep keeps the optimizer's state between steps: "bf16", rounded up or down by a draw that is the same on
                    every mesh; default: as the optimizer has it
     master_weights  True: of parameters in 16 bits a float32 copy is kept beside the optimizer's state, and updated; the parameter is its

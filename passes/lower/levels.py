@@ -7,6 +7,9 @@ kept) is behind the nodes of its level too.
 A copy to the host or from there starts behind all that stands before it, and what stands behind it is of a later level: its place is that
 of memory.
 
+What backward makes again (`passes/recompute/`) could run as soon as what it is made of is there, in forward, and would be kept like any
+other: it is of the latest level, that of what first reads it.
+
 Gathers of stored parameters would all be of level 0, and the whole model in memory at once. They stand in windows (`windows.py`), one
 ahead of what is read: the level that first reads a window is later than all that stands before, and the window's gathers start before the
 level that reads the window before.
@@ -16,7 +19,7 @@ level that reads the window before.
 
 from __future__ import annotations
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, records, spmd
 from meshc.ir.graph import made_of, made_only_of
@@ -29,7 +32,27 @@ from meshc.program.program import Stage
 
 def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
     """The level of each node. `window`: bytes of a window, if not as many as `windows.py` says."""
-    return _Levels(stage, window).found
+    found = _Levels(stage, window)
+    _late(stage.graph, found)
+    return found.found
+
+
+def _late(graph: Graph, levels: _Levels) -> None:
+    """Moves what is made again to where it is first read."""
+    found = levels.found
+    for node in reversed(graph.nodes):
+        if node not in found or node in levels.stored or is_number(node) or not _is_again(node):
+            continue
+        alone = runs_alone(node, levels.changing)
+        latest = min((found[user] - (alone and not is_getitem(user)) for user in node.users if user in found), default=0)
+        found[node] = max(found[node], latest)
+    for node in graph.nodes:
+        if node in found and is_getitem(node):
+            found[node] = found[node.all_input_nodes[0]]
+
+
+def _is_again(node: Node) -> bool:
+    return node.op == "call_function" and records(node)[0].again and not writes(node) and not spmd.is_host_copy(node.target)
 
 
 def runs_alone(node: Node, changing: set[Node]) -> bool:

@@ -38,7 +38,7 @@ class Request:
     backend       what will run the program
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
-    remat         what backward makes again of forward: a policy's name; None: as little as keeps `memory_budget`, if there is one
+    remat         what backward makes again of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
     chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says
     spare         bytes of that budget that are left to what passes after `recompute` and `stages` add
     beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known

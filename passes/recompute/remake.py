@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import has_record, is_getitem, records, value_of
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.recompute.for_little import for_little
 from meshc.passes.recompute.least import least_kept
 from meshc.passes.recompute.remakable import Remakable, calls_of, of_lowered
 from meshc.passes.recompute.within import keep_within, may_hold
@@ -38,9 +39,11 @@ def recompute(lowered: Lowered) -> Lowered:
     if {request.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
         remake(of_lowered(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
     budget = may_hold(request)
-    if request.remat is None and budget is not None and lowered.mesh.pipeline_axis is None:
-        return keep_within(lowered, budget - request.spare, settled(lowered))
-    return lowered
+    if request.remat is not None:
+        return lowered
+    if budget is None:
+        return for_little(lowered, settled(lowered))
+    return keep_within(lowered, budget - request.spare, settled(lowered)) if lowered.mesh.pipeline_axis is None else lowered
 
 
 def settled(lowered: Lowered) -> set[Node]:

@@ -76,6 +76,10 @@ class Trade:
         even = self._at(price, even=True)
         return low, max(0.0, even.seconds + price * (even.bytes - most))
 
+    def worth(self, price: float) -> Kept:
+        """What is cheapest where a byte is worth `price` seconds; equal layers alike."""
+        return self._at(price, even=True)
+
     def _at(self, price: float, even: bool = False) -> Kept:
         """The cheapest at a price of a byte. `even`: an early one counts no more than a late one."""
         cost = {node: None if size is None else price * size * (1 if even else self._weight[node]) for node, size in self._sizes.items()}

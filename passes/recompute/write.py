@@ -38,7 +38,7 @@ def make_again(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -
 
 def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
     copy = copied_node(graph, node, lambda operand: copies.get(operand, operand))
-    own = tuple(replace(one, phase="backward", returned_by=()) for one in records(node))
+    own = tuple(replace(one, phase="backward", returned_by=(), again=True) for one in records(node))
     set_record(copy, own if isinstance(node.meta[KEY], tuple) else own[0])
     return copy
 

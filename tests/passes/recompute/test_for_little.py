@@ -1,0 +1,68 @@
+"""What backward makes again where nobody says anything: what is worth its seconds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshc
+from meshc.cost import memory
+from meshc.ir import calls, op_name, records
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def step_of(rows: int, width: int, plan: str, remat: str | None = None, backend: str = "eager") -> meshc.Program:
+    model = Deep(width)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.mse_loss)
+    x = torch.zeros(rows, width)
+    mesh, options = meshc.Mesh("tp=2" if plan == "megatron" else "dp=2"), meshc.Options(remat=remat)
+    return meshc.compile(step, mesh, plan=plan, args=(x,), kwargs={"target": x}, options=options, backend=backend)
+
+
+def made_again(program: meshc.Program) -> list[str]:
+    """Beside layouts of parameters."""
+    (stage,) = program.compiled.stages.values()
+    return [name for node in calls(stage.graph) if records(node)[0].again and (name := op_name(node)) != "aten.t"]
+
+
+def held(program: meshc.Program) -> int:
+    return memory.worst(program.compiled).total
+
+
+def test_much_memory_for_few_seconds_is_made_again() -> None:
+    """What looks at a value that is kept is read as it is; `cheap` makes that again too."""
+    program = step_of(2048, 512, "ddp")
+    assert made_again(program) == ["aten.gelu"] * 4
+    assert made_again(step_of(2048, 512, "ddp", "cheap")) == ["shard", *["aten.gelu"] * 4, "shard"]
+    assert held(program) < 0.85 * held(step_of(2048, 512, "ddp", "none"))
+
+
+@pytest.mark.parametrize("rows, width", [(8, 8), (8, 256)])
+def test_little_memory_and_what_takes_long_is_kept(rows: int, width: int) -> None:
+    """Of a small batch launches are what takes time; of wide layers parameters are what takes memory."""
+    assert made_again(step_of(rows, width, "ddp")) == []
+    assert "aten.gelu" in made_again(step_of(rows, width, "ddp", "cheap"))
+
+
+def test_what_is_made_again_stands_in_the_region_that_reads_it() -> None:
+    """It could run in forward's, as what it is made of is there, and would be there from then on."""
+    program = step_of(2048, 512, "megatron", backend="inductor")
+    assert made_again(program) == ["aten.gelu"] * 4
+    assert held(program) < 0.85 * held(step_of(2048, 512, "megatron", "none", "inductor"))
+
+
+def test_lines_of_a_plan_say_otherwise() -> None:
+    plan = "dp: batch\nremat layers.1: none"
+    assert made_again(step_of(2048, 512, plan)) == ["aten.gelu"] * 3
