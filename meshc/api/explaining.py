@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from meshc.api.remembering import names_values, remembered
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
@@ -34,7 +35,10 @@ from meshc.report.tables import placement
 def explained(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> Explained:
     """What was chosen for a parameter, for the operators of a module, or for what made a line of the program; of a plan that was searched
     for, as `asked` says, the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
-    return _Explaining(lowered, program, asked).of(name)
+    values = remembered(lowered, name)
+    if values and names_values(name):
+        return Explained(name=name, searched=bool(open_axes(asked)), stored=None, line=None, operators=[], further=0, remembered=values)
+    return {**_Explaining(lowered, program, asked).of(name), "remembered": values}
 
 
 class _Explaining:
@@ -65,7 +69,7 @@ class _Explaining:
     def _found(self, name: str, *, stored: Stored | None = None, line: Made | None = None, operators: Sequence[Node] = ()) -> Explained:
         return Explained(
             name=name, searched=self.searched, stored=stored, line=line, operators=[self._chosen(node) for node in operators[:SHOWN]],
-            further=len(operators[SHOWN:]),
+            further=len(operators[SHOWN:]), remembered=[],
         )  # fmt: skip
 
     def _unknown(self, name: str) -> str:

@@ -19,7 +19,8 @@ from meshc.report.explained import text
 
 def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="FILE.py:FUNCTION", help="returns the model and example inputs; tensors on meta will do")
-    command.add_argument("name", metavar="NAME", help="of a parameter, a module, or a line of the printed program")
+    what = "of a parameter, a module, a line of the printed program, or a value: value:PATH, FILE.py:LINE"
+    command.add_argument("name", metavar="NAME", help=what)
     command.add_argument("--mesh", required=True, help='axes and sizes: dp=2,tp=4; "dp=2,tp=4 on cuda"')
     told = "a recipe, lines of a plan, or a .plan, .yaml or .toml file; alternatives are those of axes that are searched; default: auto"
     command.add_argument("--plan", default="auto", help=told)

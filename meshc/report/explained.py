@@ -83,9 +83,40 @@ class Made(TypedDict):
     reason: str
 
 
+class Instead(TypedDict):
+    """A line of a plan under which it would be otherwise, and what would then be."""
+
+    line: str
+    what: str
+
+
+class Remembered(TypedDict):
+    """A value of forward, and how backward comes by it.
+
+    fate     "kept", "made again", "on the host", "in chunks", "not read by backward";  why  who said so
+    waits_s  what is computed from its last reader in forward to its first in backward
+    at_peak_bytes  of it and of its copies, where most is there
+    again    operators and collectives that making it takes, and `again_s` their seconds
+    """
+
+    value: str
+    operator: str
+    lies: str
+    module: str
+    source: str
+    bytes: int
+    at_peak_bytes: int
+    fate: str
+    why: str
+    waits_s: float
+    again: list[str]
+    again_s: float
+    instead: list[Instead]
+
+
 class Explained(TypedDict):
-    """Of a parameter `stored`; of a module `operators`, those that take longest, and how many further there are; of a line `line` and what
-    made it."""
+    """`remembered`: of a value of forward, what backward does for it. Of a parameter `stored`; of a module `operators`,
+    those that take longest, and how many further there are; of a line `line` and what made it."""
 
     name: str
     searched: bool
@@ -93,6 +124,7 @@ class Explained(TypedDict):
     line: Made | None
     operators: list[Chosen]
     further: int
+    remembered: list[Remembered]
 
 
 def text(found: Explained) -> str:
@@ -115,8 +147,23 @@ def _lines(found: Explained) -> Iterator[str]:
         yield from _of_operator(chosen)
     if found["further"]:
         yield f"  and {found['further']} operators that take less time"
+    for one in found["remembered"]:
+        yield from _of_value(one)
     if not found["searched"] and (stored is not None or found["operators"]):
         yield '  its plan was given, not searched for: with plan="auto" the best alternatives stand here'
+
+
+def _of_value(one: Remembered) -> Iterator[str]:
+    yield f"  {one['value']}, {one['operator']}: {one['lies']}, {bytes_text(one['bytes'])} on a rank"
+    yield f"    {'made at':<10} {one['source']}"
+    yield f"    {'backward':<10} {one['fate']}: {one['why']}"
+    there = f"{bytes_text(one['at_peak_bytes'])} of it" if one["at_peak_bytes"] else "nothing of it"
+    yield f"    {'waits':<10} while {_ms(one['waits_s'])} are computed; at the peak {there} is there"
+    yield f"    {'again':<10} {', '.join(one['again'])}: {_ms(one['again_s'])}"
+    head = "else"
+    for other in one["instead"]:
+        yield f"    {head:<10} {other['line']}: {other['what']}"
+        head = ""
 
 
 def _of_parameter(stored: Stored) -> Iterator[str]:

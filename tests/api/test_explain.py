@@ -80,3 +80,27 @@ def test_a_name_that_nothing_has(given: meshc.Program) -> None:
         given.explain("midle.weight")
     assert "nothing in this program is called 'midle.weight'" in str(caught.value)
     assert "the closest are middle.weight" in str(caught.value)
+
+
+def remembered(name: str, lines: str = "", **options: str) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Sequential(torch.nn.Softplus(), torch.nn.Linear(32, 8)))
+    made = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.mse_loss)
+    inputs = {"args": (torch.zeros(4, 8),), "kwargs": {"target": torch.zeros(4, 8)}}
+    return meshc.compile(made, meshc.Mesh("dp=2"), plan=f"dp: batch\n{lines}", options=meshc.Options(**options), **inputs).explain(name)
+
+
+def test_why_a_value_is_kept_and_the_line_that_it_names_changes_it() -> None:
+    told = remembered("value:1.0", remat="none")
+    assert "softplus_default, aten.softplus: float32 [batch 4/dp, ffn 32], 256 B on a rank" in told, told
+    assert "backward   kept: the policy 'none'" in told and re.search(r"again      1 aten.softplus: \S+ ms", told)
+    line = re.search(r"else       (remat .*): it is made again", told)
+    assert line is not None and "offload value:1.0: it lies on the host in between" in told
+    other = remembered("value:1.0", line[1])
+    assert f"backward   made again: `{line[1]}` in the plan" in other and "else       keep value:1.0: it is kept: 256 B" in other
+    assert "kept: `keep value:1.0` in the plan" in remembered("value:1.0", f"{line[1]}\nkeep value:1.0")
+    assert "backward   on the host: offload value:1.0" in remembered("value:1.0", "offload value:1.0")
+
+
+def test_a_name_without_values_is_refused() -> None:
+    with pytest.raises(meshc.PlanError, match="nothing in this program is called 'value:9'"):
+        remembered("value:9")
