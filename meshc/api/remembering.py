@@ -159,6 +159,9 @@ class _Remembering:
         line = next((str(line) for line in reversed(plan.remats) if line.covers(module)), "")
         if kept or line:
             return f"`{kept or line}` in the plan"
+        source = record(node).source
+        if source.region:
+            return "the policy of its checkpointed region saves it" if source.saved else "the model, which checkpoints a region there"
         if request.remat is not None:
             return f"the policy {request.remat!r}"
         if request.memory_budget is not None:

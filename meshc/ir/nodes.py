@@ -25,12 +25,18 @@ PHASES = ("forward", "backward", "update")
 
 @dataclass(frozen=True)
 class Source:
-    """A place in the user's model: file, line, the code there, and the module path (`model.layers.0.mlp`)."""
+    """A place in the user's model: file, line, the code there, and the module path (`model.layers.0.mlp`).
+
+    `region` names the checkpointed region (`torch.utils.checkpoint`) that it is in, and `saved` says that the region's own policy saves
+    what is made there: both are for passes alone.
+    """
 
     file: str = ""
     line: int = 0
     code: str = ""
     module: str = ""
+    region: str = ""
+    saved: bool = False
 
     def __str__(self) -> str:
         place = f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else ""

@@ -391,8 +391,11 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
+_PLACE = ("file", "line", "code", "module")
+
+
 def _side_row(record: Record) -> Row:
-    source = {name: value for name, value in vars(record.source).items() if value != getattr(Source(), name)}
+    source = {name: value for name in _PLACE if (value := getattr(record.source, name)) != getattr(Source, name)}
     row = {"source": source, "reason": record.reason, "phase": "" if record.phase == Record.phase else record.phase}
     return cast(Row, {name: value for name, value in row.items() if value})
 

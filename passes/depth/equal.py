@@ -141,6 +141,7 @@ def same_records(
 
 def _texts(record: Record) -> Iterable[str]:
     yield record.source.module
+    yield record.source.region
     yield record.reason
     yield from record.returned_by
     if record.sharding is not None:

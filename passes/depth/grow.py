@@ -9,11 +9,12 @@ layers. The global view grows when somebody asks for it (`view.py`). A model tha
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from torch.fx import Graph
 
-from meshc.ir import records
+from meshc.ir import Source, records
 from meshc.passes.depth.blocks import Blocks, blocks_of, local_blocks_of
 from meshc.passes.depth.copies import Growing, Whole
 from meshc.passes.depth.mentions import Mentions
@@ -34,6 +35,8 @@ def grow(lowered: Lowered) -> Lowered:
     joint = lowered.placed.joint
     local = Whole(stage.graph, lowered.inputs, lowered.outputs, {}, {}, 0)
     count = sum(NAME.fullmatch(name) is not None for name in lowered.placed.names.of.values())
+    for stretch in depth.stretches:
+        _refuse_some_checkpointed(stage.graph, stretch)
     for stretch in reversed(depth.stretches):  # from the back, so that what stands before keeps its numbers
         local, count = _grown(local, joint, stretch, count)
     paths = [path for index, path in enumerate(depth.output.paths()) if index not in depth.output.plain]
@@ -42,6 +45,18 @@ def grow(lowered: Lowered) -> Lowered:
     made = Stage(stage.name, local.graph, tuple(port.key for port in local.inputs), tuple(port.key for port in local.outputs))
     model = replace(lowered.model, output_tree=depth.output, random_calls=lowered.model.random_calls + local.draws)
     return replace(lowered, model=model, stages={made.name: made}, inputs=local.inputs, outputs=local.outputs)
+
+
+def _refuse_some_checkpointed(graph: Graph, stretch: Stretch) -> None:
+    """Nothing proves which of the layers that were left out are checkpointed. Raises Unequal."""
+    layer = re.compile(rf"{re.escape(stretch.path)}\.\d+(?=\.|$)")
+    found: dict[str, bool] = {}
+    for node in graph.nodes:
+        source = records(node)[0].source if node.op == "call_function" else Source()
+        if (at := layer.match(source.module)) is not None:
+            found[at.group()] = found.get(at.group(), False) or bool(source.region)
+    if len(set(found.values())) > 1:
+        raise Unequal(f"some layers of {stretch.path} are checkpointed, and others not")
 
 
 def _grown(local: Whole, joint: Joint, stretch: Stretch, count: int) -> tuple[Whole, int]:

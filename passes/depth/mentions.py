@@ -118,7 +118,7 @@ class Elsewhere:
     def _source(self, source: Source) -> Source:
         found = self._sources.get(source)
         if found is None:
-            found = self._sources[source] = replace(source, module=self.text(source.module))
+            found = self._sources[source] = replace(source, module=self.text(source.module), region=self.text(source.region))
         return found
 
     def sharding(self, sharding: Sharding) -> Sharding:

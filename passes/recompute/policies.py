@@ -123,17 +123,30 @@ def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
     return _layers(forward, _square_root) if name == "sqrt" and not pipeline else _layers(forward)
 
 
+def _checkpointed(node: Node) -> bool:
+    """What a region of the user's own makes again: all but what its policy saves, and what is read outside of it."""
+    source = records(node)[0].source
+    return not source.saved and all(
+        records(user)[0].source.region == source.region
+        for user in node.users if user.op == "call_function" and records(user)[0].phase == "forward"
+    )  # fmt: skip
+
+
+CHECKPOINTED: Final = Policy(_checkpointed, _any)
+
+
 class Policies:
-    """Which policy each forward call follows: that of the last line of the plan about its module, or the usual one."""
+    """Which policy each forward call follows: that of the last line of the plan about its module, or that of the user's own checkpointed
+    region (`torch.utils.checkpoint`), or the usual one."""
 
     def __init__(self, usual: str, lines: Sequence[RematLine], forward: Sequence[Node], pipeline: bool) -> None:
         self.usual, self.lines = usual, lines
         self._by_name = {name: policy_of(name, forward, pipeline) for name in {usual, *(line.policy for line in lines)}}
-        self._of_module: dict[str, Policy] = {}
+        self._of_module: dict[str, Policy | None] = {}
 
     def of(self, node: Node) -> Policy:
-        module = records(node)[0].source.module
-        if module not in self._of_module:
-            name = next((line.policy for line in reversed(self.lines) if line.covers(module)), self.usual)
-            self._of_module[module] = self._by_name[name]
-        return self._of_module[module]
+        source = records(node)[0].source
+        if source.module not in self._of_module:
+            name = next((line.policy for line in reversed(self.lines) if line.covers(source.module)), None)
+            self._of_module[source.module] = None if name is None else self._by_name[name]
+        return self._of_module[source.module] or (CHECKPOINTED if source.region else self._by_name[self.usual])

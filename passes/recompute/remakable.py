@@ -10,13 +10,14 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
 from meshc.ir import KEY, is_getitem, is_integer, local_bytes, record, records, value_of
-from meshc.ir.graph import made_only_of
+from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.policies import Policies
 from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view
+from meshc.program.program import Stage
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,14 @@ def of_lowered(lowered: Lowered, usual: str, lines: Sequence[RematLine] = (), fi
     keys = stage.keys()
     written = {key for key in stage.results() if is_a(key, "buffer")}
     policies = Policies(usual, lines, calls_of(stage.graph, "forward"), lowered.mesh.pipeline_axis is not None)
-    return remakable(stage.graph, keys, policies, fixed, {node for node, key in keys.items() if key in written})
+    given = set() if lowered.request.train else _given(stage)
+    return remakable(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
+
+
+def _given(stage: Stage) -> set[Node]:
+    """What the caller is given: it is there in any case. What brings it together was made last, as if of backward."""
+    outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
+    return set(made_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
 
 
 def calls_of(graph: Graph, phase: str) -> list[Node]:

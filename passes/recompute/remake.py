@@ -36,7 +36,8 @@ def recompute(lowered: Lowered) -> Lowered:
     forward = calls_of(stage.graph, "forward")
     kept = _kept(lowered, forward)
     fixed = {node for node in forward if records(node)[0].of in kept}
-    if {request.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
+    checkpointed = any(records(node)[0].source.region for node in forward)
+    if checkpointed or {request.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
         remake(of_lowered(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
     budget = may_hold(request)
     if request.remat is not None:
@@ -47,13 +48,14 @@ def recompute(lowered: Lowered) -> Lowered:
 
 
 def settled(lowered: Lowered) -> set[Node]:
-    """Values of forward of which the plan says whether they are made again: a budget changes nothing about them."""
+    """Values of forward of which the plan, or a checkpointed region of the model, says whether they are made again: a budget changes
+    nothing about them."""
     (stage,) = lowered.stages.values()
     forward, plan = calls_of(stage.graph, "forward"), lowered.plan
     kept = _kept(lowered, forward)
     return {
         node for node in forward
-        if records(node)[0].of in kept or any(line.covers(records(node)[0].source.module) for line in plan.remats)
+        if (one := records(node)[0]).of in kept or one.source.region or any(line.covers(one.source.module) for line in plan.remats)
     }  # fmt: skip
 
 

@@ -4,13 +4,15 @@
     y = getitem(h, 0)                                             becomes  y = h
 
 `torch.utils.checkpoint` says how much is kept for backward, never what is computed. Later passes replace calls one by one (random draws get
-their numbers in the order of the model, attention becomes one operator), so they must see all of them; what is kept is the program's own
-affair. Runs after `autocast`, which casts within a body by the regions around its call.
+their numbers in the order of the model, attention becomes one operator), so they must see all of them. Each node of a body remembers the
+region that it was in, and what says which of its values are saved (`passes/trace/checkpoint_regions.py`). Runs after `autocast`, which
+casts within a body by the regions around its call.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,24 +20,27 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.passes.phases.traced import Traced
+from meshc.passes.trace.checkpoint_regions import carry_region, tag_region
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def inline_checkpoints(traced: Traced) -> Traced:
     """Replaces the calls, bodies within bodies included."""
-    module = traced.model.module
+    module, names = traced.model.module, Counter[str]()
     calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
     while calls:
         for call in calls:
-            _inline(module, call)
+            _inline(module, call, names)
         calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
     module.recompile()
     return traced
 
 
-def _inline(module: GraphModule, call: Node) -> None:
+def _inline(module: GraphModule, call: Node, names: Counter[str]) -> None:
+    """`names`: how many regions there are already, by the module that they are in."""
     body = _body(module, call)
+    tag_region(body, call, names)
     operands = iter(call.args[1:])
     env: dict[Node, Argument] = {}
     result: Argument = None
@@ -65,6 +70,7 @@ def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: d
         held = operator.attrgetter(str(node.target))(body)
         made.target = f"{call.name}_{str(node.target).replace('.', '_')}"
         setattr(module, made.target, held)
+    carry_region(node, made)
     if "nn_module_stack" not in made.meta and "nn_module_stack" in call.meta:
         made.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     return made

@@ -19,6 +19,7 @@ from meshc.frontend.sources import source_of
 from meshc.ir import KEY, Record, is_getitem, leaves, record, records, set_record, update
 from meshc.ir.graph import equal_calls, give, output_of, placeholders
 from meshc.passes.phases.traced import Joint
+from meshc.passes.trace.checkpoint_regions import mark_regions
 from meshc.passes.trace.decompositions import decompositions
 from meshc.passes.trace.dense_only import refuse_sparse
 from meshc.passes.trace.module_outputs import mark_module_outputs
@@ -44,6 +45,7 @@ def joint_graph(traced: TorchGraph) -> Joint:
     _lift_constants(joint, constants)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
+    mark_regions(graph)
     refuse_sparse(graph)
     refuse_mixed(graph)
     mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value

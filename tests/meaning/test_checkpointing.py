@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import meshc
 from meshc.errors import MeshcError
 from meshc.frontend.reference import ReferenceRandom
+from meshc.ir import calls, op_name, records
 from tests.broad import broad
 from tests.meaning.checks import MESHES, calls_alike, module_means_itself, step_means_itself
 from tests.models import gpt2, llama
@@ -74,6 +75,51 @@ def test_the_program_is_the_one_without_checkpointing(p: float) -> None:
     programs = [meshc.compile(model, meshc.Mesh("dp=2"), kwargs=X) for model in (with_regions, plain)]
     calls = [[str(node.target) for node in program.lowered.placed.graph.nodes if node.op == "call_function"] for program in programs]
     assert calls[0] == calls[1]
+
+
+def made_again(model: nn.Module, plan: str = "dp: batch", **options: Any) -> list[str]:
+    """Products, activations and draws that backward makes again, in a module in autograd and in a step alike, which mean what they mean."""
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda output: output[0].square().mean())
+    found = []
+    for what in (model, step):
+        program = meshc.compile(what, meshc.Mesh("dp=2"), plan=plan, kwargs=X, options=meshc.Options(**options))
+        meshc.verify(program, dtype=torch.float64)
+        nodes = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if records(node)[0].again]
+        found.append([name for node in nodes if (name := op_name(node)) in ("aten.addmm", "aten.gelu", "meshc.dropout")])
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_region_is_made_again_as_the_model_says_unless_the_plan_says_otherwise() -> None:
+    """The last product of `first` is nobody's operand in backward; that of the second block is, of what is dropped next: where it is
+    not made again, the mask is kept."""
+    torch.manual_seed(0)
+    assert made_again(Checkpointed(0.4, direct)) == []
+    inner = ["aten.addmm", "aten.gelu", "meshc.dropout"]
+    assert made_again(Checkpointed(0.4)) == [*inner, "aten.addmm", "meshc.dropout", *inner]
+    assert made_again(Checkpointed(0.4), remat="none") == made_again(Checkpointed(0.4))
+    assert made_again(Checkpointed(0.4), "dp: batch\nremat first: none\nremat second: none") == []
+
+
+def test_what_a_policy_saves_is_kept() -> None:
+    torch.manual_seed(0)
+    products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    again = made_again(Checkpointed(0.4, partial(region, context_fn=products)))
+    assert "aten.addmm" not in again and again.count("aten.gelu") == 2
+
+
+def test_who_said_so() -> None:
+    program = meshc.compile(Checkpointed(), meshc.Mesh("dp=2"), kwargs=X)
+    assert "made again: the model, which checkpoints a region there" in str(program.explain("value:first.drop"))
+
+
+def test_a_policy_that_raises_is_named() -> None:
+    def policy(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no such operator")
+
+    with pytest.raises(MeshcError, match="the policy of a checkpointed region raised ValueError: no such operator"):
+        run = partial(region, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        meshc.compile(Checkpointed(0.0, run), meshc.Mesh("dp=2"), kwargs=X)
 
 
 def test_a_call_on_a_real_rank() -> None:
