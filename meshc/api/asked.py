@@ -151,15 +151,14 @@ class Asked:
         """What the passes are asked for. store: where the model's state lies already, by which later programs go. changes: fields."""
         step = self.step
         grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
-        fixed = {}
-        if store is not None:
-            fixed = {held.name: held.sharding for key, held in store.held.items() if is_a(key, "parameter")}
+        stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
+        fixed, parked = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.parked)
         ask: dict[str, Any] = dict(
             module=self.module, function=self.traced.function, signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
-            autocast=calling.autocast_state(), fixed=fixed, dynamic=self.dynamic, schedule=self.options.schedule,
+            autocast=calling.autocast_state(), fixed=fixed, parked=parked, dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,

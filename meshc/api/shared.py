@@ -174,7 +174,7 @@ def _roots(asked: Asked, request: Request) -> dict[str, object]:
         "the loss": asked.step.loss if asked.step is not None else None,
         "the option schedule": asked.options.schedule,
         "the registered rules": {str(op): (given.rule, dict(given.fields)) for op, given in RULES.items()},
-        "the model's storage": str(sorted((name, str(sharding)) for name, sharding in request.fixed.items())),
+        "the model's storage": str(sorted((name, str(sharding)) for name, sharding in request.fixed.items()) + sorted(request.parked)),
         "the model's stages": str(sorted(request.owners.items())),
     }
     for name in _OF_ALL_MODULES:

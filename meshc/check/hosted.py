@@ -1,7 +1,8 @@
-"""The host: what lies there is copied to the device before anything is computed of it, and only copies lie there.
+"""The host: an operator runs where all lies that it reads, and what it makes lies there too; only copies go from one side to the other.
 
     m: "f32[8, 4] host" = "state:w/exp_avg"
-    h: "f32[8, 4]" = aten.mul.Tensor(m, 2)             refused: m lies on the host
+    h: "f32[8, 4]" = aten.mul.Tensor(m, 2)             refused: what it makes lies on the host, as m does
+    h: "f32[8, 4]" = aten.mul.Tensor(x, m)             refused: m lies on the host, and x on the device
     d: "f32[8, 4]" = from_host(m)
     back: "f32[8, 4] host" = to_host(h, m)
 """
@@ -19,7 +20,7 @@ from meshc.ir.keys import Kind, is_a
 from meshc.program.program import Stage
 from meshc.text.allowed import spelling
 
-MAY: Final[tuple[Kind, ...]] = ("state", "flow", "saved")
+MAY: Final[tuple[Kind, ...]] = ("parameter", "state", "flow", "saved")
 """Kinds of keys under which something may come into a stage, or leave it, on the host."""
 
 
@@ -30,7 +31,7 @@ def faults(stage: Stage) -> Iterator[tuple[str, str]]:
     for node in stage.graph.nodes:
         if node.op == "call_function" and (gone := next((one for one in node.all_input_nodes if one in over), None)) is not None:
             yield node.name, f"{node.name} = {spelling(node.target)}(...): it reads {gone}, and {over[gone]} above has copied over it"
-        if node.target is spmd.to_host:
+        if spmd.is_host_copy(node.target):
             over |= dict.fromkeys(node.all_input_nodes[1:], node)
         if node.op == "placeholder" and ir.record(node).host and not is_a(keys[node], *MAY):
             yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the host; {', '.join(MAY)} can"
@@ -42,20 +43,27 @@ def faults(stage: Stage) -> Iterator[tuple[str, str]]:
 
 
 def _why_not(node: Node) -> str:
-    read, there = node.all_input_nodes, list[bool]()
-    if node.target is spmd.to_host:
-        there = [False, True]
-        if any(one.op != "placeholder" for one in read[1:]):
-            return f"{read[1]} is no place to copy to: that is what enters the stage as state"
-        if not _there(node):
-            return "what it makes lies on the host, which its type does not say"
-    else:
-        if any(one.host for one in ir.records(node)):
-            return "its type says that it lies on the host, where only to_host makes values"
-        there = [node.target is spmd.from_host] * len(read)
-    for operand, host in zip(read, there, strict=False):
+    if not spmd.is_host_copy(node.target):
+        return _why_not_one_side(node)
+    read, out = node.all_input_nodes, node.target is spmd.to_host
+    if any(one.op != "placeholder" for one in read[1:]):
+        return f"{read[1]} is no place to copy to: that is what enters the stage as state or a parameter"
+    if _there(node) != out:
+        return f"what it makes lies on the {'host, which its type does not say' if out else 'device, and its type says the host'}"
+    for operand, host in zip(read, (not out, out), strict=False):
         if _there(operand) != host:
             return f"it reads {operand}, which lies on the {'device' if host else 'host: from_host copies it to the device'}"
+    return ""
+
+
+def _why_not_one_side(node: Node) -> str:
+    """Of an operator."""
+    read = [one for one in node.all_input_nodes if ir.has_record(one) and any(each.dtype is not None for each in ir.records(one))]
+    there = [one for one in read if _there(one)]
+    if there and (len(there) < len(read) or spmd.is_function(node.target)):
+        return f"it reads {there[0]}, which lies on the host: from_host copies it to the device"
+    if any(one.dtype is not None and one.host != bool(there) for one in ir.records(node)):
+        return f"its type says that it lies on the {'device, and it runs on the host' if there else 'host, and it runs on the device'}"
     return ""
 
 

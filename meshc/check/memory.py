@@ -75,7 +75,7 @@ def memories(stage: Stage, may_view: Callable[[Target], bool]) -> Mapping[Node, 
 
 def writes(node: Node) -> list[Node]:
     """The operands that a line writes into."""
-    if node.target is spmd.to_host:
+    if spmd.is_host_copy(node.target):
         return list(node.args[1:])  # type: ignore[arg-type]
     if node.op != "call_function" or node.target not in WRITERS:
         return []

@@ -45,7 +45,7 @@ def made_by(target: Target, args: Sequence[object], kwargs: Mapping[str, object]
 
 def _copied(target: Function, args: Sequence[object]) -> Tensor:
     """Of what lies where the types tell (`hosted.py`)."""
-    x, *place = _counted(target, args, 2 if target is spmd.to_host and len(args) == 2 else 1)
+    x, *place = _counted(target, args, 2 if len(args) == 2 else 1)
     if not isinstance(x, Tensor) or not all(isinstance(one, Tensor) for one in place):
         raise Wrong(f"{target.__name__} takes a tensor, not {[x, *place]!r:.80}")
     for one in place:

@@ -433,7 +433,7 @@ def _lies_in(node: Node, words: Words) -> Node:
     """The value in whose memory a node's result lies: the node, if that is its own."""
     if node.target in REPLACED:
         return node.args[0]  # type: ignore[return-value]
-    if node.target is spmd.to_host and len(node.args) > 1:
+    if spmd.is_host_copy(node.target) and len(node.args) > 1:
         return node.args[1]  # type: ignore[return-value]
     if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in REPLACED:
         return made.args[REPLACED[made.target][node.args[1]]]  # type: ignore[index, return-value]

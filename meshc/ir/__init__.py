@@ -19,6 +19,7 @@ from meshc.ir.nodes import (
     operands,
     record,
     records,
+    runs_on_host,
     set_record,
     update,
     value_of,
@@ -26,5 +27,5 @@ from meshc.ir.nodes import (
 
 __all__ = [
     "KEY", "PHASES", "Record", "Source", "calls", "has_record", "is_getitem", "is_integer", "is_tensor", "leaves", "local_bytes",
-    "op_name", "operands", "record", "records", "set_record", "update", "value_of",
+    "op_name", "operands", "record", "records", "runs_on_host", "set_record", "update", "value_of",
 ]  # fmt: skip

@@ -156,3 +156,10 @@ def op_name(node: Node) -> str:
 @cache
 def _op_name(target: torch._ops.OpOverload) -> str:
     return str(target).removesuffix(".default")
+
+
+def runs_on_host(node: Node) -> bool:
+    """Whether an operator reads what lies on the host: it runs there, and what it makes lies there. Copies run on neither side."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") in ("to_host", "from_host"):
+        return False
+    return any(one.host for operand in node.all_input_nodes if has_record(operand) for one in records(operand))

@@ -16,7 +16,7 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.ir import spmd
+from meshc.ir import runs_on_host, spmd
 from meshc.private import OpOverload
 
 REGION: Final = "meshc region"
@@ -49,6 +49,8 @@ def why_alone(node: Node, changing: set[Node]) -> str:
         return "talks to other ranks"
     if spmd.is_host_copy(node.target):
         return "copies between the device and its host"
+    if runs_on_host(node):
+        return "runs on the host"
     if is_number(node):
         return "says where a rank or a microbatch stands"
     if any(operand in changing for operand in node.all_input_nodes):

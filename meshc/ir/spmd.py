@@ -19,6 +19,7 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     to_host(x)                                      a copy of x on the host
     to_host(x, place)                               the same in the memory of `place`, which lies there and is not read any more
     from_host(x)                                    a copy on the device of x, which lies on the host
+    from_host(x, place)                             the same in the memory of `place`, which lies there and is not read any more
 
 A window is [size of the dim whose tiles it goes with, stride, offset, length]: a rank whose tile of that dim starts at t has the window
 [t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
@@ -82,8 +83,8 @@ def to_host(x: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
     return x.clone() if place is None else place.copy_(x)
 
 
-def from_host(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
+def from_host(x: torch.Tensor, place: torch.Tensor | None = None) -> torch.Tensor:
+    return x.clone() if place is None else place.copy_(x)
 
 
 def _collective(name: str) -> Function:
@@ -142,6 +143,11 @@ def is_host_copy(target: Target) -> bool:
     """Whether a call copies between a rank's device and its host: like a collective it starts where it stands, and is waited for where its
     result is first read."""
     return HOST_COPIES.get(getattr(target, "__name__", "")) is target
+
+
+def is_function(target: Target) -> bool:
+    """Whether a call is of this file, rather than an operator."""
+    return FUNCTIONS.get(getattr(target, "__name__", "")) is target
 
 
 def joins_stages(node: Node) -> bool:

@@ -67,8 +67,8 @@ def verify_graph(
     entered = 0
     parked: set[Node] = set()
     for node in nodes:
-        if parked and node.op == "call_function" and not spmd.is_host_copy(node.target) and not parked.isdisjoint(node.all_input_nodes):
-            raise Malformed("it reads a value that lies on the host, which only from_host does")
+        if parked and node.op == "call_function" and not parked.isdisjoint(node.all_input_nodes):
+            _verify_side(node, parked)
         if node.op == "call_function":
             if node.target is operator.getitem:
                 _verify_item(node)
@@ -211,13 +211,25 @@ def _verify_moved(node: Node, sizes: Mapping[str, int]) -> None:
         raise Malformed(f"its record says {_said(record)}, and of {_said(given)} it makes {list(shape)}")
 
 
+def _verify_side(node: Node, parked: set[Node]) -> None:
+    """An operator runs where what it reads lies, all of it; only copies go from one side to the other."""
+    if spmd.is_host_copy(node.target):
+        return
+    if spmd.is_function(node.target):
+        raise Malformed("it reads a value that lies on the host, which only from_host and operators do")
+    for operand in node.all_input_nodes:
+        found = operand.meta.get(KEY)
+        if operand not in parked and type(found) is Record and found.dtype is not None:
+            raise Malformed(f"it reads {operand.name}, which lies on the device, and others that lie on the host")
+
+
 def _verify_host_copy(node: Node) -> None:
     """A copy has its operand's shape, and lies on the other side."""
     given = [operand.meta.get(KEY) for operand in node.all_input_nodes]
     out, mine = node.target is spmd.to_host, node.meta.get(KEY)
-    if len(given) != len(node.args) or not 1 <= len(given) <= 1 + out:
-        raise Malformed(f"it takes {'a value and, if any, its place on the host' if out else 'one value'}, not {node.args!r}")
-    for record, there in [*zip(given, (not out, True), strict=False), (mine, out)]:
+    if len(given) != len(node.args) or not 1 <= len(given) <= 2:
+        raise Malformed(f"it takes a value and, if any, its place on the {'host' if out else 'device'}, not {node.args!r}")
+    for record, there in [*zip(given, (not out, out), strict=False), (mine, out)]:
         if type(record) is not Record or type(mine) is not Record or record.shape != mine.shape or record.dtype is not mine.dtype:
             raise Malformed("it copies a value into one of another shape or dtype")
         if record.host != there:

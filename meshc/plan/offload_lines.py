@@ -2,6 +2,8 @@
 
     offload state                            optimizer state, of all parameters
     offload state model.layers.*             of those that a glob names
+    offload state, update                    and there it is updated; with a glob, that of the parameters that it names
+    offload params                           parameters, all of them; or those that a glob names
     offload model.layers.*                   what backward reads of what these modules do
     offload value:model.layers.*             what they return, as far as backward reads it
 """
@@ -16,18 +18,23 @@ from meshc.plan.cursor import GLOB, Line
 from meshc.plan.entries import cite, is_in
 
 STATE: Final = "state"
+PARAMS: Final = "params"
+STORED: Final = (STATE, PARAMS)
+"""What lives between steps."""
 VALUE: Final = "value:"
 MODULES: Final = ""
-TO_COME: Final = ("params", "grads")
+TO_COME: Final = ("grads",)
 """What lies on the device yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadLine:
-    """``what``: STATE, and ``pattern`` is of parameters; MODULES or VALUE, and it is of module paths."""
+    """``what``: STATE or PARAMS, and ``pattern`` is of parameters; MODULES or VALUE, and it is of module paths.
+    ``update``: of STATE, whether its update runs on the host."""
 
     what: str
     pattern: str
+    update: bool = False
     line: int = field(default=0, compare=False)
     text: str = field(default="", compare=False)
 
@@ -45,22 +52,29 @@ class OffloadLine:
         return cite(self)
 
     def __str__(self) -> str:
-        if self.what == STATE:
-            return f"offload {STATE}" if self.pattern == "*" else f"offload {STATE} {self.pattern}"
+        if self.what in STORED:
+            what = f"offload {self.what}{', update' * self.update}"
+            return what if self.pattern == "*" else f"{what} {self.pattern}"
         return f"offload {self.what}{self.pattern}"
 
 
 def read_offload_line(line: Line, number: int) -> OffloadLine:
-    names = "an offload line names `state`, modules (`model.layers.*`) or what these return (`value:model.layers.*`), with * for any text"
+    names = "an offload line names `state`, `params`, modules (`model.layers.*`) or what they return (`value:model.layers.*`), * for any"
     start = line.at
-    if line.accept(r"state(?=\s|$)") is not None:
-        pattern = "*" if line.done else line.expect(GLOB, "after `state` come the parameters that it is of: `offload state layers.*`")
-        what = STATE
+    update = False
+    if (stored := line.accept(r"(state|params)(?=[\s,]|$)")) is not None:
+        what = stored
+        if line.accept(",") is not None:
+            found = line.accept(r"update(?=\s|$)")
+            if found is None or what != STATE:
+                line.fail("the update runs on the host where its state lies there: `offload state, update`", start)
+            update = True
+        pattern = "*" if line.done else line.expect(GLOB, f"after `{what}` come the parameters that it is of: `offload {what} layers.*`")
     else:
         what = VALUE if line.accept(VALUE) is not None else MODULES
         pattern = line.expect(GLOB, names)
         if what == MODULES and pattern in TO_COME:
-            line.fail(f"{pattern} cannot lie on the host yet: `state` can, and what backward reads of modules", start)
+            line.fail(f"{pattern} cannot lie on the host yet: `state` and `params` can, and what backward reads of modules", start)
     if not line.done:
         line.fail("an offload line ends after its pattern; write one line for each")
-    return OffloadLine(what, pattern, number, line.text.strip())
+    return OffloadLine(what, pattern, update, number, line.text.strip())

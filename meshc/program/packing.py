@@ -63,7 +63,9 @@ def _is_flattened(node: Node, whole: Node) -> bool:
     if node.target is not aten.reshape.default or node.args[1] != [-1] or set(node.users) != {whole}:
         return False
     made = node.args[0]
-    return isinstance(made, Node) and made.op == "call_function" and not spmd.is_collective(made.target) and set(made.users) == {node}
+    if not isinstance(made, Node) or made.op != "call_function" or spmd.is_collective(made.target) or spmd.is_host_copy(made.target):
+        return False
+    return set(made.users) == {node}
 
 
 def may_overwrite(node: Node) -> bool:

@@ -26,7 +26,7 @@ def from_placeholder(gather: Node) -> bool:
 
 
 def _as_stored(value: Node) -> bool:
-    if value.op == "placeholder" or is_integer(value):
+    if value.op == "placeholder" or is_integer(value) or value.target is spmd.from_host:
         return True
     lays_out = value.target is aten.cat.default or (is_preparation(value) and value.target is not spmd.shard)
     return lays_out and all(map(_as_stored, value.all_input_nodes))

@@ -20,6 +20,7 @@ from meshc.passes.lower.start_early import start_early
 from meshc.passes.microbatches.cut_backward import cut_backward
 from meshc.passes.microbatches.split_microbatches import split_microbatches
 from meshc.passes.offload.park import park
+from meshc.passes.offload.park_params import park_params
 from meshc.passes.offload.park_state import park_state
 from meshc.passes.partition.make_main_stage import make_main_stage
 from meshc.passes.phases.lowered import Lowered
@@ -72,6 +73,9 @@ GROW: Final[Pass[Lowered, Lowered]] = Pass(
 CHUNKS: Final[Pass[Lowered, Lowered]] = Pass(
     "chunks", write_chunks, "after grow, whose blocks have no chunks; before recompute, which asks what forward leaves to backward"
 )
+PARK_PARAMS: Final[Pass[Lowered, Lowered]] = Pass(
+    "park_params", park_params, "after grow, while phases still stand together; before recompute, which counts what a rank holds"
+)
 PARK_STATE: Final[Pass[Lowered, Lowered]] = Pass(
     "park_state", park_state, "on the whole update, before stages cut it; before recompute, which counts what a rank holds"
 )
@@ -82,7 +86,7 @@ PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled wha
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
     "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
 )
-REMADE: Final = (GROW, CHUNKS, PARK_STATE, RECOMPUTE)
+REMADE: Final = (GROW, CHUNKS, PARK_PARAMS, PARK_STATE, RECOMPUTE)
 PARTS: Final = (PARK, MICROBATCH)
 """Those of them that come before a pipeline is cut: up to what backward makes again, and behind that."""
 STAGES: Final[Pass[Lowered, Lowered]] = Pass(
@@ -103,6 +107,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (GROW, CHUNKS, PARK_STATE, RECOMPUTE, PARK, MICROBATCH, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (GROW, CHUNKS, PARK_PARAMS, PARK_STATE, RECOMPUTE, PARK, MICROBATCH, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

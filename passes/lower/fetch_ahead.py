@@ -6,13 +6,14 @@
 
 Copies in one direction go one after another, so each has to be done when the next begins: from the last reader backwards that gives the
 latest start of each. What has come and is not read yet takes memory: it is a window at most (`windows.py`), or what one reader needs,
-beside what that one waits for. Nothing is fetched in forward. Updates of parked state are one for each window (`fuse_updates.py`).
+beside what that one waits for. What backward reads is not fetched in forward. Updates of parked state are one for each window
+(`fuse_updates.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -21,10 +22,11 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import copy_seconds
 from meshc.cost.operators import seconds
 from meshc.errors import CompileError
-from meshc.ir import has_record, local_bytes, record, records, spmd
+from meshc.ir import PHASES, has_record, local_bytes, record, records, runs_on_host, spmd
 from meshc.ir.regions import writes
 from meshc.ops.optim import MANY
 from meshc.passes.lower.exposed import exposed
+from meshc.passes.lower.leave_early import leave_early, root, writers
 from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
 from meshc.passes.phases.lowered import Lowered
 
@@ -53,21 +55,22 @@ def _refuse_to_send(lowered: Lowered) -> None:
 
 
 def fetched(graph: Graph, device: Device, limit: int | None = None) -> None:
-    """A graph in place. `limit`: bytes of a window, if not as many as there are in an eighth of what is fetched."""
+    """A graph in place. `limit`: bytes of a window, if not as many as there are in an eighth of what is fetched in its phase."""
     _put_back(graph)
+    leave_early(graph)
     fetches = _fetches(graph)
     if fetches:
-        _start(graph, fetches, device, _window(fetches) if limit is None else limit)
+        _start(graph, fetches, device, limit)
         graph.lint()
 
 
 def turns(graph: Graph, limit: int | None = None) -> dict[Node, int]:
     """Of each update that reads parked state, the number of its window."""
-    limit = _window(_fetches(graph)) if limit is None else limit
+    sizes = {node: _moved(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY}
+    limit = min(WINDOW, max(LEAST, sum(sizes.values()) // WINDOWS)) if limit is None else limit
     found: dict[Node, int] = {}
     number = filled = 0
-    for node in graph.nodes:
-        size = sum(map(_bytes, _of(node.all_input_nodes))) if node.op == "call_function" and node.target in MANY else 0
+    for node, size in sizes.items():
         if filled and filled + size > limit:
             number, filled = number + 1, 0
         if size:
@@ -87,19 +90,29 @@ class _Group:
 
 
 def _fetches(graph: Graph) -> list[Node]:
-    return [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users]
+    """What comes to be read; not what comes to its place between steps."""
+    return [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users and len(node.args) == 1]
 
 
 def _of(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if node.target is spmd.from_host]
 
 
+def _moved(update: Node) -> int:
+    """Bytes that come for it; of one that runs on the host, of the gradient that goes."""
+    if not runs_on_host(update):
+        return sum(map(_bytes, _of(update.all_input_nodes)))
+    gradient = update.args[1]
+    assert isinstance(gradient, Node)
+    return _bytes(gradient)
+
+
 def _bytes(node: Node) -> int:
     return local_bytes(record(node))
 
 
-def _window(fetches: Iterable[Node]) -> int:
-    return min(WINDOW, max(LEAST, sum(map(_bytes, fetches)) // WINDOWS))
+def _window(fetches: Iterable[Node], phase: str) -> int:
+    return min(WINDOW, max(LEAST, sum(_bytes(node) for node in fetches if record(node).phase == phase) // WINDOWS))
 
 
 def _put_back(graph: Graph) -> None:
@@ -114,8 +127,9 @@ def _put_back(graph: Graph) -> None:
             last.append(node)
 
 
-def _start(graph: Graph, fetches: Sequence[Node], device: Device, limit: int) -> None:
+def _start(graph: Graph, fetches: Sequence[Node], device: Device, said: int | None) -> None:
     moving = set(fetches)
+    limits = {phase: _window(fetches, phase) if said is None else said for phase in PHASES}
     nodes = [node for node in graph.nodes if node not in moving]
     place = {node: index for index, node in enumerate(nodes)}
     times, now = [], 0.0
@@ -123,20 +137,29 @@ def _start(graph: Graph, fetches: Sequence[Node], device: Device, limit: int) ->
         times.append(now)
         now += seconds(node, device) if node.op == "call_function" else 0.0
     late = (place[node] for node in nodes if node.op == "call_function" and has_record(node) and records(node)[0].phase != "forward")
+    backward, before = next(late, len(nodes)), writers(nodes)
     groups = _groups(fetches, place, device)
-    earliest = min([next(late, groups[0].reader), groups[0].reader])
     starts: list[float] = []
     due = now
     for group in reversed(groups):
         due = min(times[group.reader], due) - group.takes_s
         starts.insert(0, due)
     for index, (group, start_s) in enumerate(zip(groups, starts, strict=True)):
-        least = max([earliest, *(place[one] + 1 for node in group.nodes for one in node.all_input_nodes), _read(groups, index, limit)])
+        phase = record(group.nodes[0]).phase
+        first = 0 if phase == "forward" else min(backward, group.reader)
+        made = (place[one] + 1 for node in group.nodes for one in _ahead(node, before) if place[one] < group.reader)
+        least = max([first, *made, _read(groups, index, limits[phase])])
         at = min(group.reader, max(least, bisect_right(times, start_s) - 1))
         while nodes[at].op == "placeholder":
             at += 1
         for node in group.nodes:
             nodes[at].prepend(node)
+
+
+def _ahead(fetch: Node, before: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """What makes or writes what is fetched."""
+    (source,) = fetch.all_input_nodes
+    return [source, *before.get(root(source), ())]
 
 
 def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> list[_Group]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from meshc.ir import is_getitem, records, spmd
+from meshc.ir import is_getitem, record, records, runs_on_host, spmd
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
@@ -66,8 +66,8 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
 
 
 def _stored(stage: Stage) -> set[Node]:
-    """Parameters, what is made of them alone, and their gathers."""
-    parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter")]
+    """Parameters on the device, what is made of them alone, and their gathers."""
+    parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and not record(node).host]
     return made_only_of(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
 
 
@@ -104,11 +104,11 @@ class _Levels:
         if is_getitem(node):
             return self.found[node.all_input_nodes[0]]
         behind = max((self._behind(operand) for operand in node.all_input_nodes), default=0)
-        if node in self.stored:
+        if node in self.stored or node in self.windows:
             return self._gather(node, behind) if node in self.windows else max(self.floor - 1, behind)
         self._reads(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
         level = max(self.floor, behind)
-        if spmd.is_host_copy(node.target):
+        if spmd.is_host_copy(node.target) or runs_on_host(node):
             level = max(level, self.highest)
             self.floor = level + 1
         if writes(node):

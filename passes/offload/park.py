@@ -25,7 +25,7 @@ from meshc.ir.keys import is_a
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.remakable import calls_of
 from meshc.plan.faults import refuse_faults
-from meshc.plan.offload_lines import STATE, VALUE, OffloadLine
+from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
 from meshc.program.packing import is_view
 
 _NO_VALUE = "no module of this name returns a value"
@@ -35,7 +35,7 @@ _NAMED = "name modules as model.named_modules() does, with * for any text, or le
 
 def park(lowered: Lowered) -> Lowered:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
-    lines = [line for line in lowered.plan.offloads if line.what != STATE]
+    lines = [line for line in lowered.plan.offloads if line.what not in STORED]
     if not lines or not lowered.request.grad:
         return lowered
     ((name, given),) = lowered.stages.items()

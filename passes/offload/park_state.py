@@ -6,19 +6,18 @@
                                                               back = to_host(m1, m)
                                                               return {"state:w/exp_avg": back}
 
-The update itself stays on the device, whatever the optimizer is (docs/decisions/0037-state-travels-gradients-do-not.md). When the copies
-start is settled later, in `passes/lower/fetch_ahead.py`. Counts of steps, which are numbers, stay where torch keeps them.
+The update itself stays on the device, whatever the optimizer is (docs/decisions/0037-state-travels-gradients-do-not.md), unless the line
+says that it runs on the host too (`update_there.py`). When the copies start is settled later, in `passes/lower/fetch_ahead.py`. Counts
+of steps, which are numbers, stay where torch keeps them; they lie on the host if the update runs there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from torch.fx import Graph, Node
-
-from meshc.ir import record, spmd, update
-from meshc.ir.graph import call, give, output_of, results_of
+from meshc.ir import update
+from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
+from meshc.passes.offload.update_there import update_there
 from meshc.passes.phases.lowered import Lowered
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STATE, OffloadLine
@@ -30,17 +29,15 @@ def park_state(lowered: Lowered) -> Lowered:
     lines = [line for line in lowered.plan.offloads if line.what == STATE]
     if not lines or lowered.request.optimizer is None:
         return lowered
-    held = [port for port in lowered.inputs if port.kind == "state" and port.shape]
-    _refuse_lines_about_nothing(lines, held)
+    held = [port for port in lowered.inputs if port.kind == "state"]
+    _refuse_lines_about_nothing(lines, [port for port in held if port.shape])
     (stage,) = lowered.stages.values()
-    parked = {port.key: str(_line(lines, port)) for port in held if _line(lines, port) is not None}
+    said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
+    parked = {key: str(line) for key, line in said.items()}
     _park(stage, parked)
-    inputs, outputs = ([replace(port, host=port.key in parked) for port in ports] for ports in (lowered.inputs, lowered.outputs))
-    return replace(lowered, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
-def _line(lines: Sequence[OffloadLine], port: Port) -> OffloadLine | None:
-    return next((line for line in lines if line.names(port.of)), None)
+    if any(line.update for line in said.values()):
+        update_there(stage, {key: str(line) for key, line in said.items() if line.update})
+    return on_host(lowered, parked)
 
 
 def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Port]) -> None:
@@ -54,31 +51,13 @@ def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Por
 
 def _park(stage: Stage, parked: dict[str, str]) -> None:
     """In place. `parked`: by the key of state, the line that says so."""
-    graph, results = stage.graph, stage.results()
+    results = stage.results()
     for node, key in stage.keys().items():
         if key not in parked:
             continue
         readers = [user for user in node.users if user.op != "output"]
         update(node, host=True)
         if readers:
-            _fetch(graph, node, min(readers), readers, parked[key])
+            fetch(stage.graph, node, min(readers), readers, "update", parked[key])
         if results[key] is not node:
-            _put_back(graph, stage.outputs.index(key), node, parked[key])
-
-
-def _fetch(graph: Graph, node: Node, first: Node, readers: Sequence[Node], why: str) -> None:
-    with graph.inserting_before(first):
-        made = replace(record(node), host=False, phase="update", reason=why)
-        here = call(graph, made, spmd.from_host, node)
-    for reader in readers:
-        reader.replace_input_with(node, here)
-
-
-def _put_back(graph: Graph, position: int, place: Node, why: str) -> None:
-    """Of the result at this position, which is what comes of `place`."""
-    end = output_of(graph)
-    results = list(results_of(graph))
-    with graph.inserting_before(end):
-        made = replace(record(results[position]), host=True, phase="update", reason=why)
-        results[position] = call(graph, made, spmd.to_host, results[position], place)
-    give(graph, results)
+            put_back(stage.graph, stage.outputs.index(key), node, parked[key])

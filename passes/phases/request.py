@@ -28,6 +28,7 @@ class Request:
     microbatches  None: as many as are predicted to be fastest
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
+    parked        names of those of them that lie on the host by it
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
     stages_per_rank  of a pipeline; None: as many as the schedule wants
@@ -64,6 +65,7 @@ class Request:
     double: bool = False
     batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
+    parked: frozenset[str] = frozenset()
     dynamic: DynamicDims = DynamicDims()
     schedule: str | Lists | None = None
     stages_per_rank: int | None = None

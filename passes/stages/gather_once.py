@@ -35,6 +35,8 @@ def gathers_once(phase: Outset, inputs: Sequence[Port]) -> bool:
     axis = phase.mesh.pipeline_axis
     if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
         return False
+    if any(port.host for port in inputs if port.kind == "parameter"):  # it is to be on the device where it is read, and no longer
+        return False
     stored = whole = 0.0
     for port in inputs:
         if port.kind in ("parameter", "state") and port.sharding is not None:

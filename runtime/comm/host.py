@@ -87,8 +87,10 @@ def to_host(x: Tensor, place: Tensor | None = None) -> Pending:
     return _beside(x, there, x.device, "out")
 
 
-def from_host(x: Tensor, device: torch.device) -> Pending:
-    return _beside(x, torch.empty(x.shape, dtype=x.dtype, device=device), device, "in")
+def from_host(x: Tensor, device: torch.device, place: Tensor | None = None) -> Pending:
+    """`place`: memory of the device to copy to, which is given back."""
+    here = torch.empty(x.shape, dtype=x.dtype, device=device) if place is None else place
+    return _beside(x, here, device, "in")
 
 
 def _beside(source: Tensor, target: Tensor, device: torch.device, direction: str) -> Pending:
@@ -101,6 +103,13 @@ def _beside(source: Tensor, target: Tensor, device: torch.device, direction: str
     return Pending(target, (_Copied(stream),), held=source)  # until the current stream has waited no other value gets its memory
 
 
+def settle(device: torch.device) -> None:
+    """All copies that have been started are done: what follows runs on the host, and reads or writes what they read and wrote."""
+    if device.type != "cpu":
+        for direction in ("out", "in"):
+            _stream(direction, device).synchronize()
+
+
 def starters(device: torch.device) -> Mapping[object, Callable[..., Pending]]:
     """What starts a node's copy, by its target."""
-    return {spmd.to_host: to_host, spmd.from_host: lambda x: from_host(x, device)}
+    return {spmd.to_host: to_host, spmd.from_host: lambda x, place=None: from_host(x, device, place)}

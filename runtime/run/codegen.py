@@ -27,7 +27,7 @@ from torch.fx.node import Argument
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import MeshcError
-from meshc.ir import record, spmd
+from meshc.ir import record, runs_on_host, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
@@ -286,9 +286,13 @@ class _Writer:
             self.source.lines.append(f"{name} = {self._call(node)}")
 
     def _call(self, node: Node) -> str:
+        device = self.device
+        if runs_on_host(node) and device.type != "cpu":
+            self.source.lines.append(f"{self.source.bind(host.settle, 'h')}({self.source.bind(device, 'c')})")
+            device = torch.device("cpu")
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
-        arguments += [f"{key}={self.source.literal(moved(key, value, self.device), self.env)}" for key, value in node.kwargs.items()]
-        return f"{self.source.bind(function_of(node, self.device, self.origin), 'f')}({', '.join(arguments)})"
+        arguments += [f"{key}={self.source.literal(moved(key, value, device), self.env)}" for key, value in node.kwargs.items()]
+        return f"{self.source.bind(function_of(node, device, self.origin), 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
         """A value in the memory of the `cat` that will join it with others."""

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshc import ops
 from meshc.check.guards import is_guarded
-from meshc.ir import is_getitem, spmd
+from meshc.ir import KEY, is_getitem, record, runs_on_host, set_record, spmd
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
@@ -60,18 +60,23 @@ def compile_regions(
     known_regions: dict[Key, Compiled] = {}
     outer = Graph()
     env: dict[Node, Node] = {node: outer.placeholder(node.name) for node in placeholders(stage.graph)}
+    for node, entered in env.items():
+        set_record(entered, record(node))
     for compiled, nodes in _pieces(stage, known):
         if compiled:
             own += _add_region(outer, env, nodes, known, device, added, known_regions)
             continue
         for node in nodes:
+            side = torch.device("cpu") if runs_on_host(node) else device
             env[node] = outer.create_node(
                 "call_function",
-                node.target if _is_the_ranks(node) else codegen.function_of(node, device, stage.origin),
+                node.target if _is_the_ranks(node) else codegen.function_of(node, side, stage.origin),
                 torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,
             )
+            if spmd.is_host_copy(node.target) or runs_on_host(node):
+                env[node].meta[KEY] = node.meta[KEY]
             if OVER_OPERAND in sharing_of(node):
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))

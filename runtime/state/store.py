@@ -331,7 +331,8 @@ class Store:
                 self.owners.setdefault(key, 0)  # what this program does not use, another one may update
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
             tile = None if key in unfilled else self.home(key).scatter(tensor, sharding, tensor.dtype)
-            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key))
+            there = _is_parameter(key) and key in wanted and wanted[key].host
+            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
                 held.remember()
@@ -397,7 +398,7 @@ class Store:
             held = self.find(port.key)
             if held is None:
                 faults.append(f"    {port.name}: was not there when the model was first compiled")
-            elif port.kind == "state" and port.host != held.parked:
+            elif port.kind in ("parameter", "state") and port.host != held.parked:
                 there, wanted = ("device", "host") if port.host else ("host", "device")
                 faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
             elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, self.mesh):

@@ -35,19 +35,26 @@ def test_a_sound_stage_is_read_and_written_as_it_is() -> None:
 @pytest.mark.parametrize(
     "lines, given, why",
     [
-        (['d: "f32[8, 4]" = aten.relu(m)', BACK], None, "it reads m, which lies on the host: from_host copies it to the device"),
+        (['d: "f32[8, 4]" = aten.relu(m)', BACK], None, "its type says that it lies on the device, and it runs on the host"),
+        (['d: "f32[8, 4]" = aten.mul.Tensor(x, m)', BACK], None, "it reads m, which lies on the host: from_host copies it to the device"),
+        (['d: "f32[8, 4] host" = mask(m, 0, 4, 0.0)', BACK], None, "it reads m, which lies on the host: from_host copies it to the device"),
         ([FETCH, 'back: "f32[8, 4]" = to_host(d, m)'], None, "what it makes lies on the host, which its type does not say"),
-        (['d: "f32[8, 4] host" = aten.relu(x)', BACK], None, "its type says that it lies on the host, where only to_host makes values"),
+        (['d: "f32[8, 4] host" = aten.relu(x)', BACK], None, "its type says that it lies on the host, and it runs on the device"),
         (['d: "f32[8, 4]" = from_host(x)', BACK], None, "it reads x, which lies on the device"),
         ([FETCH, 'back: "f32[8, 4] host" = to_host(d, x)'], None, "it reads x, which lies on the device"),
         ([FETCH, 'e: "f32[8, 4] host" = to_host(d)', 'back: "f32[8, 4] host" = to_host(d, e)'], None, "e is no place to copy to"),
         ([FETCH, 'back: "f32[8, 4] host" = to_host(d)'], '"output:y": back', "output:y leaves as back, which lies on the host"),
     ],
 )
-def test_only_copies_touch_what_lies_there(lines: list[str], given: str | None, why: str) -> None:
+def test_only_copies_go_from_one_side_to_the_other(lines: list[str], given: str | None, why: str) -> None:
     stage = stage_of(*lines, given=given or '"state:w/exp_avg": back')
     assert [*faults(stage, {"dp": 2})] == []
     assert any(why in told for _, told in hosted.faults(stage)), list(hosted.faults(stage))
+
+
+def test_an_operator_runs_where_all_that_it_reads_lies() -> None:
+    stage = stage_of('h: "f32[8, 4] host" = to_host(x)', 'back: "f32[8, 4] host" = aten.add.Tensor(m, h)')
+    assert [*faults(stage, {"dp": 2}), *hosted.faults(stage), *memory.faults(stage, may_view)] == []
 
 
 def test_shapes_are_those_of_what_is_copied() -> None:

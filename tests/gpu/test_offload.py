@@ -25,12 +25,13 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_losses_and_state_are_those_of_the_step_without(mesh):
+@pytest.mark.parametrize("lines", ["offload state\noffload *", "offload params\noffload state", "offload state, update"])
+def test_losses_and_state_are_those_of_the_step_without(mesh, lines):
     case = models.FACTORIES["nanogpt"]()
     case.model.cuda()
     inputs = {key: value.cuda() for key, value in case.call_kwargs.items()}
     found = []
-    for plan in (None, "offload state\noffload *"):
+    for plan in (None, lines):
         model = copy.deepcopy(case.model)
         step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss=case.loss, clip_grad_norm=1.0)
         program = meshc.compile(step, mesh, kwargs=inputs, plan=plan)

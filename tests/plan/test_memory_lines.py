@@ -25,3 +25,5 @@ def test_what_lies_on_the_host_is_said_in_lines() -> None:
     assert [plan.offloads[2].names(name) for name in ("lm_head.weight", "norm.weight")] == [True, False]
     assert [plan.offloads[3].covers(module) for module in ("layers.3", "layers.3.mlp", "layers", "norm")] == [True, True, False, False]
     assert str(resolve("offload state", Mesh("dp=2"))) == "dp: batch\noffload state"
+    assert str(Plan("offload state,update\noffload state , update  h.*")) == "offload state, update\noffload state, update h.*"
+    assert str(Plan("offload params\noffload params h.*\noffload paramsets")) == "offload params\noffload params h.*\noffload paramsets"

@@ -27,6 +27,7 @@ class Sample:
 
 
 PARKED = "offload *\noffload state"
+PARAMETERS = "offload params\noffload state"
 TWO = (
     Sample("nanogpt", "dp_shard=2", PARKED),
     Sample("mlp", "dp=2", "zero2", "sgd", 2),
@@ -37,6 +38,7 @@ MORE_OF_TWO = (
     Sample("nanogpt", "cp=2"),
     Sample("llama", "dp=2"),
     Sample("llama", "tp=2", PARKED, microbatches=3),
+    Sample("nanogpt", "dp_shard=2", PARAMETERS, microbatches=2),
     Sample("gpt2", "tp=2"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
 )

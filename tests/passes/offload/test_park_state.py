@@ -24,8 +24,8 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def around_without_numbers(name: str, step: meshc.TrainStep, **ask: Tensor) -> str:
-    return re.sub(r"number_0_\w+, ", "", changed(*around(name, step, "dp=2", "offload state", **ask)))
+def around_without_numbers(name: str, step: meshc.TrainStep, line: str = "offload state", **ask: Tensor) -> str:
+    return re.sub(r"number_0_\w+, ", "", changed(*around(name, step, "dp=2", line, **ask)))
 
 
 def test_state_is_fetched_for_its_update_and_put_back_in_its_place() -> None:

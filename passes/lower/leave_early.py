@@ -1,0 +1,124 @@
+"""Leave early: of updates that run on the host, gradients go out as they are made, and each update runs once it has what it reads.
+
+    g2 = mm(..)  g1 = mm(..)  h2 = to_host(g2)  h1 = to_host(g1)  sgd_(w2, h2)  sgd_(w1, h1)
+  becomes
+    g2 = mm(..)  h2 = to_host(g2)  sgd_(w2, h2)  g1 = mm(..)  h1 = to_host(g1)  sgd_(w1, h1)
+
+So backward goes on beside them. A gradient that a reduction gives goes out when the next reduction starts: it has had that time to come.
+The parameter goes out for its update beside the gradient, and comes back behind the last reader of what it was. Where
+gradients are clipped, updates stand behind the norm, and gradients wait on the host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.check.memory import writes
+from meshc.ir import has_record, records, runs_on_host, spmd
+from meshc.ops.in_place import WRITERS
+from meshc.program.packing import is_view
+
+_NORM = (torch.ops.meshc.square_sum.default,)
+
+
+def leave_early(graph: Graph) -> None:
+    """In place; values do not change."""
+    nodes = list(graph.nodes)
+    if not any(runs_on_host(node) for node in nodes):
+        return
+    order = _Order(nodes)
+    wanted = sorted(nodes, key=lambda node: (order.at[node], order.index[node]))
+    for before, node in zip(wanted, wanted[1:], strict=False):
+        if before.next is not node:
+            before.append(node)
+    graph.lint()
+
+
+class _Order:
+    """index  of each node as it stood;  at  of that behind which it is to stand, its own if it stays"""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.index = {node: index for index, node in enumerate(nodes)}
+        self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
+        self.reductions = [node for node in nodes if node.target in (spmd.all_reduce, spmd.reduce_scatter)]
+        gone = [node for node in nodes if node.target is spmd.to_host and len(node.args) == 1 and _is_update(node)]
+        self.sent = {node for node in gone if _of_port(node)}
+        moved = {*gone, *(node for node in nodes if runs_on_host(node) or _replaces(node))} - self.sent
+        read = {operand for node in gone for operand in node.all_input_nodes}
+        for node in reversed(nodes):
+            looks = is_view(node) and node.users and moved.issuperset(node.users)
+            if looks or (node.target in _NORM and not read.isdisjoint(node.all_input_nodes)):
+                moved.add(node)
+        self.writers = writers(nodes)
+        self.at: dict[Node, int] = {}
+        for node in nodes:
+            self.at[node] = min(self.index[node], self._behind(node)) if node in moved else self.index[node]
+        for node in self.sent:
+            self.at[node] = min([self.index[node], *(self.at[user] for user in node.users)])
+
+    def _behind(self, node: Node) -> int:
+        found = [self.first, *(self._ready(operand) for operand in node.all_input_nodes if operand not in self.sent)]
+        for operand in node.all_input_nodes:
+            found += [self.at[one] for one in self.writers.get(root(operand), ()) if self.index[one] < self.index[node]]
+        for operand in map(root, _written(node)):
+            readers = (reader for reader in _readers(operand) if reader not in self.sent and self.index[reader] < self.index[node])
+            found += [self.at[reader] for reader in readers]
+        return max(found)
+
+    def _ready(self, node: Node) -> int:
+        """When an operand is there; of a reduction, when the next one starts."""
+        if node in self.reductions:
+            later = (self.index[other] for other in self.reductions if self.index[other] > self.index[node])
+            return next(later, len(self.index))
+        if node.op == "placeholder":
+            return self.first
+        return max(self.at[node], self._ready(node.all_input_nodes[0])) if is_view(node) else self.at[node]
+
+
+def _is_update(node: Node) -> bool:
+    return has_record(node) and records(node)[0].phase == "update"
+
+
+def _of_port(node: Node) -> bool:
+    """Whether it copies what has been there since the stage began."""
+    return node.all_input_nodes[0].op == "placeholder"
+
+
+def _replaces(node: Node) -> bool:
+    """Whether it copies to a place on the device."""
+    return node.target is spmd.from_host and len(node.args) == 2
+
+
+def writers(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
+    """What writes a value's memory on the host, by the value that has it."""
+    found: dict[Node, list[Node]] = defaultdict(list)
+    for node in nodes:
+        for operand in _written(node) if runs_on_host(node) else ():
+            found[root(operand)].append(node)
+    return found
+
+
+def root(node: Node) -> Node:
+    """The value in whose memory it lies."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _written(node: Node) -> list[Node]:
+    if _replaces(node):
+        return [node.args[1]]  # type: ignore[list-item]
+    return writes(node) if node.target in WRITERS else []
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads a value's memory; of a copy of it, what waits for that."""
+    for user in node.users:
+        if user.op == "call_function":
+            yield user
+            if is_view(user) or spmd.is_host_copy(user.target):
+                yield from _readers(user)
