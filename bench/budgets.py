@@ -1,0 +1,176 @@
+"""What large models hold and take within budgets of memory, predicted: the tables of docs/memory.md. No device is needed.
+
+    python bench/budgets.py                        # all rows, those that are in bench/results/budgets.json left out
+    python bench/budgets.py --only llama-8b --anew # rows of one model, once more
+    python bench/budgets.py --write                # and docs/memory.md carries what is there
+
+The first table is one step under smaller and smaller budgets; the last of them is refused with the least that would do. The second has the
+shapes of large models on nodes of eight H100s within 80 GB: of the ways below, in their order, the first that is not refused. Each row is a
+process, measured one after another and kept as soon as it is there, so that a run that was stopped goes on where it was. Weights are on
+the meta device, bfloat16, under AdamW with clipping; seconds are predicted from h100's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of idle threads are no one's
+
+import torch  # noqa: E402
+from carried import carry  # noqa: E402
+from own_process import in_a_process  # noqa: E402
+from plan_tables import MODELS  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+
+import meshc  # noqa: E402
+from meshc.api.planning import Planned, Planner  # noqa: E402
+from meshc.cost import memory  # noqa: E402
+from meshc.cost.devices import device  # noqa: E402
+from meshc.ir.mesh import Mesh  # noqa: E402
+from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "bench" / "results" / "budgets.json"
+SEQUENCES = 64
+ALL = 80
+"""GB of an H100."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step may be compiled: lines of a plan beside the recipe, and microbatches."""
+
+    plan: str = "fsdp+megatron_sp"
+    microbatches: int | None = None
+
+    def __str__(self) -> str:
+        return self.plan + (f", microbatches={self.microbatches}" if self.microbatches else "")
+
+
+WAYS = (Way(), Way(microbatches=4), Way(microbatches=16), Way("fsdp+megatron_sp; offload state", 16))
+MESHES = {8: "tp=8", 64: "dp=8,tp=8", 512: "dp=64,tp=8"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    model: str
+    ranks: int
+    budget_gb: int
+    ways: tuple[Way, ...] = (Way(),)
+
+    @property
+    def key(self) -> str:
+        return f"{self.model} {self.ranks} {self.budget_gb}"
+
+
+BUDGETS = [Asked("llama-8b", 64, size) for size in (48, 24, 12, 6)]
+SHAPES = [
+    Asked(model, ranks, ALL, WAYS) for model in ("llama-8b", "llama-70b", "mixtral-8x7b", "t5-11b") for ranks in MESHES
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    way       that of the plan that fits, or of the last that was tried
+    held_gb   of a rank by the walk;  host_gb  on its host;  takes_ms  a step
+    least_gb  where none fits: what the least that was found holds
+    said      what backward makes again, and chunks
+    compile_s CPU seconds of all that was tried
+    """
+
+    step: str
+    way: str
+    held_gb: float | None
+    host_gb: float
+    takes_ms: float | None
+    least_gb: float | None
+    said: str
+    compile_s: float
+
+
+def measured(asked: Asked) -> Row:
+    start, on = time.process_time(), device("h100")
+    model = MODELS[asked.model]
+    with torch.device("meta"):
+        module, inputs = model.build(SEQUENCES, model.tokens)
+    module.train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
+    planner = Planner(meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0), (), inputs)
+    refused: list[Planned] = []
+    step = f"{SEQUENCES} x {model.tokens}"
+    for way in asked.ways:
+        options = meshc.Options(memory_budget=f"{asked.budget_gb}GB", microbatches=way.microbatches)
+        found = planner.on(Mesh(MESHES[asked.ranks], device="cuda"), way.plan, device=on, options=options)
+        spent = time.process_time() - start
+        if found.program is not None:
+            held, seconds = memory.worst(found.program), found.weighed[0].seconds
+            assert held.total <= asked.budget_gb * 10**9 and seconds is not None
+            return Row(step, str(way), held.total / 1e9, held.host / 1e9, 1e3 * seconds, None, _said(found.program.notes), spent)
+        refused.append(found)
+    least = [one.refused.least for one in refused if isinstance(one.refused, NothingFits) and one.refused.least]
+    why = "refused" if least else str(refused[-1].refused).partition("\n")[0]
+    return Row(step, str(asked.ways[-1]), None, 0.0, None, min(least) / 1e9 if least else None, why, spent)
+
+
+def _said(notes: list[str]) -> str:
+    """What notes say of memory, in few words."""
+    words = []
+    for note in notes:
+        again = note.partition("backward makes ")[2].partition(" values again")[0]
+        words += [f"{again} made again"] if note.startswith("memory:") and again else []
+        words += ["head in chunks"] if "chunks" in note else []
+    return ", ".join(dict.fromkeys(words))
+
+
+def kept() -> dict[str, Row]:
+    return {key: Row(**row) for key, row in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
+
+
+def shown(rows: dict[str, Row]) -> str:
+    heads = ("model", "ranks", "step", "budget, GB", "plan", "held, GB", "on the host, GB", "a step, ms", "", "compiling, CPU s")
+    tables = []
+    for several in (BUDGETS, SHAPES):
+        cells = [[asked.model, asked.ranks, row.step, asked.budget_gb, row.way, *_figures(row)]
+                 for asked in several if (row := rows.get(asked.key)) is not None]  # fmt: skip
+        tables.append(tabulate(cells, heads, tablefmt="github", disable_numparse=True))
+    return "\n\n".join(tables)
+
+
+def _figures(row: Row) -> list[str]:
+    least = f"refused: the least that was found holds {row.least_gb:.1f} GB" if row.least_gb is not None else row.said
+    numbers = [f"{value:.1f}" if value else "" for value in (row.held_gb, row.host_gb)]
+    return [*numbers, f"{row.takes_ms:.0f}" if row.takes_ms else "", least, f"{row.compile_s:.0f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, choices=MESHES, default=list(MESHES))
+    parser.add_argument("--anew", action="store_true", help="also rows that are there")
+    parser.add_argument("--write", action="store_true", help="docs/memory.md carries all rows that are there")
+    options = parser.parse_args()
+    rows = kept()
+    for asked in (*BUDGETS, *SHAPES):
+        if asked.model not in options.only or asked.ranks not in options.ranks or (asked.key in rows and not options.anew):
+            continue
+        try:
+            rows[asked.key] = in_a_process(measured, asked)
+        except EOFError:  # its process said why
+            continue
+        print(asked.key, asdict(rows[asked.key]), flush=True)
+        KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
+    print(shown(rows))
+    if options.write:
+        carry("memory.md", "bench/budgets.py", shown(rows))
+
+
+if __name__ == "__main__":
+    from transformers.models.llama import modeling_llama  # noqa: F401  # with the imports, not with the first row
+
+    main()
