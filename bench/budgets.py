@@ -5,7 +5,7 @@
     python bench/budgets.py --write                # and docs/memory.md carries what is there
 
 The first table is one step under smaller and smaller budgets; the last of them is refused with the least that would do. The second has the
-shapes of large models on nodes of eight H100s within 80 GB: of the ways below, in their order, the first that is not refused. Each row is a
+shapes of large models on nodes of eight H100s within 80 GB, by a recipe; where that is refused, as the refusal says first. Each row is a
 process, measured one after another and kept as soon as it is there, so that a run that was stopped goes on where it was. Weights are on
 the meta device, bfloat16, under AdamW with clipping; seconds are predicted from h100's table.
 """
@@ -18,6 +18,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CPU seconds of idle threads are no one's
 
@@ -41,19 +42,8 @@ ALL = 80
 """GB of an H100."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a step may be compiled: lines of a plan beside the recipe, and microbatches."""
-
-    plan: str = "fsdp+megatron_sp"
-    microbatches: int | None = None
-
-    def __str__(self) -> str:
-        return self.plan + (f", microbatches={self.microbatches}" if self.microbatches else "")
-
-
-WAYS = (Way(), Way(microbatches=4), Way(microbatches=16), Way("fsdp+megatron_sp; offload state", 16))
 MESHES = {8: "tp=8", 64: "dp=8,tp=8", 512: "dp=64,tp=8"}
+RECIPES = {8: "megatron_sp", 64: "fsdp+megatron_sp", 512: "fsdp+megatron_sp"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,8 @@ class Asked:
     model: str
     ranks: int
     budget_gb: int
-    ways: tuple[Way, ...] = (Way(),)
+    follows: bool = False
+    """What is refused is compiled as the refusal says."""
 
     @property
     def key(self) -> str:
@@ -69,18 +60,16 @@ class Asked:
 
 
 BUDGETS = [Asked("llama-8b", 64, size) for size in (48, 24, 12, 6)]
-SHAPES = [
-    Asked(model, ranks, ALL, WAYS) for model in ("llama-8b", "llama-70b", "mixtral-8x7b", "t5-11b") for ranks in MESHES
-]  # fmt: skip
+SHAPES = [Asked(model, ranks, ALL, True) for model in ("llama-8b", "llama-70b", "mixtral-8x7b", "t5-11b") for ranks in MESHES]
 
 
 @dataclass(frozen=True)
 class Row:
     """
-    way       that of the plan that fits, or of the last that was tried
+    way       the recipe, and what else the plan and the step are asked for: what the refusal named first
     held_gb   of a rank by the walk;  host_gb  on its host;  takes_ms  a step
     least_gb  where none fits: what the least that was found holds
-    said      what backward makes again, and chunks
+    said      what backward makes again, and chunks; of what is refused the first change that would do
     compile_s CPU seconds of all that was tried
     """
 
@@ -96,26 +85,34 @@ class Row:
 
 def measured(asked: Asked) -> Row:
     start, on = time.process_time(), device("h100")
-    model = MODELS[asked.model]
+    model, recipe = MODELS[asked.model], RECIPES[asked.ranks]
     with torch.device("meta"):
         module, inputs = model.build(SEQUENCES, model.tokens)
     module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
-    planner = Planner(meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0), (), inputs)
-    refused: list[Planned] = []
-    step = f"{SEQUENCES} x {model.tokens}"
-    for way in asked.ways:
-        options = meshc.Options(memory_budget=f"{asked.budget_gb}GB", microbatches=way.microbatches)
-        found = planner.on(Mesh(MESHES[asked.ranks], device="cuda"), way.plan, device=on, options=options)
+    mesh, budget = Mesh(MESHES[asked.ranks], device="cuda"), asked.budget_gb * 10**9
+
+    def found(plan: str, microbatches: int | None = None, **options: Any) -> Planned:
+        step = meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0, microbatches=microbatches)
+        return Planner(step, (), inputs).on(mesh, plan, device=on, options=meshc.Options(memory_budget=budget, **options))
+
+    step, way = f"{SEQUENCES} x {model.tokens}", recipe
+    one = found(recipe)
+    if one.program is None:
+        assert isinstance(one.refused, NothingFits), one.refused
+        refusal = one.refused.tried()
+        change = next(iter(refusal.found.fits), None) if refusal.found is not None else None
         spent = time.process_time() - start
-        if found.program is not None:
-            held, seconds = memory.worst(found.program), found.weighed[0].seconds
-            assert held.total <= asked.budget_gb * 10**9 and seconds is not None
-            return Row(step, str(way), held.total / 1e9, held.host / 1e9, 1e3 * seconds, None, _said(found.program.notes), spent)
-        refused.append(found)
-    least = [one.refused.least for one in refused if isinstance(one.refused, NothingFits) and one.refused.least]
-    why = "refused" if least else str(refused[-1].refused).partition("\n")[0]
-    return Row(step, str(asked.ways[-1]), None, 0.0, None, min(least) / 1e9 if least else None, why, spent)
+        if change is None or not asked.follows:
+            closest = refusal.found.closest if refusal.found is not None and change is None else change
+            sizes = [size for size in (refusal.least, closest and closest.holds) if size is not None]
+            return Row(step, recipe, None, 0.0, None, min(sizes) / 1e9 if sizes else None, str(closest or ""), spent)
+        one, way = found(change.plan, **change.asks), f"{recipe}, {change.said}"
+        assert one.program is not None and memory.worst(one.program).total == change.holds, (one.refused, change)
+    held, seconds = memory.worst(one.program), one.weighed[0].seconds
+    assert held.total <= budget and seconds is not None
+    spent = time.process_time() - start
+    return Row(step, way, held.total / 1e9, held.host / 1e9, 1e3 * seconds, None, _said(one.program.notes), spent)
 
 
 def _said(notes: list[str]) -> str:
@@ -143,7 +140,8 @@ def shown(rows: dict[str, Row]) -> str:
 
 
 def _figures(row: Row) -> list[str]:
-    least = f"refused: the least that was found holds {row.least_gb:.1f} GB" if row.least_gb is not None else row.said
+    refused = f"refused: the least that was found holds {row.least_gb:.1f} GB" if row.least_gb is not None else ""
+    least = "; ".join(filter(None, (refused, row.said)))
     numbers = [f"{value:.1f}" if value else "" for value in (row.held_gb, row.host_gb)]
     return [*numbers, f"{row.takes_ms:.0f}" if row.takes_ms else "", least, f"{row.compile_s:.0f}"]
 
@@ -160,10 +158,11 @@ def main() -> None:
         if asked.model not in options.only or asked.ranks not in options.ranks or (asked.key in rows and not options.anew):
             continue
         try:
-            rows[asked.key] = in_a_process(measured, asked)
+            row = in_a_process(measured, asked)
         except EOFError:  # its process said why
             continue
-        print(asked.key, asdict(rows[asked.key]), flush=True)
+        rows = {**kept(), asked.key: row}  # others may have been kept meanwhile
+        print(asked.key, asdict(row), flush=True)
         KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
     print(shown(rows))
     if options.write:

@@ -8,7 +8,8 @@
     python bench/plan_tables.py --write                               # and docs/planner.md carries what is there
 
 Rows are measured one after another, and each is kept as soon as it is there: a run that was stopped goes on where it was, under the same
-command. A row that fails, or takes too long, is a row that says so, and the next one is measured.
+command. A row that fails, or takes too long, is a row that says so, and the next one is measured. Runs of different models may go on side
+by side.
 
 A row is a model, a mesh and a number of tokens: 64 x 8192 a step (4096 ranks: 512 x 8192), or the shorter sequences that the model takes,
 and a smaller step that fits without recomputation. Every recipe and combination of recipes is weighed under the same memory; the best of
@@ -23,6 +24,7 @@ are on the meta device.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -321,6 +323,22 @@ def kept() -> dict[str, Row]:
     return {key: Row(**row) for key, row in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
 
 
+def keep(key: str, row: Row) -> dict[str, Row]:
+    """All rows that are there, with this one, unless it was measured once and now was not. Other runs may keep theirs meanwhile."""
+    lock = os.open(KEPT.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = kept()
+        if row.measured or not rows.get(key, row).measured:
+            rows[key] = row
+        made = KEPT.with_suffix(".part")
+        made.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
+        made.replace(KEPT)
+    finally:
+        os.close(lock)
+    return rows
+
+
 def _key(name: str, size: str, small: bool) -> str:
     return f"{name} {size} {'small' if small else 'large'}"
 
@@ -341,10 +359,8 @@ def main() -> None:
         there = {key for key, row in rows.items() if not asked.anew and (row.measured or not asked.retry)}
         left = [(size, small) for size, small in steps if _key(name, size, small) not in there]
         for (size, small), row in zip(left, each_in_a_process(rows_of, name, left, asked.limit), strict=True):
-            if row.measured or not rows.get(_key(name, size, small), row).measured:
-                rows[_key(name, size, small)] = row
             print(_key(name, size, small), asdict(row), flush=True)
-            KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
+            rows = keep(_key(name, size, small), row)
     order = [f"{name} {size} {step}" for name in MODELS for size in MESHES for step in ("large", "small")]
     shown = table([rows[key] for key in order if key in rows])
     print(shown)

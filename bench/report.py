@@ -1,8 +1,7 @@
-"""The table: what the ranks measured, with meshc's ratios to the peer of the same plan and mode."""
+"""The table: what the ranks measured, with meshc's ratios to the peer of the same plan and mode, and what is beyond a bar."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -41,7 +40,7 @@ def machine() -> dict[str, Any]:
 
 def ratio(row: Row, base: Row | None, figure: str = "step_s") -> float | None:
     """The median over the interleaved rounds of row's figure over base's."""
-    if base is None or row.get("problem") or base.get("problem"):
+    if base is None or row.get("problem") or base.get("problem") or not row[figure]:
         return None
     return statistics.median(a / b for a, b in zip(row[figure], base[figure], strict=True))
 
@@ -62,7 +61,7 @@ def lines(results: list[dict[str, Any]]) -> list[list[Any]]:
                 continue
             peer = find(rows, "peer", row["mode"]) if row["system"] == "meshc" else None
             line += [
-                1e3 * statistics.median(row["step_s"]),
+                1e3 * statistics.median(row["step_s"]) if row["step_s"] else None,
                 ratio(row, peer),
                 ratio(row, peer, "cpu_s"),
                 ratio(row, rows[0]),
@@ -80,27 +79,26 @@ def table(results: list[dict[str, Any]], form: str = "simple") -> str:
 
 
 def beyond(row: Row, rows: list[Row]) -> list[str]:
-    """In what a meshc row is beyond the bar, which is set by the eager peer of the same plan."""
-    peer = find(rows, "peer", "eager")
-    if row["system"] != "meshc" or peer is None or peer.get("problem"):
+    """In what a meshc row is beyond the bars: step and bytes sent of the eager peer of the same plan, memory of that of the same mode."""
+    eager, alike = find(rows, "peer", "eager"), find(rows, "peer", row["mode"])
+    if row["system"] != "meshc":
         return []
     found = []
-    of_peer = ratio(row, peer)
-    if of_peer is not None and of_peer > BAR:
-        found.append(f"slower than {BAR} of the eager peer")
-    if row["wire_bytes_per_rank"] > 1.001 * peer["wire_bytes_per_rank"] + 4096:  # the store's keys and heartbeats go over TCP too
-        found.append("sends more bytes than the peer")
+    if eager is not None and not eager.get("problem"):
+        of_peer = ratio(row, eager)
+        if of_peer is not None and of_peer > BAR:
+            found.append(f"slower than {BAR} of the eager peer")
+        if row["wire_bytes_per_rank"] > 1.001 * eager["wire_bytes_per_rank"] + 4096:  # the store's keys and heartbeats go over TCP too
+            found.append("sends more bytes than the peer")
+    if alike is not None and not alike.get("problem") and row["peak_bytes_per_rank"] > alike["peak_bytes_per_rank"]:
+        found.append("holds more than the peer")
     return found
 
 
-def write(results: list[dict[str, Any]], about: dict[str, Any], path: Path | None) -> int:
-    """Keeps the table as `path`.md and `path`.json; 1 if a meshc row failed, was wrong, or is beyond the bar."""
-    if path is not None:
-        path.parent.mkdir(exist_ok=True)
-        text = table(results, "github")
-        machine_text = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
-        head = f"`{about['command']}`: {about['minutes']} minutes, {about['pairs']} interleaved pairs\n\n{machine_text}\n\n"
-        path.with_suffix(".md").write_text(f"{head}{text}\n")
-        path.with_suffix(".json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
-    judged = [(row, result["rows"]) for result in results for row in result["rows"] if row["system"] == "meshc"]
-    return 1 if any(row.get("problem") or beyond(row, rows) for row, rows in judged) else 0
+def page(results: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """The table with what it was measured on; `about` has the command and the machine."""
+    machine_text = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
+    minutes = sum(result["minutes"] for result in results)
+    pairs = " or ".join(str(pairs) for pairs in sorted({result["pairs"] for result in results}))
+    head = f"`{about['command']}`: {minutes:.0f} minutes, {pairs} interleaved pairs a row\n\n{machine_text}\n\n"
+    return f"{head}{table(results, 'github')}\n"

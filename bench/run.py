@@ -1,9 +1,11 @@
 """Trains the same models with meshc and with its peers on two CPU ranks, and prints one table.
 
-    python bench/run.py                                   everything
+    python bench/run.py                                   everything; what is in bench/results/two-cpu-ranks.json is left out
+    python bench/run.py --anew                            that too
     python bench/run.py --models llama --plans ddp fsdp   some rows
-    python bench/run.py --quick                           Llama, eager, few pairs
+    python bench/run.py --quick                           Llama, eager, few pairs; nothing is kept
 
+The rows of one model and plan are kept as soon as they are there: a run that was stopped goes on where it was, under the same command.
 `bench/README.md` says what is measured and how to read it.
 """
 
@@ -15,11 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from report import machine, table, write
+from kept import run
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
@@ -85,29 +86,19 @@ def main() -> int:
     parser.add_argument("--remat", nargs="+", default=[], help="also meshc under these policies of what backward makes again")
     parser.add_argument("--default-adamw", action="store_true", help="also peers with AdamW as it is by default, not fused")
     parser.add_argument("--quick", action="store_true", help="Llama, eager, 5 pairs")
-    parser.add_argument("--name", help="of the files in bench/results/; by default only a run of everything writes them")
+    parser.add_argument("--anew", action="store_true", help="also rows that are there")
+    parser.add_argument("--name", help="of the files in bench/results/; by default two-cpu-ranks, of rows of both systems and modes")
     parser.add_argument("--verbose", action="store_true", help="print what the ranks print")
     options = parser.parse_args()
     if options.quick:
         options.models, options.eager, options.pairs = ["llama"], True, 5
 
-    everything = not (options.quick or options.eager or options.default_adamw or options.remat) and all(
-        set(given) == set(parser.get_default(name)) for name, given in (("models", options.models), ("plans", options.plans))
-    )
-    name = options.name or ("two-cpu-ranks" if everything and len(options.systems) == 2 else None)
-
-    start = time.monotonic()
-    results = []
-    for model in options.models:
-        for plan in ALL_PLANS[: PLANS[model]]:
-            if plan in options.plans:
-                print(f"measuring {model}, {plan} ...", file=sys.stderr, flush=True)
-                results.append({"model": model, "plan": plan, "rows": measure(model, plan, options)})
-                print(table(results[-1:]), file=sys.stderr, flush=True)
-    print(table(results))
-    about = {"command": " ".join(["python", "bench/run.py", *sys.argv[1:]]), "machine": machine(), "pairs": options.pairs}
-    about["minutes"] = round((time.monotonic() - start) / 60, 1)
-    return write(results, about, HERE / "results" / name if name else None)
+    usual = not (options.quick or options.eager or options.default_adamw or options.remat) and len(options.systems) == 2
+    name = options.name or ("two-cpu-ranks" if usual else None)
+    cases = [(model, plan) for model in PLANS for plan in ALL_PLANS[: PLANS[model]]]
+    chosen = [(model, plan) for model, plan in cases if model in options.models and plan in options.plans]
+    command = " ".join(["python bench/run.py", *(["--name", options.name] if options.name else [])])
+    return run(cases, chosen, lambda model, plan: measure(model, plan, options), options.pairs, name, command, options.anew)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
     MESHC_TRACE=file    what each rank did when, written by rank 0 after each call (meshc.runtime.run.recorder)
+    MESHC_DISK=dir      where state lies that a plan keeps on the disk (meshc.runtime.comm.disk)
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -22,6 +24,7 @@ VERIFY: Final = "MESHC_VERIFY"
 LOG: Final = "MESHC_LOG"
 DEVICES: Final = "MESHC_DEVICES"
 TRACE: Final = "MESHC_TRACE"
+DISK: Final = "MESHC_DISK"
 LEVELS: Final = ("", "info", "debug")
 
 _traced: Final[Counter[Path]] = Counter()
@@ -32,6 +35,11 @@ def dump_folder() -> Path | None:
     """Where the text after each pass is written. None: nowhere."""
     name = os.environ.get(DUMP, "")
     return Path(name) if name else None
+
+
+def disk_folder() -> Path:
+    """Where state lies that a plan keeps on the disk; without a word where temporary files do."""
+    return Path(os.environ.get(DISK, "") or tempfile.gettempdir())
 
 
 def verifying() -> bool:

@@ -30,6 +30,7 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace import parts
+from meshc.passes.trace.expert_groups import splits
 
 KEPT = 6
 """Traces of a file, the last ones asked for."""
@@ -76,6 +77,7 @@ def _key(outset: Outset, double: bool) -> bytes | None:
     asked = (
         ask.module, ask.function, str(inspect.signature(ask.signature)), ask.args, dict(ask.kwargs),
         ask.grad, ask.train, ask.autocast, double,
+        splits(outset.plan, outset.sizes), ask.expert_bound, ask.expert_capacity,
         outset.notes, outset.depth and (outset.depth.stretches, dict(outset.depth.captured)),
         (ask.microbatches, ask.inputs, ask.names, ask.mesh.axes) if parts.means(ask) else (), ask.mesh.device_type,
         torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled(),

@@ -247,6 +247,7 @@ def test_a_manifest_of_another_kind_is_refused(saved: Path, changes: dict[str, A
         ({"inputs": [{"kind": "input", "name": "x", "type": "int"}]}, "input:x is no port: "),
         ({"inputs": [{"kind": "input", "name": "x", "type": "(f32[])"}]}, "is a list of types where one value is meant"),
         ({"side_table": {"main": {"mm_default": {"source": {"path": "x"}}}}}, "entry for mm_default is no source, reason and phase"),
+        ({"side_table": {"main": {"mm_default": {"again": "yes"}}}}, "entry for mm_default is no source, reason and phase"),
         ({"stages": ["main", "main"]}, "names the stage 'main' twice"),
         ({"side_table": []}, "does not describe a program: AttributeError"),
     ],

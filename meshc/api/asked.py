@@ -162,7 +162,8 @@ class Asked:
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
-            depth=self.options.depth, remat=self.options.remat,
+            depth=self.options.depth, remat=self.options.remat, attention=self.options.attention,
+            expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 

@@ -16,6 +16,7 @@ from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
+from meshc.frontend.expert_load import with_loads
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
 from meshc.ir.mesh import Mesh
@@ -94,7 +95,7 @@ class Program:
         session.store.step += 1
         mark_stepped(step.optimizers)
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
-        self.metrics = {"loss": loss, **session.metrics(env), "lr": rates(step.optimizers)}
+        self.metrics = {"loss": loss, **with_loads(session.metrics(env)), "lr": rates(step.optimizers)}
         return loss
 
     def _differentiable(self, session: Session, tensors: list[torch.Tensor]) -> Any:

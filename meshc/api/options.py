@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Final
 
 from meshc.errors import PlanError
 from meshc.frontend import dynamic
+from meshc.frontend.expert_capacity import Capacity, asked
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
 from meshc.optimizer.spec import KEPT, Keeping
 from meshc.plan.remat_lines import POLICIES
+
+EXPERTS: Final = ("expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority")
+"""Fields that are about routed experts."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,21 @@ class Options:
                    but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
                    what takes least time of all that makes a rank keep the memory_budget; without one what of "cheap" takes little for
                    what it saves
-    optimizer_state  in what a TrainStep keeps the optimizer's state between steps: "bf16", rounded up or down by a draw that is the same on
-                   every mesh; default: as the optimizer has it
+    optimizer_state  in what a TrainStep keeps the optimizer's state between steps: "bf16", or "8bit", a byte an element and a float32 scale
+                   for each 256 of a row; rounded up or down by a draw that is the same on every mesh; default: as the optimizer has it
     master_weights  True: of parameters in 16 bits a float32 copy is kept beside the optimizer's state, and updated; the parameter is its
                    rounding
+    attention      where an axis splits the sequence: "ring", keys and values pass round its ranks a block at a time, and none holds them
+                   all; "gather", each has all of them; default: of each attention what is predicted to be faster
+    expert_bound   where axes split routed experts: places that a rank has for rows of its experts, for each row of the batch, in multiples
+                   of what falls to it if all are chosen alike (1.5); a step in which more are chosen raises. Default: for the worst case
+    expert_capacity  what a routed expert takes of a group of tokens, in multiples of what falls to it if all are chosen alike (1.25): of T
+                   tokens that choose k of E experts each, ceil(k T / E * expert_capacity). This is another meaning than the model's, the
+                   same on every mesh; default: whatever chooses it
+    overflow       what becomes of a choice that its expert does not take: "drop", it counts nothing; "pass", the token itself counts in the
+                   place of what the expert would have made of it; "error", the step raises
+    expert_group   tokens of a group; default: those of a row of the batch
+    expert_priority  whom an expert takes: "position", the first of a group, or "weight", those that weigh it highest
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -61,6 +77,12 @@ class Options:
     master_weights: bool = False
     depth: str = "auto"
     remat: str | None = None
+    attention: str | None = None
+    expert_bound: float | None = None
+    expert_capacity: float | None = None
+    overflow: str = "drop"
+    expert_group: int | None = None
+    expert_priority: str = "position"
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_budget, str):
@@ -82,6 +104,19 @@ class Options:
             raise PlanError(f"Options(optimizer_state={self.optimizer_state!r}): use {' or '.join(map(repr, KEPT))}, or None")
         if self.remat is not None and self.remat not in POLICIES:
             raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(POLICIES)}")
+        if self.attention not in (None, "ring", "gather"):
+            raise PlanError(f"Options(attention={self.attention!r}): use 'ring' or 'gather', or None")
+        if self.expert_bound is not None and not self.expert_bound > 0:
+            raise PlanError(f"Options(expert_bound={self.expert_bound!r}): a number above 0, such as 1.5, or None")
+        capacity = self.capacity
+        if self.expert_bound is not None and capacity is not None:
+            raise PlanError("Options(expert_bound=..., expert_capacity=...): a capacity is a bound\n  what to do: leave expert_bound out")
+        counted = "expert_bound" if self.expert_bound is not None else "expert_capacity" if capacity is not None else None
+        if counted is not None and self.dynamic:
+            raise PlanError(
+                f"Options(dynamic=..., {counted}=...): places for tokens are counted while the model is traced, and sizes are open then\n"
+                "  what to do: leave one of them out"
+            )
         if self.local_loss not in (None, "mean", "sum"):
             raise PlanError(f"Options(local_loss={self.local_loss!r}): use 'mean' or 'sum'")
 
@@ -90,6 +125,15 @@ class Options:
         """`memory_budget` in bytes."""
         assert not isinstance(self.memory_budget, str), "it was read when it was given"
         return self.memory_budget
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """What routed experts take at most."""
+        return asked(self.expert_capacity, self.overflow, self.expert_group, self.expert_priority)
+
+    def of_experts(self) -> dict[str, float | str]:
+        """What is said of routed experts otherwise than by default, by field."""
+        return {each.name: value for each in fields(self) if each.name in EXPERTS and (value := getattr(self, each.name)) != each.default}
 
     @property
     def keeping(self) -> Keeping:

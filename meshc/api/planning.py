@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,8 @@ class Planner:
                 self._placed = driver.place(request)
             try:
                 program, left = driver.compile_beside(self._placed, request)
+            except NothingFits as error:
+                return Planned(mesh, refused=error.trying(lambda: self._trying(device)))
             except (CompileError, PlanError, ScheduleError) as error:
                 return Planned(mesh, refused=error)
             weighed = left.weighed or (weigh(Weighed("as given", str(left.plan)), program, device)[0],)
@@ -74,3 +77,8 @@ class Planner:
                 return Planned(mesh, weighed=weighed, refused=NothingFits(said, holds))
             seconds = [left.seconds.get(each, 0.0) for each in ("choose", "solve")]
             return Planned(mesh, left.plan, program, weighed, sum(seconds), seconds[1])
+
+    @contextmanager
+    def _trying(self, device: Device) -> Iterator[None]:
+        with assumed(device), torch.set_grad_enabled(self.grad):
+            yield

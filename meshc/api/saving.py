@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshc import artifact
 from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers
+from meshc.optimizer.spec import AS_IT_IS
 from meshc.program.program import Info
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ def beginnings(program: Program) -> Info:
     seed = torch.initial_seed() if program.options.seed is None else program.options.seed
     store = program.compilations.store
     found: Info = {"seed": seed if store is None else store.seed}
+    if experts := program.options.of_experts():
+        found["experts"] = experts
     spec = program.compilations.spec
     if program.step is None or spec is None:
         return found
     rows = enumerate(numbers(program.step.optimizers))
     found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+    if program.options.keeping != AS_IT_IS:
+        found["optimizer_state"], found["master_weights"] = program.options.optimizer_state, program.options.master_weights
     fresh: dict[str, float | None] = {}
     found["fresh"] = fresh
     names = {id(parameter): name for name, parameter in program.asked.module.named_parameters()}

@@ -17,16 +17,20 @@ from torch.fx import Graph
 from meshc.api.asked import Arguments
 from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
+from meshc.frontend.expert_capacity import one_device
 from meshc.ir import records, trees
+from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
+from meshc.ops import coded
 from meshc.ops.keep import round_state
 from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
-from meshc.optimizer.spec import OptimizerSpec
+from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
 from meshc.passes.driver.compile import compile_program, trace
 from meshc.passes.phases.choices import Known
 from meshc.passes.phases.factors import Factors
+from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.parts import Parts
@@ -166,7 +170,8 @@ def _verify_there(
         twin = plain_copy(module, values, double)
     args, kwargs = widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
-    reference = verification.Reference(twin, program.asked.traced.function, args, kwargs, seed, double, program.lowered.parts)
+    function = one_device(program.asked.traced.function, program.asked.options.capacity)
+    reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts)
     computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32
@@ -198,13 +203,20 @@ def _verify_there(
 def _chosen(program: Program) -> dict[str, object]:
     """What the compiler has chosen, of axes left open and of a pipeline; it might choose otherwise for float64, and for a CPU."""
     choices, pipeline = program.lowered.placed.choices, program.general.pipeline
-    found: dict[str, object] = {"plan": program.lowered.request.plan}
+    found: dict[str, object] = {"plan": program.lowered.request.plan, **_chunks(program.lowered)}
     if choices is not None:
         found["searched"] = Known.of(choices)
     if pipeline is None:
         return found
     schedule = program.options.schedule or pipeline.schedule.name
     return dict(**found, schedule=schedule, microbatches=program.general.microbatches, gather_once=program.lowered.request.gather_once)
+
+
+def _chunks(lowered: Lowered) -> dict[str, object]:
+    """In how many chunks the head runs, where that was chosen for a budget."""
+    if lowered.request.memory_budget is None or lowered.plan.chunks:
+        return {}
+    return {"chunks": 1 if lowered.placed.chunked is None else lowered.placed.chunked.count}
 
 
 def _computed(factors: Factors) -> set[torch.dtype]:
@@ -250,18 +262,41 @@ def verify_update(
         return slots[port.name].initial(mine[port.of].detach())
 
     def keep(step: int) -> None:
-        """State in bfloat16: rounded by the draws that the program rounds it by."""
+        """State in fewer bits: rounded by the draws that the program rounds it by."""
         held = {id(p): state for member in optimizer.members for p, state in member.state.items()}
         for name, slot in slots.items():
-            parameter = name.removesuffix(f"/{slot.name}")
-            if slot.computed is not None and (value := held.get(id(mine[parameter]), {}).get(slot.name)) is not None:
-                value.copy_(round_state(value.to(torch.float32), seed_step(reference.seed, step), name))
+            parameter, draw = name.removesuffix(f"/{slot.name}"), seed_step(reference.seed, step)
+            value = None if slot.computed is None else held.get(id(mine[parameter]), {}).get(slot.plain)
+            if value is not None and slot.part == CODES:
+                made = coded.encode_by_draw(value, slot.signed, draw, f"{parameter}/{slot.plain}")
+                value.copy_(coded.decode(*made, slot.signed, value.dtype))
+            elif value is not None and not slot.part:
+                value.copy_(round_state(value.to(torch.float32), draw, name))
+
+    def widened(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """State in 8 bits as the optimizer has it."""
+        values: dict[str, torch.Tensor] = {}
+        for name, slot in slots.items():
+            codes, plain = key_of("state", name), key_of("state", name.removesuffix(CODES))
+            if slot.part == CODES and codes in found:
+                values[plain] = coded.decode(found[codes], found[plain + SCALE], slot.signed, slot.computed or torch.float32)
+        return values
 
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
     clip = program.step.clip_grad_norm
     verification.compare_steps(
-        compiled, reference, optimizer, state, lambda: numbers(optimizer), clip, report, keep=keep, steps=steps, parameters=double
+        compiled,
+        reference,
+        optimizer,
+        state,
+        lambda: numbers(optimizer),
+        clip,
+        report,
+        keep=keep,
+        widened=widened,
+        steps=steps,
+        parameters=double,
     )
 
 

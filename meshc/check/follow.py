@@ -85,6 +85,8 @@ class _Walk:
     def _place(self, node: Node) -> tuple[str, ...] | None:
         if node.target is spmd.coordinate:
             return (str(node.args[0]),)
+        if node.target is spmd.ring_place:  # another rank's
+            return None
         coordinates = cast(Sequence[object], node.args[2]) if len(node.args) > 2 else ()
         found: list[str] = []
         for one in coordinates:

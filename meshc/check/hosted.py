@@ -1,6 +1,6 @@
 """The host: an operator runs where all lies that it reads, and what it makes lies there too; only copies go from one side to the other.
 
-    m: "f32[8, 4] host" = "state:w/exp_avg"
+    m: "f32[8, 4] host" = "state:w/exp_avg"             or "f32[8, 4] disk": in a file there
     h: "f32[8, 4]" = aten.mul.Tensor(m, 2)             refused: what it makes lies on the host, as m does
     h: "f32[8, 4]" = aten.mul.Tensor(x, m)             refused: m lies on the host, and x on the device
     d: "f32[8, 4]" = from_host(m)
@@ -33,7 +33,9 @@ def faults(stage: Stage) -> Iterator[tuple[str, str]]:
             yield node.name, f"{node.name} = {spelling(node.target)}(...): it reads {gone}, and {over[gone]} above has copied over it"
         if spmd.is_host_copy(node.target):
             over |= dict.fromkeys(node.all_input_nodes[1:], node)
-        if node.op == "placeholder" and ir.record(node).host and not is_a(keys[node], *MAY):
+        if node.op == "placeholder" and ir.record(node).disk and not is_a(keys[node], "state"):
+            yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the disk; state can"
+        elif node.op == "placeholder" and ir.record(node).host and not is_a(keys[node], *MAY):
             yield node.name, f"the parameter {node.name}: {keys[node]} cannot lie on the host; {', '.join(MAY)} can"
         if node.op == "call_function" and (why := _why_not(node)):
             yield node.name, f"{node.name} = {spelling(node.target)}(...): {why}"
@@ -50,6 +52,8 @@ def _why_not(node: Node) -> str:
         return f"{read[1]} is no place to copy to: that is what enters the stage as state or a parameter"
     if _there(node) != out:
         return f"what it makes lies on the {'host, which its type does not say' if out else 'device, and its type says the host'}"
+    if (disk := ir.record(node).disk) != (out and len(read) > 1 and ir.record(read[1]).disk):
+        return f"what it makes lies {'in memory, and its type says the disk' if disk else 'on the disk, which its type does not say'}"
     for operand, host in zip(read, (not out, out), strict=False):
         if _there(operand) != host:
             return f"it reads {operand}, which lies on the {'device' if host else 'host: from_host copies it to the device'}"
@@ -58,6 +62,8 @@ def _why_not(node: Node) -> str:
 
 def _why_not_one_side(node: Node) -> str:
     """Of an operator."""
+    if any(one.disk for one in ir.records(node)) or any(map(_on_disk, node.all_input_nodes)):
+        return "it reads what lies on the disk, or makes it: from_host and to_host alone do"
     read = [one for one in node.all_input_nodes if ir.has_record(one) and any(each.dtype is not None for each in ir.records(one))]
     there = [one for one in read if _there(one)]
     if there and (len(there) < len(read) or spmd.is_function(node.target)):
@@ -65,6 +71,10 @@ def _why_not_one_side(node: Node) -> str:
     if any(one.dtype is not None and one.host != bool(there) for one in ir.records(node)):
         return f"its type says that it lies on the {'device, and it runs on the host' if there else 'host, and it runs on the device'}"
     return ""
+
+
+def _on_disk(node: Node) -> bool:
+    return any(one.disk for one in ir.records(node)) if ir.has_record(node) else False
 
 
 def _there(node: Node) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, TypeGuard
 
 from meshc.ir import bounds
+from meshc.optimizer.spec import KEPT
 
 
 def faults_of_info(info: Mapping[str, object], axes: Collection[str]) -> Iterator[str]:
@@ -65,6 +66,9 @@ _ENTRIES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "schedule": (lambda value: value is None or _is_text(value), "a schedule's name"),
     "stages_per_rank": (lambda value: type(value) is int and 0 < value <= bounds.MOST_STAGES, "a number of stages"),
     "pp_splits": (lambda value: value is None or _are(_is_text)(value), "modules' names"),
+    "optimizer_state": (lambda value: value is None or value in KEPT, f"one of {', '.join(KEPT)}"),
+    "master_weights": (lambda value: type(value) is bool, "true or false"),
+    "experts": (_by_name(lambda value: _is_number(value) or _is_text(value)), "numbers and words by name"),
     "output_paths": (_are(_is_text), "a list of paths"),
     "work": (_are(_is_row), "rows of a module, an operator, a phase, its arithmetic, and what each axis does of it"),
 }

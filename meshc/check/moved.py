@@ -92,8 +92,22 @@ def _same(node: Node, given: Spread, *_: object) -> Spread:
     return given
 
 
+def _ring_shift(node: Node, given: Spread, *_: object) -> Spread:
+    """Another rank's tile: no sharding says which."""
+    return replace(given, varies=True)
+
+
 def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
     return _with_dim(given, cast(int, node.args[2]), None, declared, axes=None)
+
+
+def _gather_rows(node: Node, given: Spread, *_: object) -> Spread:
+    """Each rank has what it is sent: what splits the new dim is not known."""
+    return Spread((None, None, *given.dims[1:]))
+
+
+def _scatter_rows(node: Node, given: Spread, *_: object) -> Spread:
+    return Spread((None, *given.dims[2:]))
 
 
 _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
@@ -102,8 +116,11 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.reduce_scatter: _reduce_scatter,
     spmd.all_to_all: _all_to_all,
     spmd.broadcast: _same,
+    spmd.ring_shift: _ring_shift,
     spmd.halo: _halo,
     spmd.halo_sum: _halo,
+    spmd.gather_rows: _gather_rows,
+    spmd.scatter_rows: _scatter_rows,
     spmd.shard: _shard,
     spmd.mask: _same,
     spmd.to_host: _same,

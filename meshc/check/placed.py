@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from meshc.check.types import MOST_EXTENT, Wrong, check_extents
@@ -124,6 +125,10 @@ def _all_to_all(x: Tensor, sizes: Mapping[str, int], axes: object, split: object
     _dim(x, concat)
 
 
+def _ring_shift(x: Tensor, sizes: Mapping[str, int], axes: object, steps: object) -> None:
+    _integer(steps, "the number of places", 1, max(_group(axes, sizes) - 1, 1))
+
+
 def _window(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, held: int | None) -> None:
     """`held`: which of the window's numbers the operand's dim must have; None: a tile."""
     counts, place = _counts(axes, sizes), _dim(x, dim)
@@ -145,6 +150,30 @@ def _halo(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: 
 
 def _halo_sum(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object) -> None:
     _window(x, sizes, axes, dim, size, window, 3)
+
+
+def _rows(choice: object, each: object, share: object, rows: int) -> None:
+    """Where so many rows go."""
+    if not isinstance(choice, Tensor) or choice.dim() != 2 or choice.dtype not in (torch.int64, torch.int32):
+        raise Wrong(f"choices are integers of rows by how many each has, not {choice!r:.80}")
+    if choice.shape[0] != rows:
+        raise Wrong(f"there are {rows} rows, and choices of {choice.shape[0]}")
+    _integer(each, "the choices that are one rank's", 1)
+    if not isinstance(share, float) or not 0 <= share <= 1:
+        raise Wrong(f"{share!r} is no share")
+
+
+def _gather_rows(x: Tensor, sizes: Mapping[str, int], axes: object, choice: object, each: object, share: object) -> None:
+    if x.dim() != 2:
+        raise Wrong(f"it gathers rows [t, h], not {list(x.shape)}")
+    _rows(choice, each, share, x.shape[0] * _group(axes, sizes))
+
+
+def _scatter_rows(x: Tensor, sizes: Mapping[str, int], axes: object, choice: object, each: object, share: object) -> None:
+    if x.dim() != 3 or x.shape[0] != 1:
+        raise Wrong(f"it scatters rows of one group, [1, t, h], not {list(x.shape)}")
+    _divides(x, 1, _group(axes, sizes))
+    _rows(choice, each, share, x.shape[1])
 
 
 def _shard(x: Tensor, sizes: Mapping[str, int], dim: object, tiles: object, index: object) -> None:
@@ -182,18 +211,28 @@ def _tile(sizes: Mapping[str, int], size: object, counts: object, coordinates: o
         _integer(coordinate, "a coordinate", 0)
 
 
+def _ring_place(sizes: Mapping[str, int], coordinate: object, steps: object, ranks: object) -> None:
+    _integer(coordinate, "a coordinate", 0)
+    _integer(steps, "the number of places", 0, _integer(ranks, "the number of ranks", 1, max(prod(sizes.values()), 1)))
+
+
 _CHECKS: Final[Mapping[object, Callable[..., None]]] = {
     spmd.all_reduce: _all_reduce,
     spmd.all_gather: _all_gather,
     spmd.reduce_scatter: _reduce_scatter,
     spmd.broadcast: _broadcast,
     spmd.all_to_all: _all_to_all,
+    spmd.ring_shift: _ring_shift,
     spmd.halo: _halo,
     spmd.halo_sum: _halo_sum,
+    spmd.gather_rows: _gather_rows,
+    spmd.scatter_rows: _scatter_rows,
     spmd.shard: _shard,
     spmd.mask: _mask,
     spmd.keep_first: _keep_first,
 }
 _ARGUMENTS: Final[Mapping[object, int]] = {target: check.__code__.co_argcount - 1 for target, check in _CHECKS.items()}
-_INTEGERS: Final[Mapping[object, Callable[..., None]]] = {spmd.coordinate: _coordinate, spmd.tile_start: _tile, spmd.tile_count: _tile}
+_INTEGERS: Final[Mapping[object, Callable[..., None]]] = {
+    spmd.coordinate: _coordinate, spmd.tile_start: _tile, spmd.tile_count: _tile, spmd.ring_place: _ring_place,
+}  # fmt: skip
 _OF_INTEGERS: Final[Mapping[object, int]] = {target: check.__code__.co_argcount - 1 for target, check in _INTEGERS.items()}

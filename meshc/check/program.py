@@ -137,7 +137,7 @@ def _axes(program: PlainProgram, where: str) -> Iterator[str]:
 def _local(port: Port, sizes: Mapping[str, int]) -> Record:
     """A port's value on a rank."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
-    return Record(shape, port.dtype, port.sharding, host=port.host)
+    return Record(shape, port.dtype, port.sharding, host=port.host, disk=port.disk)
 
 
 def _keys(program: PlainProgram, where: str) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _alike(one: Record, other: Record) -> bool:
-    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and one.host == other.host
+    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and (one.host, one.disk) == (other.host, other.disk)
     return same and _lie_alike(one.sharding, other.sharding)
 
 

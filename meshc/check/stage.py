@@ -8,7 +8,7 @@ A line that is wrong counts as what it is declared to be for those that read it,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
 
 VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
 """Operators that may give a view though their schema does not say so."""
+
+PLACES: Final = ("start", "first", "real", "offsets")
+"""Arguments of meshc's own operators that say where a rank's tile begins, or how much of it there is: no shape depends on them."""
 
 
 def faults(stage: Stage, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -128,7 +131,7 @@ def _check_places(node: Node, values: Mapping[Node, Value]) -> None:
     for name, value in (*named, *node.kwargs.items()):
         operands = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(operand, Node) and type(values.get(operand)) is int for operand in operands):
-            if target.namespace != "meshc" or name not in ("start", "offsets"):
+            if target.namespace != "meshc" or name not in PLACES:
                 raise Wrong(f"its {name} is a number that depends on the rank, where its operator takes one that all ranks share")
 
 

@@ -12,7 +12,7 @@ import torch
 from meshc import artifact
 from meshc.api import compile
 from meshc.api.options import Options
-from meshc.commands.target import load_target, read_plan
+from meshc.commands.target import add_keeping, keeping, load_target, read_plan
 from meshc.errors import PlanError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
@@ -37,6 +37,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     told = "modules at which the second and further stages of a pipeline begin; by default stages of equal time"
     command.add_argument("--pp-splits", metavar="MODULE", nargs="+", help=told)
     command.add_argument("--stages-per-rank", metavar="N", type=int, help="of a pipeline; by default as many as the schedule wants")
+    add_keeping(command)
     command.add_argument("--grad", action="store_true", help="a module's backward too; without it a module is compiled for inference")
     command.add_argument("--no-weights", action="store_true", help="save the program alone")
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     differentiate = isinstance(what, TrainStep) or options.grad
     asked = dict(args=args, kwargs=kwargs, plan=plan, inputs=options.inputs)
     stages = dict(pp_splits=options.pp_splits, stages_per_rank=options.stages_per_rank)
-    more = Options(seed=options.seed, schedule=options.schedule, **stages)
+    more = Options(seed=options.seed, schedule=options.schedule, **stages, **keeping(options))
     for backend, out in places.items():
         with nullcontext() if differentiate else torch.no_grad():
             program = compile.compile(what, mesh, **asked, backend=backend, options=more)

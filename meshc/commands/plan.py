@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshc.api.options import Options
 from meshc.api.planning import Planned, Planner
-from meshc.commands.target import harmless, load_target, read_plan
+from meshc.commands.target import add_keeping, harmless, keeping, keeping_words, load_target, read_plan
 from meshc.cost import devices
 from meshc.cost.devices import Device
 from meshc.errors import PlanError
@@ -22,7 +22,6 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.quantities import read_bytes
 from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.nothing_fits import NothingFits, rounded, times
-from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.factorizations import factorizations
 from meshc.plan.plan import file_to_write
 from meshc.report.ranked import Ranked, ideal_seconds, ranked, text
@@ -37,6 +36,7 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--node", metavar="N", type=int, help="how many share the fast links of a node; default: the device's")
     command.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GB or 40 GiB; default: the device's memory")
     command.add_argument("--plan", default="auto", help="what is given of the plan: lines such as `dp: batch` or `tp: auto`; default: auto")
+    add_keeping(command)
     command.add_argument("--top", metavar="N", type=int, default=5, help="how many plans are listed; default: 5")
     command.add_argument("--save-plan", metavar="FILE.plan", help="write the best plan as text, for `meshc compile --plan` on its mesh")
     command.add_argument("--json", action="store_true", help="the list, and the plan that is taken, as JSON")
@@ -95,9 +95,10 @@ def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh],
     """Meshes of so many devices are looked into as long as they may have a faster plan than those before; those that are named, all."""
     looked: list[Looked] = []
     known = inf
+    asked = Options(memory_budget=budget, **keeping(options))
     for mesh in meshes:
         start, beaten = time.process_time(), None if options.mesh is not None or known == inf else known
-        found = planner.on(mesh, read_plan(options.plan), device=device, options=Options(memory_budget=budget), beaten_s=beaten)
+        found = planner.on(mesh, read_plan(options.plan), device=device, options=asked, beaten_s=beaten)
         ideal = None if found.program is None else ideal_seconds(found.program, device)
         rows = ranked(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
         looked.append(Looked(found, [row for row in rows if row["holds_bytes"] <= budget]))
@@ -129,7 +130,8 @@ def _said(best: Looked, listed: list[Ranked], looked: list[Looked], where: str) 
 
 
 def _compile_command(options: argparse.Namespace, best: Looked, plan: Path) -> str:
-    words = [options.target, "--mesh", str(best.found.mesh), "--plan", str(plan), *(["--grad"] if options.grad else [])]
+    words = [options.target, "--mesh", str(best.found.mesh), "--plan", str(plan), *keeping_words(options)]
+    words += ["--grad"] if options.grad else []
     return shlex.join(["python", "-m", "meshc", "compile", *words])
 
 
@@ -154,6 +156,7 @@ def _nothing(looked: list[Looked], budget: int, ranks: int) -> PlanError:
     """The mesh on which least is held, and what it would take there, the cheapest change first."""
     closest = min(looked, key=lambda one: _least(one.found))
     error, least = closest.found.refused, _least(closest.found)
+    error = error.tried() if isinstance(error, NothingFits) else error
     many = f"none of {len(looked)} meshes has" if len(looked) > 1 else f"the mesh {closest.mesh} does not have"
     if least == inf:
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
@@ -170,8 +173,6 @@ def _nothing(looked: list[Looked], budget: int, ranks: int) -> PlanError:
 
 def _least(found: Planned) -> float:
     error = found.refused
-    if isinstance(error, DoesNotFit):
-        return error.need.most.total
     return error.least or inf if isinstance(error, NothingFits) else inf
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import traceback
@@ -13,6 +14,7 @@ from torch import nn
 
 from meshc.errors import CompileError, MeshcError, PlanError
 from meshc.frontend.train_step import TrainStep
+from meshc.optimizer.spec import KEPT
 from meshc.plan.plan import Plan
 
 Target = tuple[Any, tuple[object, ...], dict[str, object]]
@@ -30,6 +32,24 @@ def load_target(target: str) -> Target:
     if not callable(build):
         raise PlanError(f"{file} has no function {function!r}")
     return _as_target(_call_user(build, target), target)
+
+
+def add_keeping(command: argparse.ArgumentParser) -> None:
+    """How the optimizer's state is kept, as commands are told."""
+    told = f"in what a training step keeps its optimizer's state: {' or '.join(KEPT)}; default: as the optimizer has it"
+    command.add_argument("--optimizer-state", choices=KEPT, help=told)
+    command.add_argument("--master-weights", action="store_true", help="beside parameters in 16 bits their float32 masters are kept")
+
+
+def keeping(options: argparse.Namespace) -> dict[str, Any]:
+    """The same as fields of `meshc.Options`."""
+    return {"optimizer_state": options.optimizer_state, "master_weights": options.master_weights}
+
+
+def keeping_words(options: argparse.Namespace) -> list[str]:
+    """The same as it was written."""
+    said = ["--optimizer-state", options.optimizer_state] if options.optimizer_state else []
+    return [*said, *(["--master-weights"] if options.master_weights else [])]
 
 
 def _imported(file: Path) -> Any:

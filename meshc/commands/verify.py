@@ -12,9 +12,10 @@ import torch
 
 from meshc import artifact
 from meshc.api import compile, verification
-from meshc.api.options import Options
+from meshc.api.options import EXPERTS, Options
 from meshc.commands.target import load_target
 from meshc.errors import PlanError, VerifyError
+from meshc.frontend.expert_capacity import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.passes import rules
@@ -43,7 +44,11 @@ def run(options: argparse.Namespace) -> None:
     mesh = Mesh.from_axes(saved.mesh.axes, ranks=saved.mesh.ranks)
     with torch.no_grad() if saved.mode == "forward" else nullcontext():
         splits, each = saved.info.get("pp_splits") or None, saved.info.get("stages_per_rank")
-        asked = Options(schedule=saved.info.get("schedule"), pp_splits=splits, stages_per_rank=each)
+        state, masters = saved.info.get("optimizer_state"), saved.info.get("master_weights", False)
+        schedule = saved.info.get("schedule")
+        experts: Any = {name: value for name, value in saved.info.get("experts", {}).items() if name in EXPERTS}
+        kept: Any = {"optimizer_state": state, "master_weights": masters, **experts}
+        asked = Options(schedule=schedule, pp_splits=splits, stages_per_rank=each, **kept)
         program = compile.compile(
             what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),
             backend=saved.backend, options=asked,
@@ -85,7 +90,8 @@ def verify_as_it_stands(
     wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
     twin = plain_copy(ask.module, None, double)
     args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)
-    reference = comparison.Reference(twin, ask.function, args, kwargs, double=double, parts=program.lowered.parts)
+    function = one_device(ask.function, program.options.capacity)
+    reference = comparison.Reference(twin, function, args, kwargs, double=double, parts=program.lowered.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])
     compared = widened(fitting) if double else fitting

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from meshc import environment
 from meshc.cost import fit, measure
-from meshc.cost.devices import DTYPES, Device, Efficiency, Link, device, name_of, names, read, write
+from meshc.cost.devices import DTYPES, Device, Efficiency, Link, Processor, device, name_of, names, read, write
 from meshc.cost.fit import Sample
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -65,6 +65,10 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
     rows.append(("computing loses beside", f"{100 * contention:.0f} % of what a collective takes", ""))
     if overheads:
         rows.append(("a collective's overhead", f"{max(overheads) * 1e6:.1f} us", ""))
+    processor = before.processor
+    if hardware.type != "cpu":
+        processor, row = _on_the_host()
+        rows.append(row)
     made = replace(
         before,
         name=name,
@@ -76,6 +80,7 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
         inside_node=links[0],
         between_nodes=links[1],
         host=before.host_link,
+        processor=processor,
         ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,
         efficiency=Efficiency(attention=attention),
         contention=contention,
@@ -83,6 +88,17 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
         source=_source(hardware),
     )
     return Calibration(made, rows)
+
+
+def _on_the_host() -> tuple[Processor, tuple[str, str, str]]:
+    """What this rank has of its host's processors, while the others measure too; and its row of the table. `Device.there` takes cpu's share
+    of these figures, so they are given as peaks of it."""
+    cpu, share = torch.device("cpu"), device("cpu").efficiency
+    launch_s = measure.overhead(cpu)
+    memory, (products, _) = fit.rate(measure.additions(cpu), launch_s), fit.products(measure.products(cpu, torch.float32), launch_s)
+    found = Processor(memory.figure / share.memory, products.figure / share.flops, launch_s)
+    figure = f"{memory.figure / 1e9:.2f} GB/s, {products.figure / 1e9:.1f} GFLOP/s, {launch_s * 1e6:.2f} us"
+    return found, ("operators on the host", figure, _within(max(memory.error, products.error)))
 
 
 def keep(calibration: Calibration, path: Path) -> None:

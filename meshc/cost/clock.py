@@ -11,7 +11,12 @@ loses c of each of these.
                |all_reduce|                  |a l l _ r e d u c e|
 
 Copies to the host, and those from there, are likewise beside what is computed, in a lane for each direction. A rank whose device is the
-host makes them itself: they take its computing time.
+host makes them itself: they take its computing time. What runs on the host has a lane of its own there:
+
+    device     |mm|mm|mm|           |mm|     it begins once all copies that have been started are done, and the rank's own thread runs it:
+    out           |grad|                     what was handed to the device before goes on there, nothing is handed to it meanwhile
+    host               |adam|adam|
+    in                           |param|
 
 What the clock assumes: a rank has one link, on which collectives go one after another; all ranks are equally fast.
 """
@@ -26,9 +31,9 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device
-from meshc.cost.links import collective_seconds, copy_seconds
+from meshc.cost.links import collective_seconds, host_copy_seconds
 from meshc.cost.operators import seconds
-from meshc.ir import local_bytes, record, spmd
+from meshc.ir import runs_on_host, spmd
 from meshc.ir.mesh import Mesh
 from meshc.program.flying import awaited
 
@@ -40,7 +45,8 @@ HOST: Final = "host"
 class Seconds:
     """Predicted seconds on a rank.
 
-    compute         of all operators
+    compute         of all operators on the device
+    there           of those on its host
     communication   of all collectives, by their axes (`dp`, or `dp, tp`); of copies to the host and from there by HOST
     idle            of all seconds of a pipeline's call, those in which the rank has nothing to do
     total           on the clock; less than the sum by what runs at the same time
@@ -50,16 +56,19 @@ class Seconds:
     communication: Mapping[str, float] = field(default_factory=dict)
     total: float = 0.0
     idle: float = 0.0
+    there: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:
         both: Counter[str] = Counter(self.communication)
         both.update(other.communication)
-        return Seconds(self.compute + other.compute, dict(both), self.total + other.total, self.idle + other.idle)
+        total, idle = self.total + other.total, self.idle + other.idle
+        return Seconds(self.compute + other.compute, dict(both), total, idle, self.there + other.there)
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication that cost none, since something is computed beside it; none where each slows the other by more."""
-        return max(0.0, self.compute + sum(self.communication.values()) + self.idle - self.total)
+        """Seconds of communication, and of computing on the host, that cost none, since something is computed beside it; none where each
+        slows the other by more."""
+        return max(0.0, self.compute + self.there + sum(self.communication.values()) + self.idle - self.total)
 
 
 def stage_seconds(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> Seconds:
@@ -76,7 +85,7 @@ def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float
 
 def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock]:
     """The seconds of one run, and the clock that was told of it."""
-    clock, compute = Clock(arriving, device.contention), 0.0
+    clock, compute, there = Clock(arriving, device.contention), 0.0, 0.0
     communication: dict[str, float] = {}
     before = awaited(graph.nodes)
     for node in graph.nodes:
@@ -86,14 +95,18 @@ def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, fl
             communication[axes] = communication.get(axes, 0.0) + takes
             clock.exchange(node, takes, before.get(node, ()))
         elif node.op == "call_function" and spmd.is_host_copy(node.target):
-            takes = copy_seconds(local_bytes(record(node)), device)
+            takes = host_copy_seconds(node, device)
             communication[HOST] = communication.get(HOST, 0.0) + takes
             clock.copy(node, takes, device, before.get(node, ()))
+        elif device.host is not None and runs_on_host(node):
+            takes = seconds(node, device)
+            there += takes
+            clock.compute_there(node, takes)
         else:
             takes = seconds(node, device)
             compute += takes
             clock.compute(node, takes)
-    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, clock.end_s), clock
+    return Seconds(compute, {axes: takes for axes, takes in communication.items() if takes}, clock.end_s, there=there), clock
 
 
 class Clock:
@@ -112,11 +125,18 @@ class Clock:
         self._free = max(self._ready.values(), default=0.0)
         self._lanes: dict[object, float] = {}
         self._copied: dict[Node, float] = {}
+        self._thread = 0.0
 
     def compute(self, node: Node, takes: float) -> None:
         self._read(node)
         self._now += takes + self._lost(takes)
         self.made[node] = self._now
+
+    def compute_there(self, node: Node, takes: float) -> None:
+        """On the host, by the rank's own thread."""
+        if takes:
+            self._thread = max(self._thread, *self._lanes.values(), 0.0) + takes
+        self.made[node] = self._thread
 
     def exchange(self, node: Node, takes: float, before: Collection[Node] = ()) -> None:
         """`before`: collectives that have to be done when it starts."""
@@ -159,6 +179,7 @@ class Clock:
         return lost
 
     def _read(self, node: Node) -> None:
+        self._now = max(self._now, self._thread)
         awaited = [operand for operand in node.all_input_nodes if operand in self._ready or operand in self._copied]
         for operand in awaited:
             self._await(operand)
@@ -172,4 +193,4 @@ class Clock:
     @property
     def end_s(self) -> float:
         """When everything is done."""
-        return max(self._now, self._free, *self._lanes.values())
+        return max(self._now, self._free, self._thread, *self._lanes.values())

@@ -67,6 +67,16 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class Processor:
+    """What of its host's processors is a rank's, for operators that run there: a share of the memory's bandwidth, floating-point
+    operations a second in any dtype, overhead of an operator."""
+
+    memory_Bps: float
+    flops_per_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One rank's device. Peaks as the table has them; `rate`, `bytes_per_s` and `links` are what can be had of them.
 
@@ -80,6 +90,8 @@ class Device:
     product_moves   how often a product moves its operands and results while it does not multiply: 0 where kernels multiply meanwhile
     source          where the figures come from, in words
     host            a rank's link to its host's memory, each way; None where the device is the host, and a rank makes copies itself
+    processor       a rank's part of its host's processors; None: as the table's `cpu`
+    disk            a rank's part of its host's disk, each way; None: as the table's `cpu`
     """
 
     name: str
@@ -97,6 +109,8 @@ class Device:
     product_moves: float = 0.0
     source: str = ""
     host: Link | None = None
+    processor: Processor | None = None
+    disk: Link | None = None
 
     def rate(self, dtype: torch.dtype, attention: bool = False) -> float:
         """Floating-point operations a second of matrix products, or of attention; of a dtype that the table does not have, float32's."""
@@ -116,11 +130,31 @@ class Device:
         )
         return inside, between
 
+    @property
+    def there(self) -> Device:
+        """What runs operators on the host: its processors, as a device; the device itself where that is the host."""
+        return self if self.host is None else _of_host(self.processor)
+
+    @property
+    def disk_link(self) -> Link:
+        """To the host's disk and back."""
+        found = self.disk or _table()["cpu"].disk
+        assert found is not None
+        return found
 
     @property
     def host_link(self) -> Link | None:
         """To the host and back, with the bandwidth that can be had."""
         return self.host and replace(self.host, bandwidth_Bps=self.efficiency.links * self.host.bandwidth_Bps)
+
+
+@lru_cache
+def _of_host(processor: Processor | None) -> Device:
+    cpu = _table()["cpu"]
+    if processor is None:
+        return cpu
+    rates = dict.fromkeys(DTYPES, processor.flops_per_s)
+    return replace(cpu, flops_per_s=rates, memory_Bps=processor.memory_Bps, launch_s=processor.launch_s, product_moves=0.0)
 
 
 def names() -> tuple[str, ...]:
@@ -205,7 +239,7 @@ def _section(one: Device) -> str:
         value = getattr(one, field.name)
         if value is None:
             continue
-        if isinstance(value, Link | Efficiency):
+        if isinstance(value, Link | Efficiency | Processor):
             value = {inner.name: getattr(value, inner.name) for inner in fields(value)}
         if isinstance(value, Mapping):
             tables += ["", f"[{one.name}.{field.name}]", *(f"{key} = {_number(number)}" for key, number in value.items())]
@@ -228,7 +262,8 @@ def _device(name: str, section: object, path: Path) -> Device:
         raise ArtifactError(f"{path}: {name} stands in no section; {ANEW}")
     given = dict(section)
     _refuse_keys(given, Device, f"{where}]")
-    for key, kind in (("inside_node", Link), ("between_nodes", Link), ("host", Link), ("efficiency", Efficiency)):
+    links = [(key, Link) for key in ("inside_node", "between_nodes", "host", "disk")]
+    for key, kind in (*links, ("processor", Processor), ("efficiency", Efficiency)):
         if key in given:
             numbers = _numbers(given[key], f"{where}.{key}]")
             _refuse_keys(numbers, kind, f"{where}.{key}]")
@@ -250,7 +285,7 @@ def _device(name: str, section: object, path: Path) -> Device:
     return one
 
 
-def _refuse_keys(given: Mapping[str, object], kind: type[Device] | type[Link] | type[Efficiency], where: str) -> None:
+def _refuse_keys(given: Mapping[str, object], kind: type[Device | Link | Processor | Efficiency], where: str) -> None:
     """A section has a key for each field, those with a default aside, and no other."""
     wanted = {field.name: field.default is MISSING for field in fields(kind) if field.name != "name"}
     missing = [key for key, needed in wanted.items() if needed and key not in given]

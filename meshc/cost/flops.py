@@ -42,6 +42,13 @@ def _convolution_backward(node: Node, shapes: Shapes) -> float:
     return 2.0 * image[0] * positions * prod(weight) * sum(map(bool, wanted[:2]))  # type: ignore[index, arg-type]
 
 
+def _filled(node: Node) -> float:
+    """The share of rows that meet a matrix where tokens choose evenly: the last argument of products in groups."""
+    found = node.args[-1]
+    assert isinstance(found, float)
+    return found
+
+
 COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "aten.mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "aten.bmm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
@@ -54,8 +61,12 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.grouped_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "meshc.routed_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "meshc.routed_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "meshc.group_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
+    "meshc.group_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
     "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
     "meshc.attention_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
+    "meshc.attention_block": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
+    "meshc.attention_block_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
 }

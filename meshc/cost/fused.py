@@ -28,13 +28,14 @@ SUMS_UP: Final = frozenset(
 
 def is_fused(node: Node) -> bool:
     """Whether a node's value is never in memory."""
-    if region_of(node) is None or not _is_pointwise(node):
+    if region_of(node) is None or not is_pointwise(node):
         return False
     reader = _only_reader(node)
-    return reader is not None and (_is_pointwise(reader) or ir.op_name(reader) in SUMS_UP)
+    return reader is not None and (is_pointwise(reader) or ir.op_name(reader) in SUMS_UP)
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node) -> bool:
+    """Whether an element of a node's value is made of one of each of its operands."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
     return torch.Tag.pointwise in node.target.tags or ir.op_name(node) == "aten._to_copy"

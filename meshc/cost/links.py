@@ -7,7 +7,8 @@
                      direct  1 step             (n - 1) * S           all send all they have to all
     all_gather       ring    n - 1 steps        (n - 1) / n * S       reduce_scatter alike
     all_to_all       direct  1 step             (n - 1) / n * S
-    halo, halo_sum   direct  1 step             what moves
+    ring_shift       direct  1 step             S                     one message out, one in
+    halo, halo_sum   direct  1 step             what moves; likewise gather_rows, scatter_rows
 
 Ring and tree are NCCL's (src/graph/tuning.cc counts their steps so), gloo's ring too; direct is what two ranks do. Thakur, Rabenseifner,
 Gropp: Optimization of Collective Communication Operations in MPICH (IJHPCA 19(1), 2005).
@@ -69,10 +70,18 @@ def send_seconds(size: float, link: Link) -> float:
     return link.latency_s + size / link.bandwidth_Bps
 
 
-def copy_seconds(size: float, device: Device) -> float:
-    """A copy of `size` bytes between a device and its host, with nothing else on the way; of a device that is the host, in its memory."""
+def copy_seconds(size: float, device: Device, disk: bool = False) -> float:
+    """A copy of `size` bytes between a device and its host, with nothing else on the way; of a device that is the host, in its memory. To
+    the host's `disk` or from there it takes what is slower of the two ways, as if nothing of the file were in memory."""
     link = device.host_link
-    return device.launch_s + 2 * size / device.bytes_per_s if link is None else send_seconds(size, link)
+    there = device.launch_s + 2 * size / device.bytes_per_s if link is None else send_seconds(size, link)
+    return max(there, send_seconds(size, device.disk_link)) if disk else there
+
+
+def host_copy_seconds(node: Node, device: Device) -> float:
+    """The same of a copy of a per-rank graph."""
+    disk = any(ir.record(one).disk for one in (node, *node.all_input_nodes))
+    return copy_seconds(ir.local_bytes(ir.record(node)), device, disk)
 
 
 def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
@@ -86,6 +95,12 @@ def link_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     if not together:
         return inside
     return Link(between.latency_s, min(inside.bandwidth_Bps, together * between.bandwidth_Bps))
+
+
+def hop_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
+    """The link that bounds a shift along a ring over these axes: where it leaves its node, one rank's port."""
+    inside, between = device.links
+    return between if _fewest_together(mesh, tuple(axes), device.ranks_per_node) else inside
 
 
 @lru_cache(maxsize=1024)
@@ -102,7 +117,13 @@ def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> 
 
 def payload(node: Node, sizes: Mapping[str, int]) -> int:
     """Bytes of a collective on each rank: of its operand; of an all_gather its result, the larger side; of a halo and its sum what moves
-    (what the rank that needs most gets, or sends)."""
+    (what the rank that needs most gets, or sends); of rows that are chosen what moves if all are chosen alike."""
+    if node.target in spmd.OF_ROWS:
+        whole = node if node.target is spmd.gather_rows else node.args[0]
+        ranks = math.prod(sizes[axis] for axis in node.args[1])  # type: ignore[union-attr, misc, index]
+        share = node.args[4]
+        assert isinstance(whole, Node) and isinstance(share, float)
+        return int(ir.local_bytes(ir.record(whole)) * share * (ranks - 1) / ranks)
     moved = node if node.target is spmd.all_gather else node.args[0]
     if node.target not in (spmd.halo, spmd.halo_sum):
         return sum(map(ir.local_bytes, ir.records(moved)))  # type: ignore[arg-type]
@@ -122,5 +143,5 @@ def collective_seconds(node: Node, mesh: Mesh, device: Device, times: float = 1.
     if ranks == 1:
         return 0.0
     size = times * payload(node, {axis.name: axis.size for axis in mesh.axes})
-    link = link_of(mesh, axes, device)
+    link = (hop_of if node.target is spmd.ring_shift else link_of)(mesh, axes, device)
     return device.collective_s + fastest(node.target.__name__, ranks, size, link).seconds(link)  # type: ignore[union-attr]

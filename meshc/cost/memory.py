@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
+from meshc.cost import compiled
 from meshc.cost.fused import is_fused
 from meshc.ir import layouts, sharing, spmd
 from meshc.ir.keys import is_a, name_of
@@ -39,6 +40,8 @@ KEPT = ("parameter", "state", "buffer", "constant", "input")
 """Kinds of ports that are there for the whole call."""
 HOST = "host"
 """What those of them that lie there count as."""
+DISK = "disk"
+"""What those of them that lie in files there count as."""
 COPY = "copy"
 """What counts beside them: what the model and the optimizer show of parameters and state that torch's placements cannot describe."""
 
@@ -63,12 +66,14 @@ class RankBytes:
     rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
     kept  bytes of what is there for the whole call, by kind
     host  bytes on the rank's host, where that is most: what is there for the whole call, and parked values
+    disk  bytes in files there
     """
 
     rank: int
     kept: Mapping[str, int]
     peak: Peak
     host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -112,27 +117,34 @@ def updates(node: Node) -> Iterator[tuple[Node, Node]]:
         yield node.args[0], node.args[1]  # type: ignore[misc]
 
 
-def output_bytes(stage: Stage, host: bool | None = None) -> dict[str, int]:
+def output_bytes(stage: Stage, host: bool | None = None, cpu: bool = False) -> dict[str, int]:
     """Bytes of each tensor that a stage gives, by key, whatever storage it shares; with `host`, of what lies there, or not there, and 0 of
-    others."""
+    others. `cpu`: of ranks whose device is the host."""
     return {
-        key: _there(ir.record(value), host)
+        key: _there(value, ir.record(value), host, cpu)
         for key, value in stage.results().items() if isinstance(value, Node) and ir.is_tensor(value)
     }  # fmt: skip
 
 
-def _there(one: ir.Record, host: bool | None) -> int:
-    return ir.local_bytes(one) if host is None or one.host == host else 0
+def _there(made_by: Node, one: ir.Record, host: bool | None, cpu: bool) -> int:
+    """Of a rank whose device is the host, that is a pool of copies alone: what operators make there has the device's memory."""
+    there = one.host and not (cpu and ir.runs_on_host(made_by))
+    return ir.local_bytes(one) if host is None or there == host else 0
 
 
 def value_bytes(program: PlainProgram, host: bool | None = None) -> dict[str, int]:
     """Bytes on a rank of whatever enters a program, or a stage gives to another, by key; `host` as of `output_bytes`."""
     found = {port.key: port_bytes(port, program.axis_sizes) if host in (None, port.host) else 0 for port in program.inputs}
     for stage in program.stages.values():
-        for key, size in output_bytes(stage, host).items():
+        for key, size in output_bytes(stage, host, _copies_itself(program)).items():
             op, whole = whole_of(key) or ("", key)
             found.setdefault(whole, size * (program.microbatches if op == "join" else 1))
     return found
+
+
+def _copies_itself(program: PlainProgram) -> bool:
+    """Whether a rank's device is the host."""
+    return program.mesh.device_type == "cpu"
 
 
 def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
@@ -144,11 +156,12 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
         kept: Counter[str] = Counter()
         for port in program.inputs:
             if port.kind in KEPT and program.owns(port.key, coordinates):
-                kept[HOST if port.host else port.kind] += port_bytes(port, program.axis_sizes)
+                there = DISK if port.disk else HOST if port.host else None
+                kept[there or port.kind] += port_bytes(port, program.axis_sizes)
                 if copied := copy_bytes(port, program.mesh):
-                    kept[HOST if port.host else COPY] += copied
-        host = kept.pop(HOST, 0) + (0 if parked is None else _peak(program, coordinates, parked).total)
-        found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host))
+                    kept[there or COPY] += copied
+        disk, host = kept.pop(DISK, 0), kept.pop(HOST, 0) + (0 if parked is None else _peak(program, coordinates, parked).total)
+        found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host, disk))
     return found
 
 
@@ -172,14 +185,14 @@ class Given:
     It is of what lies on the device, or on the host."""
 
     def __init__(self, program: PlainProgram, words: Words, host: bool = False) -> None:
-        self.words, self.host = words, host
-        self.made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage, host).items()}
+        self.words, self.host, self.cpu = words, host, _copies_itself(program)
+        self.made = {key: size for stage in program.stages.values() for key, size in output_bytes(stage, host, self.cpu).items()}
         self.sizes = value_bytes(program, host)
         self._walks: dict[str, Walk] = {}
 
     def walk(self, stage: Stage) -> Walk:
         if stage.name not in self._walks:
-            self._walks[stage.name] = Walk(stage, self.words, self.host)
+            self._walks[stage.name] = Walk(stage, self.words, self.host, self.cpu)
         return self._walks[stage.name]
 
 
@@ -284,12 +297,12 @@ class Walk:
     home   the node that made a value's storage;  size  of those that are made here
     born   the position from which each is there;  last  that of the last node that reads it
     ends   what the stage gives, with its key
-    host   whether it is about what lies on the host
+    host   whether it is about what lies on the host;  cpu  whether the device is the host
     beside, joining     bytes that collectives take beside values: with first and last position, and by where they are waited for
     leaving, sent       what is read by what leaves on its way, and bytes of copies that are, by its key
     """
 
-    def __init__(self, stage: Stage, words: Words = sharing.sharing_of, host: bool = False) -> None:
+    def __init__(self, stage: Stage, words: Words = sharing.sharing_of, host: bool = False, cpu: bool = False) -> None:
         self.stage, self.nodes, self.entering = stage, list(stage.graph.nodes), stage.keys()
         self.home: dict[Node, Node] = {}
         self.size: dict[Node, int] = {}
@@ -312,7 +325,7 @@ class Walk:
             whole = inside[node].whole if node in inside else node
             if (call := _own_result(node)) is not None:
                 self.home[node], self.born[node], self.last[call] = node, self.born[call], position
-                self.size[node] = _there(ir.record(node), host)
+                self.size[node] = _there(node, ir.record(node), host, cpu)
                 self.size[call] -= self.size[node]
                 continue
             if whole in joined:
@@ -321,14 +334,33 @@ class Walk:
                 self.home[node] = self.home.get(_lies_in(node, words), node)
             if self.home[node] is node:
                 made = node.op == "call_function" and ir.has_record(node)
-                self.size[node] = _made_bytes(node, whole, host) if made else 0
+                self.size[node] = _made_bytes(node, whole, host, cpu) if made else 0
             for operand in node.all_input_nodes:
                 self.last[self.home[operand]] = position
+        self._compiled()
         self._flown()
         self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
         self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
         kept = [node for whole, node in first.items() if sharing.KEPT in words(whole)]
         self.kept = [*kept, *(node for node in self.nodes if sharing.KEPT in words(node) and node not in joined)]
+
+    def _compiled(self) -> None:
+        """In compiled regions some values stay longer than lines say, and some are written over by what reads them last."""
+        place = {node: index for index, node in enumerate(self.nodes)}
+        for piece, reader in compiled.pieces(self.nodes).items():
+            bundle = self.home[piece.all_input_nodes[0]]
+            self.last[bundle] = max(self.last[bundle], place[reader])
+        kernels = compiled.made_with(self.nodes)
+        over: dict[Node, set[Node]] = {}
+        for node, other in kernels.items():
+            home = self.home[node]
+            self.last[home] = max(self.last[home], place[other])
+            alone = {self.home[operand] for operand in compiled.written_over(node, other)}
+            over[other] = over.get(other, alone) & alone
+        for other, homes in over.items():
+            dying = [home for home in homes if self.size.get(home) and self.last[home] == place[other]]
+            if dying:
+                self.last[min(dying, key=place.__getitem__)] -= 1
 
     def _flown(self) -> None:
         """What is read by something on its way is there until that has been waited for."""
@@ -413,9 +445,9 @@ class Walk:
         return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
 
 
-def _made_bytes(node: Node, whole: Node, host: bool) -> int:
+def _made_bytes(node: Node, whole: Node, host: bool, cpu: bool) -> int:
     """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of; on the host, or on the device."""
-    return 0 if is_fused(node) else sum(_there(one, host) for one in ir.records(whole))
+    return 0 if is_fused(node) else sum(_there(whole, one, host, cpu) for one in ir.records(whole))
 
 
 def _own_result(node: Node) -> Node | None:

@@ -12,9 +12,10 @@ of High-Performance Matrix Multiplication, ACM TOMS 34(3), 2008): thin ones, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from functools import cache
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch.fx import Node
@@ -24,6 +25,7 @@ from meshc.cost.devices import Device
 from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
 from meshc.ir import spmd
+from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
 
@@ -34,7 +36,9 @@ GATHERS: Final[Mapping[str, int]] = {
 
 MAKE_NOTHING: Final = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty", "aten.empty_permuted", "aten.empty_strided")
 
-ATTENTION: Final = ("meshc.attention", "meshc.attention_backward")
+ATTENTION: Final = (
+    "meshc.attention", "meshc.attention_backward", "meshc.attention_block", "meshc.attention_block_backward",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +68,36 @@ Grows: TypeAlias = Callable[[Node, int], bool]
 """Whether a result of a node grows."""
 
 
+def nothing(node: Node, index: int) -> bool:
+    """What grows, where nothing does."""
+    return False
+
+
 def seconds(node: Node, device: Device) -> float:
     """Predicted seconds of one node of a per-rank graph on a rank; 0 for what runs nothing, for collectives and copies (`cost.links`)."""
     return price(node, device).seconds()
 
 
-def price(node: Node, device: Device, grows: Grows = lambda node, index: False) -> Price:
+def price(node: Node, device: Device, grows: Grows = nothing) -> Price:
     """The same, by what of it grows."""
     if node.op != "call_function" or ir.is_getitem(node) or not _runs(node):
         return FREE
     if spmd.is_collective(node.target) or spmd.is_host_copy(node.target):
         return FREE
+    if device.host is not None and ir.runs_on_host(node):
+        device = device.there
     rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
     fixed, grown = _moved(node, grows)
     launch_s = 0.0 if is_fused(node) else device.launch_s
-    values = (*map(ir.value_of, ir.operands(node)), *((node, index) for index in range(len(ir.records(node)))))
     work_s, bytes_per_s = _work(node, device) / rate, device.bytes_per_s
-    grown_any = any(grows(*value) for value in values)
+    grown_any = grows is not nothing and any(grows(*value) for value in _values(node))
     return Price(work_s, fixed / bytes_per_s, grown / bytes_per_s, launch_s, grown_any, product_moves(node, device))
+
+
+def _values(node: Node) -> Iterator[tuple[Node, int]]:
+    """What an operator reads, and makes."""
+    yield from map(ir.value_of, ir.operands(node))
+    yield from ((node, index) for index in range(len(ir.records(node))))
 
 
 def product_moves(node: Node, device: Device) -> float:
@@ -91,7 +107,7 @@ def product_moves(node: Node, device: Device) -> float:
 
 def moved_bytes(node: Node) -> float:
     """Bytes that one node's operator reads and writes in memory."""
-    return sum(_moved(node, lambda node, index: False))
+    return sum(_moved(node, nothing))
 
 
 def _moved(node: Node, grows: Grows) -> tuple[float, float]:
@@ -125,10 +141,17 @@ def _overwritten(node: Node) -> list[Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found: list[Node] = []
-    for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += given if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
+    for place in _written(node.target):
+        given = node.args[place] if place < len(node.args) else ()
+        found += given if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
     return found
+
+
+@cache
+def _written(target: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Places of the arguments that an operator writes into. (A schema is read for each question from scratch.)"""
+    rows = enumerate(target._schema.arguments)
+    return tuple(place for place, row in rows if row.alias_info is not None and row.alias_info.is_write)
 
 
 def _bytes(value: Node) -> int:
@@ -172,10 +195,62 @@ def _seen(attention: Node, block: int) -> float:
     queries, keys = ir.record(given["q"]).shape[2], ir.record(given["k"]).shape[2]
     if not given["causal"] or not queries * keys:
         return 1.0
+    if "first" in given:
+        return max(_seen_of_block(given["window"], queries, block, *at) for at in _places(given)) / (queries * keys)
     start = max(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
+    return _seen_by(queries, keys, given["window"], given["offset"] + start, block) / (queries * keys)
+
+
+def _seen_by(queries: int, keys: int, window: int, offset: int, block: int) -> float:
+    """How many scores kernels compute that go through `block` keys at once."""
     seen = 0.0
-    for rows, parts in spans(queries, keys, given["window"], given["offset"] + start):
+    for rows, parts in spans(queries, keys, window, offset):
         for part in parts:
             wide = part.keys.stop - part.keys.start
             seen += (rows.stop - rows.start) * (min(wide, (wide + block) / 2) if part.how == "causal" else wide)
-    return seen / (queries * keys)
+    return seen
+
+
+def _seen_of_block(window: int, queries: int, block: int, at: int, real: int) -> float:
+    """Of one block of a ring, `real` of whose positions are keys, by queries of which the first stands at the block's key `at`."""
+    rows = rows_that_see(queries, real, window, at)
+    return _seen_by(rows.stop - rows.start, real, window, at + rows.start, block)
+
+
+def _places(given: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Where the first query stands in a block's keys, and how many of these are real, on the ranks of a ring: those that have less to do
+    wait for the one that has most."""
+    found = set()
+    for place in range(_ranks(given["start"], given["first"])):
+        start, first, real = (_number_at(given[name], place) for name in ("start", "first", "real"))
+        found.add((start + given["offset"] - first, real))
+    return found
+
+
+def _number_at(number: object, place: int) -> int:
+    """A number of a tile, on the rank at this place of the one axis that it is of."""
+    if not isinstance(number, Node):
+        assert isinstance(number, int)
+        return number
+    if number.target is spmd.coordinate:
+        return place
+
+    def at(item: object) -> object:
+        return [at(one) for one in item] if isinstance(item, list | tuple) else _number_at(item, place)
+
+    return int(number.target(*map(at, number.args)))  # type: ignore[operator]
+
+
+def _ranks(*numbers: object) -> int:
+    """How many ranks there are along the axis that numbers of tiles are of; 1 if they are of none."""
+    found = [1]
+    for number in numbers:
+        if not isinstance(number, Node) or number.target is spmd.coordinate:
+            continue
+        if number.target is spmd.ring_place:
+            found.append(cast(int, number.args[2]))
+        else:
+            _, counts, places = cast(tuple[int, Sequence[int], Sequence[object]], number.args)
+            alone = isinstance(places[0], Node) and places[0].target is spmd.coordinate
+            found.append(counts[0] if alone else _ranks(*places))
+    return max(found)

@@ -20,6 +20,9 @@ from meshc.ir.functions import Function
 from meshc.optimizer import wrapped
 from meshc.optimizer.sets import Optimizers
 
+ROUTED: Final = "routed:"
+DROPPED: Final = "dropped:"
+"""What stands before a layer's path in the names of what a step tells of its experts."""
 BATCH_MIX: Final = ("refuse", "mean_of_parts")
 RESERVED: Final = ("loss", "grad_norm", "lr")
 """What `program.metrics` has of every step."""

@@ -110,11 +110,15 @@ def copied_node(graph: Graph, node: Node, there: Callable[[Node], Argument]) -> 
     """A copy of another graph's node where this one inserts, its record included; `there`: what it reads. What torch's own `node_copy`
     gives, which looks through all arguments for sizes that graphs of operators do not hold."""
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    made.args = map_arg(node.args, there)
+    _put(made, "args", map_arg(node.args, there))
     if node.kwargs:
-        made.kwargs = map_arg(node.kwargs, there)
-    made.meta = dict(node.meta)
+        _put(made, "kwargs", map_arg(node.kwargs, there))
+    made.meta.update(node.meta)
     return made
+
+
+_put = object.__setattr__
+"""(A node's own looks for it, by its target, in a table that what it reads makes no difference to.)"""
 
 
 def copy_into(graph: Graph, other: Graph, env: dict[Node, Node]) -> Argument:

@@ -43,7 +43,7 @@ ROLES: Final[Mapping[str, str]] = {
 }
 """Axis name -> role. These names and no others carry a role; an axis of another name needs a plan entry."""
 
-DATA_ROLES: Final = frozenset({"dp", "dp_replicate", "dp_shard"})
+DATA_ROLES: Final = frozenset({"dp", "dp_replicate", "dp_shard", "ep"})
 """Roles of the axes along which ``inputs="local"`` takes a rank's part of the batch."""
 
 

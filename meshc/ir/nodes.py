@@ -49,7 +49,7 @@ class Record:
 
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
-    the global view. `host`: it lies on the host, where nothing but `from_host` reads it. `chunk` is set
+    the global view. `host`: it lies on the host, where nothing but `from_host` reads it; `disk`: it is so in a file there. `chunk` is set
     for what the head and loss make of one chunk of their tokens: its number. `again`: backward makes it again, which forward has made.
     """
 
@@ -64,6 +64,7 @@ class Record:
     host: bool = False
     chunk: int | None = None
     again: bool = False
+    disk: bool = False
 
 
 def local_bytes(record: Record) -> int:

@@ -6,6 +6,7 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     coordinate(axis)                                this rank's coordinate on a mesh axis (an int)
     tile_start(size, counts, coordinates)           first global index of this rank's tile (an int)
     tile_count(size, counts, coordinates)           how many of its positions are real (an int)
+    ring_place(coordinate, steps, ranks)            the coordinate so many places before this one, round a ring of ranks (an int)
     shard(x, dim, tiles, index)                     tile `index` of `tiles` equal padded tiles of a dim; padding is zero
     mask(x, dim, count, value)                      positions from `count` on replaced by `value`
     keep_first(x, index)                            x where index is 0, zeros elsewhere: a replicated value made pending
@@ -14,8 +15,11 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank
     broadcast(x, axes, index)                       what the rank at `index` has
     all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
+    ring_shift(x, axes, steps)                      what the rank so many places before this one has, round the ring of all ranks
     halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
     halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
+    gather_rows(x, axes, choice, each, share)       tiles of [t, h] as [1, n * t, h]: rows that have a choice here, zeros for the others
+    scatter_rows(x, axes, choice, each, share)      the sum of [1, n * t, h] over ranks, of rows that have a choice there, as tiles [t, h]
     to_host(x)                                      a copy of x on the host
     to_host(x, place)                               the same in the memory of `place`, which lies there and is not read any more
     from_host(x)                                    a copy on the device of x, which lies on the host
@@ -24,6 +28,10 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
 A window is [size of the dim whose tiles it goes with, stride, offset, length]: a rank whose tile of that dim starts at t has the window
 [t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
 halo_sum is given there is dropped. Padding of the tile that goes into a halo is never read, that of a halo_sum's result is zero.
+
+`choice`, [n * t, k] integers, is the same on all ranks of the axes; a row has a choice at the rank with the index i if one of its k is from
+i * each on and below (i + 1) * each. No other row is sent, and none of a rank's own is read either. `share` is that of rows which have one
+at a rank if all are chosen alike; prices alone go by it.
 """
 
 from __future__ import annotations
@@ -52,6 +60,10 @@ SEQUENTIAL: Final = frozenset({MICROBATCH, CHUNK})
 
 def coordinate(axis: str) -> int:
     raise RuntimeError("coordinate() has a meaning only inside a running program")
+
+
+def ring_place(coordinate: int, steps: int, ranks: int) -> int:
+    return (coordinate - steps) % ranks
 
 
 def shard(x: torch.Tensor, dim: int, tiles: int, index: int) -> torch.Tensor:
@@ -100,11 +112,19 @@ broadcast = _collective("broadcast")
 all_gather = _collective("all_gather")
 reduce_scatter = _collective("reduce_scatter")
 all_to_all = _collective("all_to_all")
+ring_shift = _collective("ring_shift")
 halo = _collective("halo")
 halo_sum = _collective("halo_sum")
+gather_rows = _collective("gather_rows")
+scatter_rows = _collective("scatter_rows")
 
-COLLECTIVES = {function.__name__: function for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, halo, halo_sum)}
-INTEGERS: dict[str, Function] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count}
+OF_ROWS: Final = (gather_rows, scatter_rows)
+"""Collectives that read where rows go."""
+COLLECTIVES = {
+    function.__name__: function
+    for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, ring_shift, halo, halo_sum, *OF_ROWS)
+}
+INTEGERS: dict[str, Function] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count, "ring_place": ring_place}
 LOCAL: dict[str, Function] = {"shard": shard, "mask": mask, "keep_first": keep_first}
 HOST_COPIES: dict[str, Function] = {"to_host": to_host, "from_host": from_host}
 FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL, **HOST_COPIES}
@@ -132,6 +152,10 @@ def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: M
     elif target is halo_sum:
         dim, size, *_ = cast(tuple[int, int], args[1:])
         found[dim] = tile_length(size, counts)
+    elif target is gather_rows:
+        found = [1, found[0] * prod(counts), *found[1:]]
+    elif target is scatter_rows:
+        found = [found[1] // prod(counts), *found[2:]]
     return found
 
 

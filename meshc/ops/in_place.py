@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshc.ops import coded as _coded  # noqa: F401 - registers what keeps state in 8 bits
 from meshc.ops import keep, optim
 from meshc.private import OpOverload
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -97,7 +98,13 @@ def _fit_alike(name: str, kept: Tensor, value: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------------ registration
 
 
-def _define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: Callable[..., None]) -> None:
+IN_PLACE: Final[dict[torch._ops.OpOverload, torch._ops.OpOverload]] = {}
+"""What makes a new value of what is kept, to its twin that writes into its first operand."""
+
+
+def define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: Callable[..., None]) -> None:
+    """An operator and its twin. `kept`: the name of its first operand; `kernel` writes into it, `fit` refuses what does not."""
+
     def functional(first, *others):  # type: ignore[no-untyped-def]
         result = first.clone()
         kernel(result, *others)
@@ -113,14 +120,9 @@ def _define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: C
     for kind, run, fake in ((name, functional, functional_fake), (f"{name}_", kernel, fit)):
         _LIBRARY.impl(kind, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"meshc::{kind}", fake, lib=_LIBRARY)
+    IN_PLACE[getattr(torch.ops.meshc, name).default] = getattr(torch.ops.meshc, f"{name}_").default
 
 
-_define("round_state", "state", f"Tensor value, {_DRAWN}", _round_state, _fit_rounding)
-_define("round_param", "param", "Tensor value", _round_param, lambda kept, value: _fit_alike("round_param", kept, value))
-_define("join_master", "master", "Tensor param", _join_master, lambda kept, value: _fit_alike("join_master", kept, value))
-
-IN_PLACE: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {
-    getattr(torch.ops.meshc, name).default: getattr(torch.ops.meshc, f"{name}_").default
-    for name in ("round_state", "round_param", "join_master")
-}
-"""What makes a new value of what is kept, to its twin that writes into its first operand."""
+define("round_state", "state", f"Tensor value, {_DRAWN}", _round_state, _fit_rounding)
+define("round_param", "param", "Tensor value", _round_param, lambda kept, value: _fit_alike("round_param", kept, value))
+define("join_master", "master", "Tensor param", _join_master, lambda kept, value: _fit_alike("join_master", kept, value))

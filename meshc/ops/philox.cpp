@@ -1,4 +1,4 @@
-// Philox-4x32-10 draws on the CPU: uniform, normal, dropout, stochastic rounding, for one tile of a tensor.
+// Philox-4x32-10 draws on the CPU: uniform, normal, dropout, stochastic rounding, for one tile of a tensor; and codes of 8 bits by them.
 //
 // The definition is in docs/randomness.md; meshc/ops/random.py (torch) and meshc/ops/philox_triton.py hold the same arithmetic.
 // Compile with -ffp-contract=off: normals are bit-equal everywhere because only IEEE + - * / sqrt are used, never a fused multiply-add.
@@ -287,9 +287,67 @@ void part(const Call& c, int64_t begin, int64_t end) {
   }
 }
 
+struct Coding {
+  const float *x, *scale, *drawn, *known;  // drawn may be null: to the nearest
+  const int64_t* block;                    // of each column
+  const uint8_t* first;                    // by a magnitude's upper 16 bits, a code that is not above it
+  int64_t count, columns, blocks;
+  bool sign;
+  uint8_t* codes;
+};
+
+// Of rows begin to end; the arithmetic is that of meshc/ops/coded.py, operation by operation.
+void encode(const Coding& c, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float *x = c.x + row * c.columns, *scale = c.scale + row * c.blocks;
+    const float* drawn = c.drawn ? c.drawn + row * c.columns : nullptr;
+    uint8_t* codes = c.codes + row * c.columns;
+    for (int64_t i = 0; i < c.columns; ++i) {
+      float wide = x[i] / scale[c.block[i]];
+      if (wide != wide) wide = 0.0f;  // 0 / 0, and blocks that are not finite
+      const float size = std::min(c.sign ? std::fabs(wide) : std::max(wide, 0.0f), 1.0f);
+      uint32_t bits;
+      std::memcpy(&bits, &size, 4);
+      int64_t lower = c.first[bits >> 16];
+      while (lower < c.count - 2 && c.known[lower + 1] <= size) ++lower;
+      const float share = (size - c.known[lower]) / (c.known[lower + 1] - c.known[lower]);
+      int64_t code = lower + (drawn ? drawn[i] < share : share > 0.5f);
+      if (c.sign)
+        code += wide < 0 && code > 0 ? 128 : 0;
+      else
+        code += wide > 0 && code == 0;
+      codes[i] = uint8_t(code);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// State in 8 bits: x [rows, columns] as codes, in units of scale [rows, blocks]. known: `count` magnitudes; first: 0x3F81 entries.
+// Returns 0, or 1 if these do not fit together; then nothing is written.
+int meshc_encode(const float* x, const float* scale, const float* drawn, const int64_t* block, const float* known, const uint8_t* first,
+                 int64_t count, int64_t rows, int64_t columns, int64_t blocks, int sign, uint8_t* codes, int64_t max_threads) {
+  if (!x || !scale || !block || !known || !first || !codes || count < 2 || count > (sign ? 128 : 256) || rows < 0 || columns < 0) return 1;
+  for (int64_t i = 0; i < columns; ++i)
+    if (block[i] < 0 || block[i] >= blocks) return 1;
+  const Coding c{x, scale, drawn, known, block, first, count, columns, blocks, sign != 0, codes};
+  int64_t threads = std::min({max_threads, rows, rows * columns / ELEMENTS_PER_THREAD});
+  if (threads < 1) threads = 1;
+  std::vector<std::thread> others;
+  for (int64_t t = 1; t < threads; ++t) {
+    const int64_t begin = rows * t / threads, end = rows * (t + 1) / threads;
+    try {
+      others.emplace_back(encode, std::cref(c), begin, end);
+    } catch (const std::system_error&) {  // no thread to be had: do its part here
+      encode(c, begin, end);
+    }
+  }
+  encode(c, 0, rows / threads);
+  for (auto& other : others) other.join();
+  return 0;
+}
 
 // One tile. seed_step: two int64; size, stride: `dims` int64 each (at most 16); pointers that the kind does not use may be null.
 // Returns 0, or 1 if these do not fit together; then nothing is written.

@@ -103,6 +103,8 @@ def library() -> ctypes.CDLL | None:
     native.meshc_draw.restype = ctypes.c_int
     native.meshc_block.argtypes = [pointer] * 3
     native.meshc_block.restype = None
+    native.meshc_encode.argtypes = [*[pointer] * 6, *[i64] * 4, ctypes.c_int, pointer, i64]
+    native.meshc_encode.restype = ctypes.c_int
     return native
 
 

@@ -19,8 +19,13 @@ from meshc.ops.operands import misfit
 @torch.library.custom_op("meshc::routed_mm", mutates_args=())
 def routed_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
     _fit_mm(rows, matrices, choice)
+    return mm_of_choices(rows, matrices, choice)
+
+
+def mm_of_choices(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
+    """The kernel of `routed_mm`."""
     order, ends = _runs(choice, matrices.shape[0])
-    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
     return out.index_copy_(0, order, mm_of_runs(rows[order], matrices, ends))
 
 
@@ -39,6 +44,11 @@ def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor) -> None:
 @torch.library.custom_op("meshc::routed_outer", mutates_args=())
 def routed_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
     _fit_outer(left, right, choice, count)
+    return outer_of_choices(left, right, choice, count)
+
+
+def outer_of_choices(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
+    """The kernel of `routed_outer`."""
     order, ends = _runs(choice, count)
     return outer_of_runs(left[order], right[order], ends)
 
@@ -60,9 +70,10 @@ def _chooses(choice: Tensor, rows: Tensor) -> bool:
 
 
 def _runs(choice: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the order of the rows by choice, those of no matrix last; where the runs end)."""
+    """(the order of the rows by choice; where the runs end). On a CPU without the rows that have no matrix, elsewhere with these last."""
     ordered, order = torch.sort(torch.where(choice < 0, count, choice), stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(count, dtype=ordered.dtype, device=choice.device), right=True)
+    ends = torch.searchsorted(ordered, torch.arange(count, dtype=ordered.dtype, device=choice.device), right=True)
+    return (order[: int(ends[-1])] if count and not choice.is_cuda else order), ends
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -1,9 +1,11 @@
 """How a program keeps what an update leaves, in fewer bits than it computes in.
 
     Keeping(state="bf16")        m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
+    Keeping(state="8bit")        m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks
     Keeping(master=True)         w32 = join_master(master, w); w32, ... = adam(w32, g.float(), ...); master = w32; w = round_param(w, w32)
 
-With either, an update of 16-bit parameters computes in float32. Scalars (step counts), complex and 64-bit integer state stay as they are.
+With any of them, an update of 16-bit parameters computes in float32. Scalars (step counts), complex and 64-bit integer state stay as they
+are, in 8 bits also what has fewer than a block in a row.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshc.ops import keep as _keep  # noqa: F401 - registers the operators
+from meshc.ops import coded as _coded  # noqa: F401 - registers operators
+from meshc.ops import keep as _keep  # noqa: F401 - registers operators
 from meshc.optimizer.optimizer import update_nodes
-from meshc.optimizer.spec import MASTER, GroupSpec
+from meshc.optimizer.spec import CODES, MASTER, SCALE, GroupSpec
 
 Value = TypeVar("Value")
 
@@ -36,7 +39,8 @@ def kept_update(
     """`update_nodes`, of values as they are kept. like: a meta tensor of the parameter. seed_step: of the draws, if there are any."""
     aten, meshc = torch.ops.aten, torch.ops.meshc
     slots = group.slots_of(parameter)
-    narrow = {slot.name: slot.computed for slot in slots if slot.computed is not None}
+    narrow = {slot.name: slot.computed for slot in slots if slot.computed is not None and not slot.part}
+    coded = {slot.plain: slot for slot in slots if slot.part == CODES}
     has_master = any(slot.name == MASTER for slot in slots)
     computed = group.keeping.computed(like.dtype)
 
@@ -51,13 +55,21 @@ def kept_update(
     if computed != like.dtype:
         grad = widened(grad, computed)
     given = {slot: widened(value, narrow[slot]) if slot in narrow else value for slot, value in given.items()}
+    shape = list(like.shape)
+    tile = (shape, shape, [0] * len(shape))
+    for slot, kept in coded.items():
+        pair = given.pop(slot + CODES), given.pop(slot + SCALE)
+        given[slot] = call(meshc.decode_state.default, *pair, kept.signed, kept.computed, *tile, 1)
     new, after = update_nodes(group, wide, grad, given, numbers, call, like.to(computed))
     if new is wide:
         return param, dict(state)
-    shape = list(like.shape)
     for slot in narrow:
-        tile = (seed_step(), f"{name}/{slot}", shape, shape, [0] * len(shape))
-        after[slot] = call(meshc.round_state.default, state[slot], after[slot], *tile)
+        after[slot] = call(meshc.round_state.default, state[slot], after[slot], seed_step(), f"{name}/{slot}", *tile)
+    for slot, kept in coded.items():
+        value = after.pop(slot)
+        after[slot + SCALE] = call(meshc.block_scale.default, value, *tile, 1)
+        drawn = (after[slot + SCALE], seed_step(), f"{name}/{slot}", kept.signed)
+        after[slot + CODES] = call(meshc.encode_state.default, state[slot + CODES], value, *drawn, *tile, 1)
     if has_master:
         after[MASTER] = new
     return (call(meshc.round_param.default, param, new) if computed != like.dtype else new), after

@@ -27,6 +27,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx import Node
 from torch.fx.node import Argument
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -35,6 +36,7 @@ from meshc.errors import CompileError, InputError, StateError
 from meshc.ir.graph import results_of
 from meshc.ir.keys import key_of, name_of
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
+from meshc.optimizer.forms import in_form, refuse_fewer_bits
 from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
 from meshc.optimizer.slots import fresh_slots, private_copy
 from meshc.optimizer.spec import (
@@ -185,7 +187,9 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
             _with_values(
                 keeping.kept(fresh[tuple(p.shape), keeping.computed(p.dtype)], tuple(p.shape), p.dtype),
                 optimizer.state.get(p),
-                settled=keeping != AS_IT_IS,
+                type(optimizer).__qualname__,
+                keeping,
+                p.dtype,
             )
             for p in params
         )
@@ -193,22 +197,34 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
     return groups
 
 
-def _with_values(slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None, *, settled: bool) -> tuple[Slot, ...]:
-    """Slots with the tensors that a resumed optimizer holds, in the dtypes of these unless those of the slots are `settled`."""
+def _with_values(
+    slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None, optimizer: str, keeping: Keeping, param: torch.dtype
+) -> tuple[Slot, ...]:
+    """Slots with the tensors that a resumed optimizer holds, in the dtypes of these unless state is kept otherwise than the optimizer does.
+    Raises StateError for state in fewer bits than a program would keep that does not say so."""
     if not state:
         return tuple(slots)
-    present = any(state.get(slot.name) is not None for slot in slots if not slot.hidden)
+    here = {name: one for name, one in state.items() if not isinstance(one, DTensor)}
+    if keeping.state is None:
+        for slot in slots:
+            refuse_fewer_bits(optimizer, slot, state, param)
+    values = {slot.name: in_form(slot, state if slot.name in state else here, _itself) for slot in slots}
+    present = any(values[slot.name] is not None for slot in slots if not slot.hidden)
     held: list[Slot] = []
     for slot in slots:
-        value = state.get(slot.name)
+        value = values[slot.name]
         if slot.name == FIRST and present:
             held.append(replace(slot, fill=0.0))
         elif value is None:
             held.append(slot)
         else:
-            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=slot.dtype)
-            held.append(replace(slot, dtype=slot.dtype if settled else tensor.dtype, value=tensor))
+            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=slot.dtype)  # type: ignore[arg-type]
+            held.append(replace(slot, dtype=slot.dtype if keeping != AS_IT_IS else tensor.dtype, value=tensor))
     return tuple(held)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 # Emit.

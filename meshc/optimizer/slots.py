@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.functions import Function
-from meshc.optimizer.spec import FIRST, IMPLEMENTATION, Slot, is_torchs_own, kind_of, numbers, unhooked
+from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, is_torchs_own, kind_of, numbers, unhooked
 from meshc.private import FakeTensorMode
 
 
@@ -132,6 +132,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
         born.append((before, _born(optimizer, index, param, seed)))
     full = _born_at(optimizer, index, shape, dtype, born[0][1], small)
     wide = _born_at(optimizer, index, (3,), dtype, {}, ()) if shape == () else full
+    known_squares = is_torchs_own(optimizer) or kind_of(optimizer, optimizer.param_groups[index]) != "other"
     slots: list[Slot] = []
     first_differs = False
     for name, value in full.items():
@@ -154,6 +155,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
                 fill,
                 not isinstance(value, Tensor),
                 differs,
+                signed=not (known_squares and name in SQUARES),
             )
         )
     if first_differs:

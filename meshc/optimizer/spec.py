@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from meshc.errors import StateError
 from meshc.ir.functions import Function
+from meshc.ops.coded import BLOCK, code_of, scale_shape
 from meshc.optimizer.sets import AnyOptimizer, members_of
 
 HIDDEN = "meshc."
@@ -28,8 +29,14 @@ FIRST = HIDDEN + "first"
 MASTER = HIDDEN + "master"
 """The float32 parameter of which a 16-bit one is the rounding."""
 
-KEPT: Final = ("bf16",)
+KEPT: Final = ("bf16", "8bit")
 """In what optimizer state may be kept."""
+
+CODES, SCALE = ".codes", ".scale"
+"""What state that is kept in 8 bits is called: by its own name, and these (`meshc/ops/coded.py`)."""
+
+SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
+"""State of torch's own optimizers that is never negative: Adam's second moment, RMSprop's, Adadelta's two, Adagrad's sum, Adamax's norm."""
 
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "initial_momentum", "base_momentum", "max_momentum")  # entries that schedulers add
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # how torch computes, not what
@@ -56,7 +63,7 @@ class Keeping:
 
     def kept(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
         """The slots of a parameter of this size and dtype, as they are kept."""
-        found = [slot.narrowed() if self.state == "bf16" else slot for slot in slots]
+        found = [one for slot in slots for one in (slot.coded() if self.state == "8bit" else (slot.narrowed(self.state),))]
         if self.master and dtype in HALVES:
             found.append(Slot(MASTER, "like_param", size, torch.float32, None))
         return tuple(found)
@@ -74,7 +81,8 @@ class Slot:
     is a copy of the parameter where `fill` is None. `value` is the optimizer's own tensor when it has stepped or loaded a state dict.
     `python`: the optimizer keeps a Python number there; a program holds a 0-dim float64 tensor, and so does `optimizer.state` from then on.
     `from_first_step`: torch derives the initial value from the first step's gradient or numbers, and so does the program.
-    `computed`: in what the update takes and gives it, where it is kept in fewer bits.
+    `computed`: in what the update takes and gives it, where it is kept in fewer bits. `signed`: whether it may be negative; what may not
+    be has more of its 8 bits for magnitudes.
     """
 
     name: str
@@ -86,11 +94,42 @@ class Slot:
     from_first_step: bool = False
     value: Tensor | None = field(default=None, compare=False)
     computed: torch.dtype | None = None
+    signed: bool = True
 
-    def narrowed(self) -> Slot:
-        """The same kept in bfloat16, if it is one floating number for each of the parameter's, of more bits than that."""
-        wide = self.shape == "like_param" and self.size != () and self.dtype in (torch.float32, torch.float64)
-        return replace(self, dtype=torch.bfloat16, computed=self.dtype) if wide else self
+    @property
+    def wide(self) -> bool:
+        """Whether it is one floating number for each of the parameter's, of more than 16 bits."""
+        return self.shape == "like_param" and self.size != () and self.dtype in (torch.float32, torch.float64)
+
+    @property
+    def wide_or_narrow(self) -> bool:
+        """Whether it is wide, or kept in 16 bits of what is."""
+        return self.wide or (self.computed is not None and not self.part)
+
+    def narrowed(self, state: str | None) -> Slot:
+        """The same as it is kept in "bf16", which leaves alone what is not wide."""
+        return replace(self, dtype=torch.bfloat16, computed=self.dtype) if state == "bf16" and self.wide else self
+
+    def coded(self) -> tuple[Slot, ...]:
+        """Its codes and their scales, if it is wide and its rows fill a block; a copy of the parameter (an average of it) stays too."""
+        if not self.wide or self.size[-1] < BLOCK or self.fill is None:
+            return (self,)
+        codes = replace(self, name=self.name + CODES, dtype=torch.uint8, computed=self.dtype, fill=float(code_of(self.fill, self.signed)))
+        size = scale_shape(self.size)
+        return codes, replace(
+            self, name=self.name + SCALE, shape="other", size=size, dtype=torch.float32, computed=self.dtype, fill=abs(self.fill)
+        )
+
+    @property
+    def plain(self) -> str:
+        """The name that the optimizer has for it."""
+        return self.name.removesuffix(CODES).removesuffix(SCALE) if self.part else self.name
+
+    @property
+    def part(self) -> str:
+        """Of what is kept in 8 bits, which of the two it is; otherwise nothing."""
+        parted = self.computed is not None and self.dtype != torch.bfloat16
+        return "" if not parted else CODES if self.dtype == torch.uint8 else SCALE
 
     @property
     def hidden(self) -> bool:

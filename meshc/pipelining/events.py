@@ -1,5 +1,6 @@
 """What a timeline may hold beside the instructions of a schedule: what a rank does once a call, and what a program without a pipeline runs.
 
+    RUN:main.0  OUT:main.to_host_1  HOST:main.adam_many_  IN:main.from_host_3        a copy to the host, an operator there, a copy back
     RUN:before_0.0  RECV:parameter:table.weight@0>1  F0.0 ... B0.3  SEND:sum:gradient@1>0  RUN:after_0.0
 """
 
@@ -36,10 +37,26 @@ class Handed:
         return f"{self.op}:{self.key}@{self.source}>{self.target}"
 
 
-Item: TypeAlias = Instruction | Run | Handed
+@dataclass(frozen=True, slots=True, order=True)
+class There:
+    """What a rank does with its host within a stage; `op` is OUT (a copy to the host), IN (from there) or HOST (an operator that runs
+    there), `name` the stage's and the node's."""
+
+    op: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.name}"
+
+
+THERE: Final = {"OUT": "to the host", "HOST": "on the host", "IN": "from the host"}
+"""What their lanes are called, in the order of the lanes."""
+
+Item: TypeAlias = Instruction | Run | Handed | There
 """What an event is."""
 
 _RUN: Final = re.compile(r"RUN:(\w+)\.(\d{1,9})", re.ASCII)
+_THERE: Final = re.compile(r"(OUT|IN|HOST):([\w.]+)", re.ASCII)
 _HANDED: Final = re.compile(r"(SEND|RECV):(.+)@(\d{1,9})>(\d{1,9})", re.ASCII)
 
 
@@ -47,6 +64,8 @@ def parse_item(text: str) -> Item:
     """One item, as `str` prints it. ScheduleError: it is none."""
     if run := _RUN.fullmatch(text):
         return Run(run[1], int(run[2]))
+    if there := _THERE.fullmatch(text):
+        return There(there[1], there[2])
     if handed := _HANDED.fullmatch(text):
         return Handed(handed[1], handed[2], int(handed[3]), int(handed[4]))
     return parse_instruction(text)

@@ -1,7 +1,8 @@
 """A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show, and such a trace as a timeline.
 
-A process is a rank. Its thread 0 computes, its thread 1 + r sends to rank r; arrows go from the action that makes a message to the one that
-waits for it. Messages that overlap another one of their thread are asynchronous events, since slices of a thread may not. Source of the
+A process is a rank. Its thread 0 computes, its thread 1 + r sends to rank r; behind these stand one for copies to its host, one for what
+runs there, and one for copies from there. Arrows go from the action that makes a message to the one that waits for it. Messages that
+overlap another one of their thread are asynchronous events, since slices of a thread may not. Source of the
 format: "Trace Event Format", Google, 2016.
 """
 
@@ -9,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypedDict, TypeGuard, cast
+from typing import Final, TypedDict, TypeGuard, cast
 
 from meshc.errors import ArtifactError, ScheduleError
 from meshc.ir.bounds import MOST_DRAWN, MOST_EVENTS, MOST_SECONDS, integer, number, parse_json
-from meshc.pipelining.events import Handed, Item, Run, parse_item
+from meshc.pipelining.events import THERE, Handed, Item, Run, There, parse_item
 from meshc.pipelining.schedule import OPS, Action, Recv, Send
 from meshc.pipelining.timing import Event, Timeline
 
 _US = 1e6
+_CATEGORIES: Final[Mapping[type[Item], str]] = {Run: "stage", There: "host"}
 
 
 class _Entry(TypedDict, total=False):
@@ -49,12 +51,23 @@ def write(timeline: Timeline, about: Mapping[str, object] | None = None) -> str:
         found.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "compute"}})
     number = 0
+    found += _lanes_of_hosts(timeline)
     for pipeline in timeline.pipelines or (tuple(range(timeline.ranks)),):
-        mine = [event for event in timeline.events if event.rank in pipeline]
+        mine = [event for event in timeline.events if event.rank in pipeline and not isinstance(event.instruction, There)]
         found += _pipeline(mine, pipeline, number)
         number += len(mine)
     other = {"name": timeline.name, "ranks": timeline.ranks, "pipelines": timeline.pipelines, **(about or {})}
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _lanes_of_hosts(timeline: Timeline) -> Iterator[dict[str, object]]:
+    lanes = {op: 1 + timeline.ranks + index for index, op in enumerate(THERE)}
+    used = {(event.rank, item.op) for event in timeline.events if isinstance(item := event.instruction, There)}
+    for rank, op in sorted(used):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes[op], "args": {"name": THERE[op]}}
+    for event in sorted(timeline.events, key=lambda event: event.start_s):
+        if isinstance(item := event.instruction, There):
+            yield _slice(event, lanes[item.op])
 
 
 def _pipeline(events: Sequence[Event], ranks: Sequence[int], number: int) -> Iterator[dict[str, object]]:
@@ -96,7 +109,7 @@ def _slice(event: Event, thread: int) -> dict[str, object]:
     return {
         "ph": "X",
         "name": str(item),
-        "cat": OPS[item.op] if isinstance(item, Action) else "stage" if isinstance(item, Run) else "message",
+        "cat": OPS[item.op] if isinstance(item, Action) else _CATEGORIES.get(type(item), "message"),
         "pid": event.rank,
         "tid": thread,
         "ts": _us(event.start_s),

@@ -3,6 +3,7 @@
     offload state                            optimizer state, of all parameters
     offload state model.layers.*             of those that a glob names
     offload state, update                    and there it is updated; with a glob, that of the parameters that it names
+    offload state: disk                      on the host's disk; with a glob, `offload state model.layers.*: disk`
     offload params                           parameters, all of them; or those that a glob names
     offload model.layers.*                   what backward reads of what these modules do
     offload value:model.layers.*             what they return, as far as backward reads it
@@ -30,11 +31,12 @@ TO_COME: Final = ("grads",)
 @dataclass(frozen=True, slots=True)
 class OffloadLine:
     """``what``: STATE or PARAMS, and ``pattern`` is of parameters; MODULES or VALUE, and it is of module paths.
-    ``update``: of STATE, whether its update runs on the host."""
+    ``update``: of STATE, whether its update runs on the host. ``disk``: of STATE, whether it lies on the host's disk."""
 
     what: str
     pattern: str
     update: bool = False
+    disk: bool = False
     line: int = field(default=0, compare=False)
     text: str = field(default="", compare=False)
 
@@ -54,27 +56,39 @@ class OffloadLine:
     def __str__(self) -> str:
         if self.what in STORED:
             what = f"offload {self.what}{', update' * self.update}"
-            return what if self.pattern == "*" else f"{what} {self.pattern}"
+            return (what if self.pattern == "*" else f"{what} {self.pattern}") + ": disk" * self.disk
         return f"offload {self.what}{self.pattern}"
 
 
 def read_offload_line(line: Line, number: int) -> OffloadLine:
     names = "an offload line names `state`, `params`, modules (`model.layers.*`) or what they return (`value:model.layers.*`), * for any"
     start = line.at
-    update = False
-    if (stored := line.accept(r"(state|params)(?=[\s,]|$)")) is not None:
+    update = disk = False
+    if (stored := line.accept(r"(state|params)(?=[\s,:]|$)")) is not None:
         what = stored
         if line.accept(",") is not None:
-            found = line.accept(r"update(?=\s|$)")
+            found = line.accept(r"update(?=[\s:]|$)")
             if found is None or what != STATE:
                 line.fail("the update runs on the host where its state lies there: `offload state, update`", start)
             update = True
-        pattern = "*" if line.done else line.expect(GLOB, f"after `{what}` come the parameters that it is of: `offload {what} layers.*`")
+        of = f"after `{what}` come the parameters that it is of: `offload {what} layers.*`"
+        pattern = "*" if line.done or line.accept(r"(?=:)") is not None else line.expect(GLOB, of)
+        disk = _is_on_disk(line, what, update, start)
     else:
         what = VALUE if line.accept(VALUE) is not None else MODULES
         pattern = line.expect(GLOB, names)
         if what == MODULES and pattern in TO_COME:
             line.fail(f"{pattern} cannot lie on the host yet: `state` and `params` can, and what backward reads of modules", start)
     if not line.done:
-        line.fail("an offload line ends after its pattern; write one line for each")
-    return OffloadLine(what, pattern, update, number, line.text.strip())
+        line.fail("an offload line ends after its pattern, of state with `: disk` behind it; write one line for each")
+    return OffloadLine(what, pattern, update, disk, number, line.text.strip())
+
+
+def _is_on_disk(line: Line, what: str, update: bool, start: int) -> bool:
+    if line.accept(r":\s*disk(?=\s|$)") is None:
+        return False
+    if what != STATE:
+        line.fail("state can lie on the disk, which is read once a call: `offload state: disk`; parameters in the host's memory", start)
+    if update:
+        line.fail("an update runs on what lies in the host's memory: `offload state, update`, or `offload state: disk`", start)
+    return True

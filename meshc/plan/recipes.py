@@ -61,6 +61,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
         Recipe("megatron", (("tp", _MEGATRON),)),
         Recipe("megatron_sp", (("tp", _MEGATRON_SP), ("sp", _MEGATRON_SP))),
         Recipe("ulysses", (("cp", "heads@attention > seq"),)),
+        Recipe("experts", (("ep", "experts > batch"),)),
     )
 }
 
@@ -71,12 +72,9 @@ ROLE_RECIPES: Final[Mapping[str, str]] = {
     "tp": "megatron",
     "sp": "megatron_sp",
     "cp": "ulysses",
+    "ep": "experts",
 }
 """Role -> the recipe of an axis that no plan mentions. ``dp_replicate`` beside ``dp_shard`` is then HSDP."""
-
-_NOT_YET: Final[Mapping[str, str]] = {
-    "ep": "experts are not split over ranks; use these ranks as dp or tp",
-}
 
 
 def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
@@ -100,7 +98,6 @@ def resolve(plan: PlanLike, mesh: Mesh) -> Plan:
     entries: list[AxisEntry] = []
     for axis in mesh.axes:
         try:
-            _refuse_not_yet(axis)
             _refuse_search(hand.entry(axis.name))
             entries.append(_given(hand, axis) or _by_recipe(axis, recipes) or _by_role(axis, everything))
         except PlanError as error:
@@ -146,12 +143,6 @@ def _recipes(text: str, mesh: Mesh) -> list[Recipe]:
     return recipes
 
 
-def _refuse_not_yet(axis: Axis) -> None:
-    advice = _NOT_YET.get(role(axis.name) or "")
-    if advice is not None and axis.size > 1:
-        raise PlanError(f"axis {axis}: not yet: {advice}, or give {axis.name} size 1")
-
-
 def _refuse_search(entry: AxisEntry | None) -> None:
     if entry is not None and entry.auto and role(entry.axis) == "pp":
         raise PlanError(
@@ -185,9 +176,9 @@ def _given(hand: Plan, axis: Axis) -> AxisEntry | None:
 def _by_role(axis: Axis, everything: bool) -> AxisEntry:
     """What an axis does that nothing was said of: what its role says; where that is nothing, or if everything is, it is searched."""
     found = role(axis.name)
-    if found in _NOT_YET or found == "pp":
+    if found == "pp":
         return AxisEntry(axis.name, source=f"role {found}")
-    if found is None or everything:
+    if found is None or (everything and found != "ep"):
         return AxisEntry(axis.name, auto=axis.size > 1, source="plan auto" if everything else "no role")
     recipe = RECIPES[ROLE_RECIPES[found]]
     return _entry(axis, recipe, f"role {found}, {_source(recipe)}")

@@ -14,11 +14,12 @@ each call. A pass decides it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import is_getitem, local_bytes, op_name, record, spmd
+from meshc.ir import is_getitem, local_bytes, record, spmd
 from meshc.ir.regions import region_of
 from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
 
@@ -160,5 +161,11 @@ def is_view(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    returns = node.target._schema.returns
-    return op_name(node) in _VIEWS or bool(returns and returns[0].alias_info is not None)
+    return _gives_view(node.target)
+
+
+@cache
+def _gives_view(target: torch._ops.OpOverload) -> bool:
+    """Of an operator. (Its schema is read for each question from scratch.)"""
+    returns = target._schema.returns
+    return str(target).removesuffix(".default") in _VIEWS or bool(returns and returns[0].alias_info is not None)

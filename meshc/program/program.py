@@ -34,7 +34,7 @@ class Port:
     shape     global
     sharding  how it lies where it enters or leaves (storage)
     of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry` of the optimizer
-    host      it lies on the host between calls, and within one where nothing reads it
+    host      it lies on the host between calls, and within one where nothing reads it;  disk  so it does, in a file
     """
 
     kind: PortKind
@@ -45,6 +45,7 @@ class Port:
     of: str = ""
     requires_grad: bool = False
     host: bool = False
+    disk: bool = False
 
     @property
     def key(self) -> str:
@@ -136,6 +137,8 @@ class Info(TypedDict, total=False):
 
     fresh    what each fresh state is filled with; None: a copy of the parameter
     numbers  the optimizer's, as `0.lr`
+    optimizer_state, master_weights    as in `meshc.Options`
+    experts  what it says of experts, by field
     work     rows of a module, an operator, a phase, its arithmetic, and what each axis does of it (`meshc.cost.work`)
     """
 
@@ -151,6 +154,9 @@ class Info(TypedDict, total=False):
     schedule: str | None
     stages_per_rank: int
     pp_splits: list[str] | None
+    optimizer_state: str | None
+    master_weights: bool
+    experts: dict[str, float | str]
 
 
 @dataclass

@@ -103,12 +103,14 @@ def _memory(program: PlainProgram) -> dict[str, int]:
         found["gradients, at the peak"] = most.peak.gradients
     if most.peak.total:
         found["activations, at the peak"] = most.peak.total - most.peak.gradients
-    return {**found, "together": most.total, **({"on the host, beside that": most.host} if most.host else {})}
+    beside = {text: size for text, size in (("on the host, beside that", most.host), ("on its disk", most.disk)) if size}
+    return {**found, "together": most.total, **beside}
 
 
 def _seconds(program: PlainProgram, device: Device) -> dict[str, float]:
     takes = program_seconds(program, device)
-    found = {"computing": takes.compute, **{communicating(axes): one for axes, one in takes.communication.items()}}
+    there = {"computing on the host": takes.there} if takes.there else {}
+    found = {"computing": takes.compute, **there, **{communicating(axes): one for axes, one in takes.communication.items()}}
     if program.pipeline is not None:
         found["waiting for other stages"] = takes.idle
     return {**found, "hidden behind computing": takes.hidden, "together": takes.total}

@@ -53,6 +53,8 @@ def _by_kind(program: PlainProgram, ranks: Sequence[memory.RankBytes], most: mem
         rows.append(("the budget", bytes_text(budget), ""))
     if most.host:
         rows.append(("on the host, beside that", bytes_text(most.host), ""))
+    if most.disk:
+        rows.append(("on its disk", bytes_text(most.disk), ""))
     whose = "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most"
     lines = [table(rows, ["memory", "bytes/rank", "padding"], f"memory of {whose} (predicted; the peak is where most is alive)")]
     if peak.at:

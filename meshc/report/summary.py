@@ -141,7 +141,8 @@ def _parameters(program: PlainProgram) -> str:
         here, size = _on_ranks(program, ports, [[port] for port in ports])
         _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
         kind = str(dtype).removeprefix("torch.")
-        where = " on the host" if any(kept.host for port in ports for kept in states[port.name]) else ""
+        theirs = [kept for port in ports for kept in states[port.name]]
+        where = " on the disk" if any(kept.disk for kept in theirs) else " on the host" if any(kept.host for kept in theirs) else ""
         rows.append((name, len(ports), kind, text, gradient, state, here, bytes_text(size), bytes_text(state_size) + where))
     headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", axis, "bytes/rank", "state/rank"]
     drop = [column for column in (4, 5, 6, 8) if all(row[column] in ("", "0 B") for row in rows)]
@@ -260,6 +261,8 @@ def _parked(program: PlainProgram) -> str:
 def _time(program: PlainProgram, device: Device) -> str:
     takes = program_seconds(program, device)
     rows = [("computing", takes.compute), *((communicating(axes), one) for axes, one in takes.communication.items())]
+    if takes.there:
+        rows.insert(1, ("computing on the host", takes.there))
     if program.pipeline is not None:
         rows.append(("waiting for other stages", takes.idle))
         rows[0] = ("computing, on the rank that does so longest", takes.compute)
@@ -267,7 +270,7 @@ def _time(program: PlainProgram, device: Device) -> str:
     title = f"predicted time of a call ({device.name}: {device.source})"
     lines = [table([(what, seconds_text(one)) for what, one in rows], ["", "takes"], title)]
     if takes.communication:
-        lines.append(f"  {seconds_text(takes.hidden)} of the communication hidden behind computing")
+        lines.append(f"  {seconds_text(takes.hidden)} of the communication{' and of the host' * bool(takes.there)} hidden behind computing")
     return "\n".join(lines)
 
 

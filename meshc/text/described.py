@@ -193,7 +193,7 @@ def _port(row: PortRow, hints: Mapping[str, int], types: dict[str, Record]) -> P
     if not isinstance(name, str) or not isinstance(of, str):
         raise ArtifactError(f"a port's name and what it is of are texts, not {bounds.shown(name)} and {bounds.shown(row.get('of'))}")
     requires_grad = bool(row.get("requires_grad", False))
-    return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, requires_grad, record.host)
+    return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, requires_grad, record.host, record.disk)
 
 
 def _without_defaults(value: Instruction) -> dict[str, object]:

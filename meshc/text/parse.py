@@ -10,6 +10,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NoReturn
 
 import torch
@@ -37,7 +38,8 @@ ARGUMENT: Final = (
 )
 
 _ONE_TYPE: Final = re.compile(
-    r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\](?P<rest>(?: (?:whole|host|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
+    r"(?P<dtype>\w+)\[(?P<dims>(?:[^\[\](){}]|\{[^{}]*\})*)\]"
+    r"(?P<rest>(?: (?:whole|host|disk|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
 )
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
 _CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
@@ -110,15 +112,18 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     dims = [_dim(dim.strip(), text, hints) for dim in _ITEM.findall(match["dims"])] if match["dims"].strip() else []
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
-        if clause[1] not in ("pending", "pad", "whole", "local", "host") or clause[1] in clauses:
+        if clause[1] not in ("pending", "pad", "whole", "local", "host", "disk") or clause[1] in clauses:
             raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
         clauses[clause[1]] = clause[2] or ""
-    host = clauses.pop("host", None) is not None
+    if clauses.keys() >= {"host", "disk"}:
+        raise ArtifactError(f"{text!r} is no type: what lies on the disk lies on the host: say one of the two")
+    disk = clauses.pop("disk", None) is not None
+    host = clauses.pop("host", None) is not None or disk
     plain = all(isinstance(dim, int) for dim in dims)
     if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"pending", "pad", "whole"}):
         if clauses:
             raise ArtifactError(f"{text!r} is no type: a value without factors has no {', '.join(clauses)}")
-        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host)
+        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host, disk=disk)
     if any(isinstance(dim, int) and dim != 1 for dim in dims):
         raise ArtifactError(f"{text!r} is no type: dims have factors in all places (1 aside) or in none; {TYPE_EXAMPLE}")
     sharding = Sharding(
@@ -126,7 +131,7 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     )
     if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
         raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
-    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, host=host)
+    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, host=host, disk=disk)
 
 
 def _shape(
@@ -342,12 +347,12 @@ class _Reader:
             if not isinstance(row, dict):
                 raise TypeError
             source = Source(**row.get("source", {}))
-            reason, phase = row.get("reason", ""), row.get("phase", record.phase)
+            reason, phase, again = row.get("reason", ""), row.get("phase", record.phase), row.get("again", False)
             if not all(isinstance(words, str) for words in (source.file, source.code, source.module, reason)):
                 raise TypeError
-            if type(source.line) is not int or not isinstance(phase, str) or phase not in PHASES:
+            if type(source.line) is not int or not isinstance(phase, str) or phase not in PHASES or type(again) is not bool:
                 raise TypeError
-            return Record(record.shape, record.dtype, record.sharding, source, reason, phase, host=record.host)
+            return replace(record, source=source, reason=reason, phase=phase, again=again)
         except (TypeError, AttributeError):
             raise ArtifactError(f"{self.where}: the side table's entry for {name} is no source, reason and phase: {row!r}") from None
 

@@ -23,6 +23,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
     ... local(4, 128)                            a shape that does not follow from the sharding
     ... host                                     lies on the host: `f32[8, 128] host`
+    ... disk                                     lies there in a file: `f32[8, 128] disk`
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
     f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
     int                                          no tensor
@@ -38,7 +39,7 @@ Lines that one compiled function runs stand under its number, in a program for a
     with region(0):
         h: "f32[batch 8/dp, ffn 688/tp]" = aten.mm(x, w)
 
-Comments (source, reason, the user's line, the phase) come from `side_table` and are not part of a program.
+Comments (source, reason, the user's line, the phase, what backward makes again) come from `side_table` and are not part of a program.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Row(TypedDict, total=False):
     source: SourceRow
     reason: str
     phase: str
+    again: bool
 
 
 SideTable: TypeAlias = dict[str, Row | list[Row]]
@@ -221,7 +223,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
         raise ArtifactError(f"values of {value.dtype} have no type in a program's text")
     sharding = value.sharding
     if sharding is None:
-        return f"{dtype}[{', '.join(map(braced, value.shape))}]" + " host" * value.host
+        return f"{dtype}[{', '.join(map(braced, value.shape))}]" + _place(value)
     for word in (*(part.factor for _, _, part in sharding.parts()), *sharding.axes()):
         if not WORD.fullmatch(word):
             raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space")
@@ -234,11 +236,16 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
         text += " whole"
     if value.shape != _implied(value, axis_sizes):
         text += f" local({', '.join(map(braced, value.shape))})"
-    return text + " host" * value.host
+    return text + _place(value)
+
+
+def _place(value: Record) -> str:
+    return " disk" if value.disk else " host" if value.host else ""
 
 
 def side_table(stage: Stage) -> SideTable:
-    """What the comments say, by value name: for each value (for each result) its source, reason and phase, defaults left out."""
+    """What the comments say, by value name: for each value (for each result) its source, reason, phase, and whether backward makes it
+    again, defaults left out."""
     names = value_names(stage.graph)
     table: SideTable = {}
     for node in stage.graph.nodes:
@@ -324,7 +331,7 @@ def _implied(value: Record, axis_sizes: Mapping[str, int] | None) -> tuple[int, 
     return local_shape(sharding, axis_sizes) if sharding.split_axes() <= axis_sizes.keys() else None
 
 
-_Types: TypeAlias = dict[tuple[int, int, torch.dtype | None, bool], str]
+_Types: TypeAlias = dict[tuple[int, int, torch.dtype | None, str], str]
 """Of a graph's values: what is said of those that share the objects that say it, as those of layers do that were grown."""
 
 
@@ -342,7 +349,7 @@ def _annotation(node: Node, axis_sizes: Mapping[str, int] | None, types: _Types)
 def _type(found: Record | tuple[Record, ...], axis_sizes: Mapping[str, int] | None, types: _Types) -> str:
     if isinstance(found, tuple):
         return print_type(found, axis_sizes)
-    alike = id(found.sharding), id(found.shape), found.dtype, found.host
+    alike = id(found.sharding), id(found.shape), found.dtype, _place(found)
     if alike not in types:
         types[alike] = print_type(found, axis_sizes)
     return types[alike]
@@ -383,7 +390,7 @@ def _comment(node: Node) -> str:
     if not ir.has_record(node) or not ir.records(node):
         return ""
     record = ir.records(node)[0]
-    said = "; ".join(part for part in (str(record.source), record.reason) if part)
+    said = "; ".join(part for part in (str(record.source), record.reason, "made again" if record.again else "") if part)
     return f"  # {_one_line(said)}" if said else ""
 
 
@@ -396,7 +403,8 @@ _PLACE = ("file", "line", "code", "module")
 
 def _side_row(record: Record) -> Row:
     source = {name: value for name in _PLACE if (value := getattr(record.source, name)) != getattr(Source, name)}
-    row = {"source": source, "reason": record.reason, "phase": "" if record.phase == Record.phase else record.phase}
+    phase = "" if record.phase == Record.phase else record.phase
+    row = {"source": source, "reason": record.reason, "phase": phase, "again": record.again}
     return cast(Row, {name: value for name, value in row.items() if value})
 
 
@@ -418,7 +426,7 @@ def _port(port: Port) -> str:
 
 def port_type(port: Port) -> str:
     """The type of the value that enters or leaves through a port, its shape global."""
-    return print_type(Record(port.shape, port.dtype, port.sharding, host=port.host))
+    return print_type(Record(port.shape, port.dtype, port.sharding, host=port.host, disk=port.disk))
 
 
 def _constant(name: str, value: torch.Tensor) -> str:

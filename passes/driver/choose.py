@@ -29,7 +29,7 @@ from typing import Final
 from meshc.cost.devices import for_mesh
 from meshc.frontend.faults import phase as part
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import beaten, pipeline
+from meshc.passes.driver import beaten, pipeline, refuse
 from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.found_text import as_asked, with_text
 from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
@@ -71,8 +71,9 @@ def open_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(entry.axis for entry in plan.axes if entry.auto)
 
 
-def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
-    """What is left of the best candidate. Raises NothingFits if none keeps the budget, with the least that one holds."""
+def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower) -> Lowered:
+    """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget. Raises NothingFits if none
+    keeps the budget, with the least that one holds."""
     known = placed.request.searched
     if known is not None:
         return lower(replace(placed, choices=known.at(placed.factors)), hook)
@@ -88,7 +89,7 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None) -> Lowered:
         finding.try_recipes()
     taken = judge.best
     if taken is None:
-        raise judge.refusal(axes, finding.least())
+        raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain))
     taken.heard.tell(hook)
     left = as_asked(taken.lowered, placed, axes).noting(finding.note(taken.weighed))
     left = replace(left, weighed=tuple(judge.table()))

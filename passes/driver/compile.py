@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,22 +15,27 @@ from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
 from meshc.passes.chunks.write import NotInChunks
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import pipeline
+from meshc.passes.driver import pipeline, refuse
+from meshc.passes.driver.begun import Begun, begin
 from meshc.passes.driver.choose import choose, open_axes
 from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
+from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
-from meshc.passes.driver.within_budget import refuse_what_holds_more, within_budget
+from meshc.passes.driver.within_budget import within_budget
 from meshc.passes.lower.specialise import specialise
 from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset, begin
+from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import begin as outset_of
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Joint, Traced
 from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
+from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.trace import parts
+from meshc.passes.trace.expert_groups import splits
 from meshc.program import instance
 from meshc.program.program import PlainProgram
 
@@ -48,7 +54,10 @@ def compile_program(request: Request, hook: Hook | None = None, traced: Traced |
 
 
 def _compiled(traced: Traced, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
-    return _of_factors(factored(traced, hook), hook)
+    try:
+        return _of_factors(factored(traced, hook), hook)
+    except NothingFits as error:
+        raise error.tried() from None
 
 
 def _of_factors(placed: Placed, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
@@ -80,7 +89,10 @@ def place(request: Request) -> Placed:
 
 def compile_beside(placed: Placed, request: Request) -> tuple[PlainProgram, Lowered]:
     """What has its factors, on a mesh and by a plan of this request."""
+    wanted = outset_of(request)
     with given_up(), fewer_collections():
+        if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # its experts were traced in other groups
+            return compile_program(request)
         with contextlib.suppress(Unequal):
             return _of_factors(placed.again(request), None)
         return compile_program(replace(request, depth="whole"))
@@ -101,33 +113,37 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     request = said(placed.request)
     placed = placed.asked(request) if request is not placed.request else placed
     if open_axes(placed.plan):
-        return choose(placed, _within_budget, hook)
-    left = _within_budget(placed, hook)
-    refuse_what_holds_more(placed, left, _lowered)
+        return choose(placed, _within_budget, hook, _lowered)
+    try:
+        left = _within_budget(placed, hook)
+    except DoesNotFit as error:
+        raise refuse.no_stages(placed, error, _lowered) from None
+    refuse.what_holds_more(placed, left, _lowered)
     return left
 
 
 def _within_budget(placed: Placed, hook: Hook | None) -> Lowered:
     """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
-    return within_budget(placed, hook, _lowered)
+    again = placed.request.memory_budget is not None
+    return within_budget(placed, hook, partial(_lowered, begun=Begun()) if again else _lowered)
 
 
-def _lowered(placed: Placed, hook: Hook | None) -> Lowered:
-    """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why."""
+def _lowered(placed: Placed, hook: Hook | None, begun: Begun | None = None) -> Lowered:
+    """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why. `begun`: what may have begun alike."""
     try:
-        return _as_asked(placed, hook)
+        return _as_asked(placed, hook, begun)
     except NotInChunks as why:
-        whole = _as_asked(placed.again(replace(placed.request, chunks=1)), hook)
+        whole = _as_asked(placed.again(replace(placed.request, chunks=1)), hook, begun)
         return whole.noting(f"the head and loss run whole, and not in chunks: {why}")
 
 
-def _as_asked(placed: Placed, hook: Hook | None) -> Lowered:
+def _as_asked(placed: Placed, hook: Hook | None, begun: Begun | None) -> Lowered:
     request = placed.request
     if has_choice(request):
         cut = search(placed, hook)
     else:
-        partitioned = run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
-        cut = run_all((*pipeline.REMADE, *pipeline.PARTS, pipeline.STAGES), partitioned, hook)
+        grown = begin(placed, hook) if begun is None else begun.begin(placed, hook)
+        cut = run_all((pipeline.RECOMPUTE, *pipeline.PARTS, pipeline.STAGES), grown, hook)
     return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
 
 
@@ -141,7 +157,7 @@ def _traced(outset: Outset, hook: Hook | None) -> Traced:
 def _whole_forward(request: Request) -> Placed:
     """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
     with torch.no_grad():
-        return factored(_traced(begin(parts.whole_forward(request)), None))
+        return factored(_traced(outset_of(parts.whole_forward(request)), None))
 
 
 def _open_rows(placed: Placed, hook: Hook | None) -> Placed | None:

@@ -13,13 +13,12 @@ What is estimated to be slower than a plan that is known elsewhere is not made (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Final
 
-from meshc.cost.alive import alive
 from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.cost.weigh import weigh
@@ -28,7 +27,7 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import beaten
 from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.heard import Heard
-from meshc.passes.driver.nothing_fits import nothing_fits
+from meshc.passes.driver.nothing_fits import Trying, nothing_fits
 from meshc.passes.driver.search import SLOWER
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
@@ -36,8 +35,6 @@ from meshc.passes.phases.single import Hook
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
-from meshc.program.program import PlainProgram
-from meshc.report.held import lines_of
 
 TOO_LARGE: Final = "more than a rank may hold"
 FAR: Final = 0.15
@@ -82,7 +79,7 @@ class Judge:
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
     slower: list[Weighed] = field(default_factory=list)
-    closest: PlainProgram | None = None
+    closest: Lowered | None = None
 
     def __post_init__(self) -> None:
         request = self.placed.request
@@ -148,7 +145,7 @@ class Judge:
             return found.error.need.most.total if isinstance(found.error, DoesNotFit) else None
         candidate, most = found
         if self.closest is None or most.total < min(one.total for _, one in self.lowered):
-            self.closest = candidate.lowered.as_program()
+            self.closest = candidate.lowered
         self.lowered.append((candidate.weighed, most))
         if self._keeps(most) and (self.best is None or candidate.seconds < self.best.seconds):
             self.best = candidate
@@ -169,8 +166,9 @@ class Judge:
         """Whether the program of one that is called so keeps the budget."""
         return any(self._keeps(most) for one, most in self.lowered if one.name in names)
 
-    def refusal(self, axes: tuple[str, ...], least: float | None) -> MeshcError:
-        """Why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found."""
+    def refusal(self, axes: tuple[str, ...], least: float | None, values: Sequence[str] = (), trying: Trying | None = None) -> MeshcError:
+        """Why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found; `values`: lines about
+        the largest of what holds least."""
         if self.unequal is not None:
             return self.unequal
         if self.slower:
@@ -178,8 +176,7 @@ class Judge:
         needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
         if self.refused and not needs:
             return self.refused[0]
-        values = [] if self.closest is None else lines_of(alive(self.closest))
-        return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()), values)
+        return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()), values, trying)
 
     def _beaten(self) -> Beaten:
         least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio

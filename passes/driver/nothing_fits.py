@@ -12,16 +12,22 @@ would, the cheapest first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
 from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.errors import PlanError
-from meshc.passes.driver.would_do import Found, divisor
+from meshc.passes.driver.would_do import Found
 from meshc.passes.phases.placed import Placed
+from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
+
+Trying = Callable[[], Found]
+"""What is tried once somebody wants to know."""
 
 CHANGES: Final = 3
 """That are named, of those that were tried and would do."""
@@ -32,18 +38,36 @@ class NothingFits(PlanError):
     least    the fewest bytes that any candidate was found to hold; None: none was made
     parts    what they are made of, in words;  cheapest  the change that asks for no other devices; "" where there is none
     weighed  the candidates
+    found    changes that were tried; None where none has been
     """
 
     def __init__(
-        self, text: str, least: float | None, parts: str = "", cheapest: str = "", weighed: Sequence[Weighed] = ()
+        self, text: str, least: float | None, parts: str = "", cheapest: str = "", weighed: Sequence[Weighed] = (),
+        found: Found | None = None, trying: Callable[[], NothingFits] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(text)
-        self.least, self.parts, self.cheapest, self.weighed = least, parts, cheapest, tuple(weighed)
+        self.least, self.parts, self.cheapest, self.weighed, self.found = least, parts, cheapest, tuple(weighed), found
+        self._trying = trying
+
+    def tried(self) -> NothingFits:
+        """With what would do, tried, where that has not been done: each change goes through all passes from the plan on."""
+        return self if self._trying is None else self._trying()
+
+    def trying(self, context: Callable[[], AbstractContextManager[object]]) -> NothingFits:
+        """The same, whose changes are tried in such a context."""
+        if (trying := self._trying) is not None:
+
+            def there() -> NothingFits:
+                with context():
+                    return trying()
+
+            self._trying = there
+        return self
 
 
 def nothing_fits(
     placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes], weighed: Sequence[Weighed] = (),
-    values: Sequence[str] = (),
+    values: Sequence[str] = (), trying: Trying | None = None,
 ) -> NothingFits:  # fmt: skip
     """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
     lines about the largest at the peak of the program that holds least."""
@@ -54,31 +78,55 @@ def nothing_fits(
         found = "" if least is None else f"; the least that one was found to need is {int(least):,}, by the planner's model"
         advice = [*([_budget(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
         return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least, weighed=weighed)
-    found = f"{start}; the least that one was found to need is {closest.total:,}"
-    return _closest(budget, closest, found, weighed, values, _in_parts(placed, budget, closest))
+    told = f"{start}; the least that one was found to need is {closest.total:,}:"
+    return _Told(placed, budget, closest, told, values, tuple(weighed)).before(trying)
 
 
-def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence[str], tried: Found) -> NothingFits:
-    """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `tried`: changes of the request."""
+def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence[str], trying: Trying) -> NothingFits:
+    """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
     policy = placed.request.remat
     again = "" if policy in (None, "none") else f", although backward makes again what Options(remat={policy!r}) says"
-    start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}"
-    how = f"tried, by {for_mesh(placed.mesh).name}'s clock"
-    closest = [] if tried.closest is None else [f"{tried.closest}, which is not enough, and the least of what was tried ({how})"]
-    return _closest(budget, holds, start, (), values, [*(f"{one} ({how})" for one in tried.fits[:CHANGES]), *closest])
+    start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}:"
+    return _Told(placed, budget, holds, start, values).before(trying)
 
 
-def _closest(
-    budget: int, holds: RankBytes, start: str, weighed: Sequence[Weighed], values: Sequence[str], changes: Sequence[str]
-) -> NothingFits:  # fmt: skip
-    kept, grown = sum(holds.kept.values()), holds.peak.gradients
-    made = holds.peak.total - grown
-    parts = f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
-    where = f", at {holds.peak.at}" if holds.peak.at else ""
-    largest = [f"most of it when that is most{where}:", *(f"  {line}" for line in values)] if values else []
-    said = "".join(f"\n  {line}" for line in (parts, *largest))
-    advice = "; or ".join(_advice(budget, holds.total, changes))
-    return NothingFits(f"{start}:{said}\n  what to do: {advice}", holds.total, parts, next(iter(changes), ""), weighed)
+def of_stages(error: DoesNotFit, placed: Placed, budget: int, values: Sequence[str], trying: Trying) -> NothingFits:
+    """Of a pipeline: no schedule, number of microbatches or cut that was tried keeps the budget."""
+    *start, parts = str(error).splitlines()
+    return _Told(placed, budget, error.need.most, "\n".join(start), values, said=parts.strip()).before(trying)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What is said beside what was tried. `holds`: of the program that holds least; `said`: what that is made of, where known."""
+
+    placed: Placed
+    budget: int
+    holds: RankBytes
+    start: str
+    values: Sequence[str]
+    weighed: tuple[Weighed, ...] = ()
+    said: str = ""
+
+    def before(self, trying: Trying | None) -> NothingFits:
+        """While nothing has been tried."""
+        return self._error([], None, None if trying is None else lambda: self.with_found(trying()))
+
+    def with_found(self, found: Found) -> NothingFits:
+        how = f"tried, by {for_mesh(self.placed.mesh).name}'s clock"
+        less = [] if found.closest is None else [f"{found.closest}, which is not enough, and the least of what was tried ({how})"]
+        return self._error([*(f"{one} ({how})" for one in found.fits[:CHANGES]), *less], found, None)
+
+    def _error(self, changes: Sequence[str], found: Found | None, trying: Callable[[], NothingFits] | None) -> NothingFits:
+        kept, grown = sum(self.holds.kept.values()), self.holds.peak.gradients
+        made = self.holds.peak.total - grown
+        parts = self.said or f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
+        where = f", at {self.holds.peak.at}" if self.holds.peak.at else ""
+        largest = [f"most of it when that is most{where}:", *(f"  {line}" for line in self.values)] if self.values else []
+        said = "".join(f"\n  {line}" for line in (parts, *largest))
+        advice = "; or ".join(_advice(self.budget, self.holds.total, changes))
+        text = f"{self.start}{said}\n  what to do: {advice}"
+        return NothingFits(text, self.holds.total, parts, next(iter(changes), ""), self.weighed, found, trying)
 
 
 def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
@@ -92,17 +140,6 @@ def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
 def times(budget: int, least: float) -> int:
     """How many times the ranks would do, if they split what is held."""
     return max(2, ceil(least / max(1, budget)))
-
-
-def _in_parts(placed: Placed, budget: int, holds: RankBytes) -> list[str]:
-    """The number of microbatches that is estimated to do."""
-    request = placed.request
-    stays = sum(holds.kept.values()) + holds.peak.gradients
-    made, left = holds.total - stays, budget - stays
-    count = divisor(placed, ceil(request.count * made / left)) if request.train and left > 0 else None
-    if count is None:
-        return []
-    return [f"TrainStep(microbatches={count}), which makes {made * request.count // count:,} of these {made:,} at a time (estimated)"]
 
 
 def _budget(size: float) -> str:

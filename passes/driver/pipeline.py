@@ -15,6 +15,7 @@ from meshc.passes.lower.fetch_ahead import fetch_ahead
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
 from meshc.passes.lower.schedule_collectives import schedule_collectives
+from meshc.passes.lower.send_rows import send_rows
 from meshc.passes.lower.share_memory import share_memory
 from meshc.passes.lower.start_early import start_early
 from meshc.passes.microbatches.cut_backward import cut_backward
@@ -70,6 +71,9 @@ PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 GROW: Final[Pass[Lowered, Lowered]] = Pass(
     "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, bundles, liveness"
 )
+ROWS: Final[Pass[Lowered, Lowered]] = Pass(
+    "send_rows", send_rows, "after grow, on the whole graph; before recompute, since what is sent and kept is less"
+)
 CHUNKS: Final[Pass[Lowered, Lowered]] = Pass(
     "chunks", write_chunks, "after grow, whose blocks have no chunks; before recompute, which asks what forward leaves to backward"
 )
@@ -83,12 +87,11 @@ RECOMPUTE: Final[Pass[Lowered, Lowered]] = Pass(
     "recompute", recompute, "once local bytes and collectives are known; before microbatch and stages, which save what is still read"
 )
 PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled what backward reads; before microbatch and stages likewise")
-MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass(
-    "microbatch", split_microbatches, "after partition: a microbatch is one more axis there"
-)
-REMADE: Final = (GROW, CHUNKS, PARK_PARAMS, PARK_STATE, RECOMPUTE)
+MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass("microbatch", split_microbatches, "after partition: a microbatch is one more axis there")
+GROWN: Final = (GROW, ROWS, CHUNKS, PARK_PARAMS, PARK_STATE)
+REMADE: Final = (*GROWN, RECOMPUTE)
 PARTS: Final = (PARK, MICROBATCH)
-"""Those of them that come before a pipeline is cut: up to what backward makes again, and behind that."""
+"""Those of them that come before a pipeline is cut: before and up to what backward makes again, and behind that."""
 STAGES: Final[Pass[Lowered, Lowered]] = Pass(
     "stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"
 )
@@ -107,6 +110,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (GROW, CHUNKS, PARK_PARAMS, PARK_STATE, RECOMPUTE, PARK, MICROBATCH, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (*REMADE, *PARTS, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

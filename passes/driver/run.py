@@ -17,7 +17,10 @@ Left = TypeVar("Left", bound=Outset)
 
 
 def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:
-    structure = Structure(phase)
+    return _run(each, phase, hook, Structure(phase))
+
+
+def _run(each: Pass[Given, Left], phase: Given, hook: Hook | None, structure: Structure) -> Left:
     start = time.process_time()
     with part(f"the pass {each.name}"):
         left = each.run(phase)
@@ -30,6 +33,8 @@ def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left
 
 
 def run_all(passes: Iterable[Pass[Left, Left]], phase: Left, hook: Hook | None = None) -> Left:
+    last: Structure | None = None
     for each in passes:
-        phase = run(each, phase, hook)
+        last = Structure(phase, last)
+        phase = _run(each, phase, hook, last)
     return phase

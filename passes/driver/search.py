@@ -43,7 +43,7 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.cut_stages import Uncut
-from meshc.passes.stages.fit import DoesNotFit, Need, budget_of, least, need_of
+from meshc.passes.stages.fit import DoesNotFit, Need, budget_of, least, need_of, noted
 from meshc.passes.stages.shape import Shape, Shapes
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
@@ -333,7 +333,7 @@ class Search:
             return self._note(replace(tried, dropped=str(lowered)), lowered)
         need = None if self.budget is None else need_of(lowered)
         if need is not None and self.budget is not None and need.most.total > self.budget:
-            self.needs.append(need)
+            self.needs = noted(self.needs, need)
             return self._note(replace(tried, holds=need.most.total, dropped=f"more than a rank may hold, {self.budget:,} bytes"), need)
         seconds = predicted_s(lowered)
         tried = replace(tried, seconds=seconds, holds=None if need is None else need.most.total)

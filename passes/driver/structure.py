@@ -26,11 +26,15 @@ class Structure:
     ports    of each graph
     nodes    each graph's, with their parts
     records  ids of all records, which are immutable; `nodes` holds them
+    left     likewise, of the graphs that a pass has left
     """
 
-    def __init__(self, before: Outset) -> None:
+    def __init__(self, before: Outset, last: Structure | None = None) -> None:
+        """`last`: of the pass just before, which has looked at what it left."""
         self.ports = dict(_graphs(before))
-        self.nodes = {graph: _parts(graph) for graph in self.ports}
+        known = {} if last is None else last.left
+        self.nodes = {graph: known[graph] if graph in known else _parts(graph) for graph in self.ports}
+        self.left: dict[Graph, list[object]] = {}
         rows = self.nodes.values() if isinstance(before, Lowered) else ()
         self.records = {id(record) for parts in rows for record in parts[RECORD]}
 
@@ -48,6 +52,7 @@ class Structure:
 
     def _changed(self, graph: Graph) -> bool:
         before, now = self.nodes.get(graph, ()), _parts(graph)
+        self.left[graph] = now
         return len(before) != len(now) or not all(map(is_, before, now))
 
 

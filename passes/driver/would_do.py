@@ -5,14 +5,15 @@
                           offload state               16.4 GB          does not do
 
 A change goes through all passes from the plan on, is walked and stands on the clock. What looks as if it did, as the closest program makes
-values again, is done once more as it would be for the user. Where no change does alone, those that save most are tried together.
+values again, under the schedule and the number of microbatches that a pipeline came to, or with the choices that a search has made, is done
+once more as it would be for the user. Where no change does alone, those that save most are tried together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from math import ceil, prod
 from typing import Final, TypeAlias
 
@@ -21,19 +22,24 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
 from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
+from meshc.passes import schedules
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.entries import STORES
-from meshc.plan.offload_lines import STATE
+from meshc.plan.offload_lines import PARAMS, STATE
 from meshc.plan.plan import Plan
+from meshc.plan.recipes import PlanLike, resolve
 
 CHUNKS: Final = 8
 WIDEST: Final = "layer"
 """Of the policies that users name, what makes most again, a layer at a time."""
+LEAST: Final = "1f1b"
+"""Of the schedules of a pipeline, what has fewest microbatches in flight for stages of one piece."""
 
 Lower: TypeAlias = Callable[[Placed, "Hook | None"], Lowered]
 
@@ -43,11 +49,14 @@ class WouldDo:
     """
     said    what the user writes;  holds  bytes of the rank that needs most
     more_s  how much longer a call takes than that of the program that holds too much, by the clock of the mesh's device
+    plan, asks  the same as data: the whole plan's text, and of options and of the step what is asked otherwise
     """
 
     said: str
     holds: int
     more_s: float
+    plan: str = ""
+    asks: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         longer = f"{abs(self.more_s) * 1e3:.3g} ms {'more' if self.more_s >= 0 else 'less'} a call"
@@ -61,22 +70,30 @@ def _same(plan: Plan) -> Plan:
 @dataclass(frozen=True)
 class Change:
     """`said` of what the user writes has HEAD in the place of the head's module. `asks` other fields of the request, `writes` another
-    plan."""
+    plan; `stores`: another store clause of an axis."""
 
     said: str
     asks: Mapping[str, object] = field(default_factory=dict)
     writes: Callable[[Plan], Plan] = _same
+    stores: bool = False
 
     def of(self, request: Request, plan: Plan) -> Request:
         return replace(request, plan=self.writes(plan), **self.asks)  # type: ignore[arg-type]
 
     def and_also(self, other: Change) -> Change:
-        return Change(f"{self.said} and {other.said}", {**self.asks, **other.asks}, lambda plan: other.writes(self.writes(plan)))
+        said, asks = f"{self.said} and {other.said}", {**self.asks, **other.asks}
+        return Change(said, asks, lambda plan: other.writes(self.writes(plan)), self.stores or other.stores)
+
+    def text(self, plan: Plan, head: str) -> str:
+        """The plan as the user writes it."""
+        return "\n".join([str(self.writes(plan)), *([f"chunk {head}: {self.asks['chunks']}"] if "chunks" in self.asks else [])])
 
 
 HEAD: Final = "HEAD"
 NEAR: Final = 1.15
 """How many times the budget what was tried may hold, as the closest program makes values again, to be tried as the user's own would."""
+AGAIN: Final = 2
+"""Changes of a searched plan that are searched for once more, at most."""
 
 
 @dataclass(frozen=True)
@@ -87,58 +104,96 @@ class Found:
     closest: WouldDo | None = None
 
 
-def would_do(asked: Placed, left: Lowered, budget: int, lower: Lower, within: Lower) -> Found:
+@dataclass(frozen=True)
+class Trying:
     """
     asked   under the user's own request;  left  the program that holds least of what came of it
-    lower   all passes from the plan on;  within  likewise, with as much made again as keeps the budget
+    budget  bytes of a rank
+    lower   all passes from the plan on;  within  likewise, as it would be for the user: with as much made again as keeps the budget
+    axes    that were searched: of these, and over a pipeline, the cheapest alone of what looks as if it did is tried as the user's own
     """
-    trying = _Trying(asked, left, lower, _seconds(left))
-    looked = trying.all(list(changes(left, budget)))
-    if not any(found.holds <= budget for _, found in looked):
-        held = memory.worst(left.as_program()).total
-        saving = sorted((each for each in looked if each[1].holds < held), key=lambda each: each[1].holds)
-        looked += trying.together([change for change, _ in saving], budget)
-    near = [(change, found) for change, found in looked if found.holds <= NEAR * budget]
-    if asked.request.remat is None:  # what the closest program makes again is not what the user's own request would
-        near = [(change, found) for change, _ in near if (found := trying.one(change, asked, within)) is not None]
-    fits = sorted((found for _, found in near if found.holds <= budget), key=lambda one: one.more_s)
-    return Found(fits, None if fits else min((found for _, found in (*looked, *near)), key=lambda one: one.holds, default=None))
-
-
-@dataclass(frozen=True)
-class _Trying:
-    """`base_s`: what the program takes that is refused."""
 
     asked: Placed
     left: Lowered
+    budget: int
     lower: Lower
-    base_s: float
+    within: Lower
+    axes: Collection[str] = ()
 
-    def all(self, some: Sequence[Change]) -> list[tuple[Change, WouldDo]]:
-        """As the closest program makes values again."""
-        closest = replace(self.asked, request=self.left.request)
-        return [(change, found) for change in some if (found := self.one(change, closest, self.lower)) is not None]
+    def found(self) -> Found:
+        closest = replace(self.asked, request=_as_it_came(self.left))
+        some = [change for change in changes(self.left, self.asked.request, self.budget) if not (self.axes and change.stores)]
+        looked = self._all(some, closest)
+        if not any(found.holds <= self.budget for _, found in looked):
+            held = memory.worst(self.left.as_program()).total
+            saving = sorted((each for each in looked if each[1].holds < held), key=lambda each: each[1].holds)
+            looked += self._together([change for change, _ in saving], closest)
+        near = [each for each in looked if each[1].holds <= NEAR * self.budget]
+        if self._differs():
+            near = list(self._as_the_users_own(sorted(near, key=lambda each: each[1].more_s)))
+        fits = sorted((found for _, found in near if found.holds <= self.budget), key=lambda one: one.more_s)
+        less = [found for _, found in (*looked, *near) if found.holds > self.budget]
+        return Found(fits, None if fits else min(less, key=lambda one: one.holds, default=None))
 
-    def together(self, some: Sequence[Change], budget: int) -> list[tuple[Change, WouldDo]]:
+    def _differs(self) -> bool:
+        """Whether the closest program was made under another request than the user's own."""
+        return bool(self.axes) or self.asked.request.remat is None or self.asked.mesh.pipeline_axis is not None
+
+    def _as_the_users_own(self, near: Sequence[tuple[Change, WouldDo]]) -> Iterator[tuple[Change, WouldDo]]:
+        for change, _ in near[:AGAIN] if self.axes else near:
+            found = self._one(change, self.asked, self.asked.request.plan, self.within)
+            if found is not None:
+                yield change, found
+                if found.holds <= self.budget and (self.axes or self.left.pipeline is not None):
+                    return  # what was searched is searched for once more, which takes long
+
+    def _all(self, some: Sequence[Change], closest: Placed) -> list[tuple[Change, WouldDo]]:
+        """As the closest program is made."""
+        return [(change, found) for change in some if (found := self._one(change, closest, self.left.plan, self.lower)) is not None]
+
+    def _together(self, some: Sequence[Change], closest: Placed) -> list[tuple[Change, WouldDo]]:
         """Those two that save most; where these do not do, all."""
         found: list[tuple[Change, WouldDo]] = []
         for count in dict.fromkeys((2, len(some))) if len(some) > 1 else ():
-            found += self.all([reduce(Change.and_also, some[:count])])
-            if found and found[-1][1].holds <= budget:
+            found += self._all([reduce(Change.and_also, some[:count])], closest)
+            if found and found[-1][1].holds <= self.budget:
                 break
         return found
 
-    def one(self, change: Change, placed: Placed, lower: Lower) -> WouldDo | None:
+    def _one(self, change: Change, placed: Placed, plan: PlanLike, lower: Lower) -> WouldDo | None:
+        request = change.of(placed.request, resolve(plan, placed.mesh))
         try:
-            found = attempt(lambda: lower(placed.again(change.of(placed.request, self.left.plan)), None))
+            found = attempt(lambda: lower(placed.again(request), None))
         except Unequal:
             return None
         if isinstance(found, Refused):
-            return None
+            if not isinstance(found.error, DoesNotFit) or (cut := found.error.need.cut) is None:
+                return None
+            holds, found = found.error.need.most.total, cut
+        else:
+            holds = memory.worst(found.as_program()).total
         head = "" if found.placed.chunked is None else records(found.placed.chunked.product)[0].source.module
         if HEAD in change.said and not head:
             return None  # there is no head, or it runs whole
-        return WouldDo(change.said.replace(HEAD, head), memory.worst(found.as_program()).total, _seconds(found) - self.base_s)
+        asks = {name: asked for name, asked in change.asks.items() if name != "chunks"}
+        text = change.text(resolve(plan, placed.mesh), head)
+        return WouldDo(change.said.replace(HEAD, head), holds, _seconds(found) - self._base_s, text, asks)
+
+    @cached_property
+    def _base_s(self) -> float:
+        """What the program takes that is refused."""
+        return _seconds(self.left)
+
+
+def _as_it_came(left: Lowered) -> Request:
+    """Of a pipeline, with the schedule that was found, and with all of a layer made again where as much may be made again as is wanted."""
+    request, pipeline = left.request, left.pipeline
+    if pipeline is None:
+        return request
+    if request.remat is None and request.grad and request.memory_budget is not None:
+        request = replace(request, remat=WIDEST)
+    named = request.schedule is not None or pipeline.schedule.name not in schedules.names()
+    return request if named else replace(request, schedule=pipeline.schedule.name)
 
 
 def _seconds(left: Lowered) -> float:
@@ -149,12 +204,14 @@ def _seconds(left: Lowered) -> float:
 # ------------------------------------------------------------------------------------------------------------------------- the changes
 
 
-def changes(left: Lowered, budget: int) -> Iterator[Change]:
-    """What the request has not asked for yet, of programs without pipeline stages."""
+def changes(left: Lowered, asked: Request, budget: int) -> Iterator[Change]:
+    """What the request has not asked for yet. `left`: the program that holds too much, of what was `asked`."""
     request, plan = left.request, left.plan
     if request.optimizer is not None and any(port.kind == "state" and port.shape and not port.host for port in left.inputs):
         if not any(line.what == STATE for line in plan.offloads):
-            yield Change(f"`offload {STATE}` in the plan", writes=lambda plan: Plan(f"{plan}\noffload {STATE}"))
+            yield _offload(STATE)
+    if request.optimizer is not None and not any(line.what == PARAMS for line in plan.offloads):
+        yield _offload(PARAMS)
     if request.train:
         yield from _stored(left)
     if request.train and request.chunks is None and not plan.chunks:
@@ -164,6 +221,22 @@ def changes(left: Lowered, budget: int) -> Iterator[Change]:
     count = _microbatches(left, budget)
     if count is not None:
         yield Change(f"TrainStep(microbatches={count})", {"microbatches": count})
+    if left.pipeline is not None:
+        yield from _staged(asked, budget)
+
+
+def _offload(what: str) -> Change:
+    return Change(f"`offload {what}` in the plan", writes=lambda plan: Plan(f"{plan}\noffload {what}"))
+
+
+def _staged(asked: Request, budget: int) -> Iterator[Change]:
+    """Of what a pipeline is asked for: what leaves the search more to choose, or has fewer microbatches in flight."""
+    if asked.train and asked.schedule not in (None, LEAST):
+        yield Change(f"Options(schedule={LEAST!r})", {"schedule": LEAST})
+    if asked.pp_splits:
+        yield Change("no Options(pp_splits=)", {"pp_splits": ()})
+    if asked.memory_budget is None and asked.grad:
+        yield Change(f"Options(memory_budget={budget}), for which values are made again", {"memory_budget": budget})
 
 
 def _stored(left: Lowered) -> Iterator[Change]:
@@ -175,7 +248,8 @@ def _stored(left: Lowered) -> Iterator[Change]:
     }
     if could:
         lines = " and ".join(f"`{entry}`" for entry in could.values())
-        yield Change(f"{lines} in the plan", writes=lambda plan: plan.having([could.get(entry.axis, entry) for entry in plan.axes]))
+        stored = lambda plan: plan.having([could.get(entry.axis, entry) for entry in plan.axes])  # noqa: E731
+        yield Change(f"{lines} in the plan", writes=stored, stores=True)
 
 
 def _microbatches(left: Lowered, budget: int) -> int | None:

@@ -14,8 +14,8 @@ from torch.fx import Node
 from meshc.cost import memory
 from meshc.cost.clock import HOST, clocked
 from meshc.cost.devices import Device, Link
-from meshc.cost.links import copy_seconds
-from meshc.ir import local_bytes, record, spmd
+from meshc.cost.links import host_copy_seconds
+from meshc.ir import calls, local_bytes, record, spmd
 from meshc.passes.phases.lowered import Lowered
 
 LEAST_S: Final = 1e-5
@@ -26,6 +26,8 @@ EXPOSED: Final = "are not hidden behind"
 
 def exposed(lowered: Lowered, device: Device) -> str:
     """Of a device with a link to its host; nothing, where nothing is copied."""
+    if not any(spmd.is_host_copy(node.target) for stage in lowered.stages.values() for node in calls(stage.graph)):
+        return ""
     free = replace(device, host=Link(0.0, float("inf")))
     runs = memory.runs(lowered.as_program())
     copies = waits = computes = 0.0
@@ -50,7 +52,7 @@ def exposed(lowered: Lowered, device: Device) -> str:
     seconds, node = longest
     if node is not None:
         size = local_bytes(record(node))
-        takes_s = copy_seconds(size, device)
+        takes_s = host_copy_seconds(node, device)
         what = f"what {record(node).source.module} made" if record(node).source.module else node.all_input_nodes[-1].name
         beside = f"{size:,} bytes take {_text(takes_s)}, and {_text(max(0.0, takes_s - seconds))} are computed meanwhile"
         said += f"; it waits longest for {what}: {beside}"

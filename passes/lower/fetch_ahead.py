@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import Device, for_mesh
-from meshc.cost.links import copy_seconds
+from meshc.cost.links import host_copy_seconds
 from meshc.cost.operators import seconds
 from meshc.errors import CompileError
 from meshc.ir import PHASES, has_record, local_bytes, record, records, runs_on_host, spmd
@@ -167,7 +167,7 @@ def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> 
     for node in fetches:
         found.setdefault(min(place[user] for user in node.users), []).append(node)
     return [
-        _Group(found[reader], reader, sum(map(_bytes, found[reader])), sum(copy_seconds(_bytes(node), device) for node in found[reader]))
+        _Group(found[reader], reader, sum(map(_bytes, found[reader])), sum(host_copy_seconds(node, device) for node in found[reader]))
         for reader in sorted(found)
     ]
 

@@ -4,11 +4,13 @@
     w1, m1, v1 = adam(w, g, m32, v32, ...)              becomes     adam_many_([w], [g], [m32], [v32], ...)
     return m: round_state(m, m1, ...), n: ...                       round_state_(m, m32, ...); round_state_(v, v32, ...)
                                                                     n32 = to_copy(n); ...
+
+State in 8 bits has scales of its new values in between, which ranks may have to agree on: these stand behind the update too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -21,7 +23,7 @@ from meshc.ops import keep
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import WRITTEN
 
-WIDENS: Final = (torch.ops.aten._to_copy.default, torch.ops.meshc.join_master.default)
+WIDENS: Final = (torch.ops.aten._to_copy.default, torch.ops.meshc.join_master.default, torch.ops.meshc.decode_state.default)
 """What makes of what is kept what an update takes."""
 
 WIDENED_BYTES: Final = 32 << 20
@@ -71,7 +73,12 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
         assert isinstance(old, Node)
         readers = [reader for reader in old.users if reader.op == "call_function" and reader in order]
         after = narrowed.get(node) or max(readers, key=order.__getitem__)
-        _bring(node, after, order)
+        between = _between(node) if node in narrowed else []
+        for one in between:
+            _bring(one, after, order, between)
+            behind.get(after, after).append(one)
+            behind[after] = one
+        _bring(node, after, order, between)
         with graph.inserting_after(behind.get(after, after)):
             behind[after] = call(graph, Record(phase="update"), keep.IN_PLACE[node.target], *node.args)
         kept[node] = old
@@ -79,11 +86,28 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
     read_operands(graph, kept)
 
 
-def _bring(node: Node, after: Node, order: Mapping[Node, int]) -> None:
+def _between(node: Node) -> list[Node]:
+    """What is made of an update's results for what keeps them: the scales of blocks, with what ranks do together for these."""
+    found: dict[Node, None] = {}
+
+    def follows(one: Node) -> bool:
+        if one is node.args[1]:
+            return True
+        if one.op != "call_function" or not any([follows(operand) for operand in one.all_input_nodes]):
+            return False
+        found[one] = None
+        return True
+
+    for operand in node.all_input_nodes:
+        follows(operand)
+    return list(found)
+
+
+def _bring(node: Node, after: Node, order: Mapping[Node, int], between: Collection[Node]) -> None:
     """To before `after` what tells where a tile lies."""
     for operand in node.all_input_nodes:
-        if order[operand] > order[after] and operand.target not in WIDENS:
-            _bring(operand, after, order)
+        if order[operand] > order[after] and operand.target not in WIDENS and operand not in between:
+            _bring(operand, after, order, between)
             after.prepend(operand)
 
 

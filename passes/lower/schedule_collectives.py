@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, record, spmd
@@ -55,7 +56,7 @@ def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | 
     limit = window_bytes(scatters) if window is None else window
     bundle(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
     _start(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
-    bundle(stage, sizes, targets=[spmd.all_reduce])
+    bundle(stage, sizes, targets=[spmd.all_reduce], apart=_of_blocks(graph))
     _gather(stage, sizes, alone, window)
     graph.lint()
 
@@ -86,6 +87,12 @@ def _start(graph: Graph, reduction: Function) -> None:
     for node in graph.find_nodes(op="call_function", target=reduction):
         if node.args[1] != ["mb"] and not spmd.joins_stages(node):
             _hoist(node, place, entered[-1])
+
+
+def _of_blocks(graph: Graph) -> set[Node]:
+    """Of state in 8 bits, the reductions of scales: together they would hold all of it in full, which is done a part at a time."""
+    reductions = graph.find_nodes(op="call_function", target=spmd.all_reduce)
+    return {node for node in reductions if node.all_input_nodes[0].target is torch.ops.meshc.block_scale.default}
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,22 @@ Buffers that a microbatch writes are what the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record, spmd
 from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
+from meshc.passes.microbatches.mixed_sums import ahead_of
 from meshc.passes.microbatches.rows import rows_of, whole_rows
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
 from meshc.program.accumulate import OF_REDUCTION, whole_of
-from meshc.program.program import Instruction
+from meshc.program.program import Instruction, Stage
 
 
 def split_microbatches(lowered: Lowered) -> Lowered:
@@ -50,13 +51,14 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     among = set(sums)
     varies = read_by(own, through=lambda node: node not in among).difference(sums)
     done = read_by(sums)
-    _refuse_mixing(graph, varies, done, sums)
+    mixing = ahead_of(graph, varies, done, sums, lowered)
     learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
     repeated = {*varies, *done, *learned, *parts}
     early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
     split = Splitter(graph, keys)
     late = {key: node for key, node in results.items() if key not in written}
-    wanted_late = [n for n in (*late.values(), *[x for d in done if d not in among for x in d.all_input_nodes]) if isinstance(n, Node)]
+    behind = [d for d in done if d not in among and d not in varies]
+    wanted_late = [n for n in (*late.values(), *[x for d in behind for x in d.all_input_nodes]) if isinstance(n, Node)]
     _refuse_wanted_whole(wanted_late, varies.difference(sums, rows.values()))
     integers = {n for n in early if is_integer(n)}
     later = {*varies, *done, *learned, output_of(graph)}
@@ -65,21 +67,26 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     before = split.stage("before", {key: n for n, key in given.items()}, given={})
     leaving = {key_of(OF_REDUCTION[total.args[2]], part.name): part for total, part in zip(sums, parts, strict=True)}
     leaving |= {key_of("rows", node.name): node for node in rows.values()}
-    each = split.stage("each", leaving | written, given=given)
     whole = {total: _whole(key_of(OF_REDUCTION[total.args[2]], part.name)) for total, part in zip(sums, parts, strict=True)}
     whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
+    first = {key: part for key, part in leaving.items() if whole_of(key) and any(whole[total] == _whole(key) for total in mixing)}
+    apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward by themselves in any case
+    ahead = split.stage("first", apart, given=given)
+    learnt = {total: whole[total] for total in mixing}
+    each = split.stage("each", {k: v for k, v in leaving.items() if k not in apart} | written, given={**given, **learnt})
     after = split.stage("after", late, given={**given, **whole})
     outputs = whole_rows(lowered, after)
-    stages = {s.name: s for s in (before, each, after) if s.outputs}
-    return replace(lowered, stages=stages, outputs=outputs, schedule=_schedule(stages, count, leaving))
+    stages = {s.name: s for s in (before, ahead, each, after) if s.outputs}
+    return replace(lowered, stages=stages, outputs=outputs, schedule=_schedule(stages, count))
 
 
-def _schedule(stages: Collection[str], count: int, leaving: Iterable[str]) -> tuple[Instruction, ...]:
-    """`each` once a microbatch, between what comes before it and after it; what leaves it goes into its whole."""
+def _schedule(stages: Mapping[str, Stage], count: int) -> tuple[Instruction, ...]:
+    """`first` once a microbatch and then `each`, between what comes before and after; what leaves them goes into its whole."""
     steps = [Instruction("run", "before")] if "before" in stages else []
-    for k in range(count):
-        steps.append(Instruction("run", "each", k))
-        steps += [Instruction(found[0], "each", k, key, found[1]) for key in leaving if (found := whole_of(key))]
+    for stage in [stages[name] for name in ("first", "each") if name in stages]:
+        for k in range(count):
+            steps.append(Instruction("run", stage.name, k))
+            steps += [Instruction(found[0], stage.name, k, key, found[1]) for key in stage.outputs if (found := whole_of(key))]
     steps += [Instruction("run", "after")] if "after" in stages else []
     return tuple(steps)
 
@@ -105,18 +112,3 @@ def _whole(key: str) -> str:
     found = whole_of(key)
     assert found is not None
     return found[1]
-
-
-def _refuse_mixing(graph: Graph, varies: set[Node], done: set[Node], sums: list[Node]) -> None:
-    for node in graph.nodes:
-        clash = node in varies and node in done
-        other = spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]
-        if clash or other:
-            cause = next((s for s in sums if node in read_by([s])), node) if clash else node
-            found = record(cause)
-            raise CompileError(
-                f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
-                "microbatches without changing the result.\n"
-                '  what to do: TrainStep(..., batch_mix="mean_of_parts") if the step may be the mean of what each microbatch gives alone, '
-                "microbatches=1, or a norm that does not mix the batch, such as group norm"
-            )

@@ -7,13 +7,14 @@
                                                               return {"state:w/exp_avg": back}
 
 The update itself stays on the device, whatever the optimizer is (docs/decisions/0037-state-travels-gradients-do-not.md), unless the line
-says that it runs on the host too (`update_there.py`). When the copies start is settled later, in `passes/lower/fetch_ahead.py`. Counts
-of steps, which are numbers, stay where torch keeps them; they lie on the host if the update runs there.
+says that it runs on the host too (`update_there.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
+mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in `passes/lower/fetch_ahead.py`.
+Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update runs there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from meshc.ir import update
 from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
@@ -34,10 +35,11 @@ def park_state(lowered: Lowered) -> Lowered:
     (stage,) = lowered.stages.values()
     said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
     parked = {key: str(line) for key, line in said.items()}
-    _park(stage, parked)
+    disk = {key for key, line in said.items() if line.disk}
+    _park(stage, parked, disk)
     if any(line.update for line in said.values()):
         update_there(stage, {key: str(line) for key, line in said.items() if line.update})
-    return on_host(lowered, parked)
+    return on_host(lowered, parked, disk)
 
 
 def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Port]) -> None:
@@ -49,14 +51,14 @@ def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Por
     refuse_faults("the plan does not fit this model", faults)
 
 
-def _park(stage: Stage, parked: dict[str, str]) -> None:
-    """In place. `parked`: by the key of state, the line that says so."""
+def _park(stage: Stage, parked: dict[str, str], disk: Collection[str]) -> None:
+    """In place. `parked`: by the key of state, the line that says so; `disk`: of those that lie there."""
     results = stage.results()
     for node, key in stage.keys().items():
         if key not in parked:
             continue
         readers = [user for user in node.users if user.op != "output"]
-        update(node, host=True)
+        update(node, host=True, disk=key in disk)
         if readers:
             fetch(stage.graph, node, min(readers), readers, "update", parked[key])
         if results[key] is not node:

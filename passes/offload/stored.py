@@ -19,10 +19,11 @@ def line_of(lines: Sequence[OffloadLine], port: Port) -> OffloadLine | None:
     return next((line for line in lines if line.names(port.of or port.name)), None)
 
 
-def on_host(lowered: Lowered, parked: Collection[str]) -> Lowered:
-    """The ports of these keys lie on the host."""
+def on_host(lowered: Lowered, parked: Collection[str], disk: Collection[str] = ()) -> Lowered:
+    """The ports of these keys lie on the host, some of them on its `disk`."""
     inputs, outputs = (
-        tuple(replace(port, host=port.host or port.key in parked) for port in ports) for ports in (lowered.inputs, lowered.outputs)
+        tuple(replace(port, host=port.host or port.key in parked, disk=port.disk or port.key in disk) for port in ports)
+        for ports in (lowered.inputs, lowered.outputs)
     )
     return replace(lowered, inputs=inputs, outputs=outputs)
 
@@ -30,7 +31,7 @@ def on_host(lowered: Lowered, parked: Collection[str]) -> Lowered:
 def fetch(graph: Graph, node: Node, first: Node, readers: Sequence[Node], phase: str, why: str) -> Node:
     """`readers` read what is copied to the device before `first`, in the place of `node`, which lies on the host."""
     with graph.inserting_before(first):
-        made = replace(record(node), host=False, phase=phase, reason=why)
+        made = replace(record(node), host=False, disk=False, phase=phase, reason=why)
         here = call(graph, made, spmd.from_host, node)
     for reader in readers:
         reader.replace_input_with(node, here)
@@ -42,6 +43,6 @@ def put_back(graph: Graph, position: int, place: Node, why: str) -> None:
     end = output_of(graph)
     results = list(results_of(graph))
     with graph.inserting_before(end):
-        made = replace(record(results[position]), host=True, phase="update", reason=why)
+        made = replace(record(results[position]), host=True, disk=record(place).disk, phase="update", reason=why)
         results[position] = call(graph, made, spmd.to_host, results[position], place)
     give(graph, results)

@@ -121,15 +121,22 @@ class Builder:
         return self._integer(("index", tuple(axes)), spmd.tile_start, total, counts, [self.coordinate(axis) for axis in axes])
 
     def tile_start(self, part: Part) -> Node | int:
-        return self._tile(spmd.tile_start, part) if part.axes else 0
+        return self.tile(spmd.tile_start, part) if part.axes else 0
 
     def tile_count(self, part: Part) -> Node | int:
-        return self._tile(spmd.tile_count, part) if part.axes else part.size
+        return self.tile(spmd.tile_count, part) if part.axes else part.size
 
-    def _tile(self, function: Function, part: Part) -> Node:
+    def tile(self, function: Function, part: Part, at: Sequence[Node] | None = None) -> Node:
+        """A number of this rank's tile, or of that of a rank at other coordinates."""
         counts = [self.sizes[axis] for axis in part.axes]
-        key = (function.__name__, part.size, part.axes)
-        return self._integer(key, function, part.size, counts, [self.coordinate(axis) for axis in part.axes])
+        at = [self.coordinate(axis) for axis in part.axes] if at is None else list(at)
+        return self._integer((function.__name__, part.size, part.axes, *at), function, part.size, counts, at)
+
+    def place(self, axis: str, back: int) -> Node:
+        """The coordinate on an axis so many places before this rank's, round the ring."""
+        if not back:
+            return self.coordinate(axis)
+        return self._integer(("place", axis, back), spmd.ring_place, self.coordinate(axis), back, self.sizes[axis])
 
     def _integer(self, key: object, function: Function, *args: object) -> Node:
         if key not in self._integers:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import records, spmd
-from meshc.ir.functions import Target
+from meshc.ir.functions import Function, Target
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
@@ -81,24 +81,37 @@ class Lowering(Local):
     def local_size(self, letter: str) -> int:
         return prod(local_size(part, self.build.sizes) for part in self._parts(letter))
 
-    def start(self, letter: str) -> Node | int:
+    def lies_together(self, letter: str, count: int) -> bool:
+        whole = 1
+        for part in reversed(self._parts(letter)):
+            if whole >= count:
+                break
+            if part.axes:
+                return False
+            whole *= part.size
+        return whole % count == 0
+
+    def start(self, letter: str, back: int = 0) -> Node | int:
         parts = self._parts(letter)
         if any(part.axes for part in parts[1:]):
             raise ValueError(f"{self.node.name}: only the major factor of {letter} has a start")
         if not parts or not parts[0].axes:
             return 0
-        unit = prod(part.size for part in parts[1:])
-        scaled = Part(parts[0].factor, parts[0].size, parts[0].axes)
-        start = self.build.tile_start(scaled)
-        return start if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [start])
+        return self._times(self._number(spmd.tile_start, parts[0], back), parts)
 
-    def count(self, letter: str) -> Node | int:
+    def count(self, letter: str, back: int = 0) -> Node | int:
         parts = self._parts(letter)
-        unit = prod(part.size for part in parts[1:])
         if not parts or not parts[0].axes:
             return self.global_size(letter)
-        count = self.build.tile_count(parts[0])
-        return count if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [count])
+        return self._times(self._number(spmd.tile_count, parts[0], back), parts)
+
+    def _number(self, function: Function, part: Part, back: int) -> Node:
+        """Of this rank's tile of a part, or of that of a rank so many places before it on the axis."""
+        return self.build.tile(function, part, [self.place(axis, back) for axis in part.axes] if back else None)
+
+    def _times(self, number: Node, parts: list[Part]) -> Node:
+        unit = prod(part.size for part in parts[1:])
+        return number if unit == 1 else self.emit(spmd.tile_start, unit * 2, [2], [number])
 
     def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
         parts = self._parts(letter)
@@ -124,6 +137,11 @@ class Lowering(Local):
             [local_size(part, self.build.sizes) for part in parts],
             [self.build.tile_start(part) for part in parts],
         )
+
+    def tile(self, letters: Sequence[str]) -> tuple[list[int], list[int], list[Node | int]]:
+        parts = [part for letter in letters for part in self._parts(letter) or [Part(letter, 1)]]
+        local = [local_size(part, self.build.sizes) for part in parts]
+        return [part.size for part in parts], local, [self.build.tile_start(part) for part in parts]
 
     def _drawn(self, index: int) -> list[Part]:
         """The factors of a draw. Where the operator draws for one microbatch of several, that is a tile of the whole batch's."""
@@ -154,6 +172,16 @@ class Lowering(Local):
 
     def index(self, axes: Sequence[str]) -> Node:
         return self.build.index(axes)
+
+    def ranks(self, axes: Sequence[str]) -> int:
+        return prod(self.build.sizes[axis] for axis in axes)
+
+    def place(self, axis: str, back: int) -> Node:
+        return self.build.place(axis, back)
+
+    def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
+        reason = f"{moved(self.node, {})}, block by block of {self._split(axes)}{lines(axes, self.build.entries)}"
+        return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
 
     def call(self, *operands: Node) -> Node:
         args, kwargs = _substitute(self.node, list(operands))

@@ -325,7 +325,7 @@ class Partitioner:
         operands = [
             self.need(value, want, reason) for value, want in zip(instance.values, self.assignment.wanted[node], strict=True)
         ]
-        chosen = self.assignment.chosen[node]
+        chosen = {**self.assignment.chosen[node], **self.assignment.rings.get(node, {})}
         results = [self.assignment.given[(node, index)] or self.assignment.whole((node, index)) for index in range(len(instance.results))]
         self._emit(instance, operands, results, chosen, phase=None)
 

@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from meshc.ir import spmd, update
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
+from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
 
 aten = torch.ops.aten
@@ -69,8 +70,8 @@ class _Way:
         self.place = {axis: part for part, axes in self.goal.items() for axis in axes}
 
     def early(self, first: frozenset[str]) -> list[Step]:
-        """Sums over these axes that nothing of the target splits."""
-        axes = [axis for axis in self._unwanted() if axis in first]
+        """Sums over these axes that nothing of the target splits; a microbatch's chunks are added up before microbatches are."""
+        axes = sorted((axis for axis in self._unwanted() if axis in first), key=lambda axis: axis != CHUNK)
         return [Step("all_reduce", (axis,), reduction=self.pending.pop(axis)) for axis in axes]
 
     def next(self) -> Step | None:

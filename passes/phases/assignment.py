@@ -19,6 +19,8 @@ class Assignment:
     given    per value: how it lies when made; None where it has no opinion (free values, parameters before storage)
     wanted   per operator: the sharding of each operand
     chosen   per operator: the axes of each token
+    rings    per operator that takes blocks from rank to rank: the axes of the tokens that its rule's `rings` split beside those
+    gathered operators that could take them so, and for which it would be slower
     free     operators that are recomputed on demand
     entries  the plan's entry of each axis, as text, for reasons
     storage  per parameter name and kind (parameter, gradient, state): how it lies between steps
@@ -30,6 +32,8 @@ class Assignment:
     given: dict[Value, Sharding | None] = field(default_factory=dict)
     wanted: dict[Node, tuple[Sharding, ...]] = field(default_factory=dict)
     chosen: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
+    rings: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
+    gathered: set[Node] = field(default_factory=set)
     free: set[Node] = field(default_factory=set)
     storage: dict[tuple[str, str], Sharding] = field(default_factory=dict)
     reasons: dict[Node, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshc.frontend.dynamic import DynamicDims
+from meshc.frontend.expert_capacity import Capacity
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
@@ -40,6 +41,9 @@ class Request:
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     remat         what backward makes again of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
+    attention     "ring" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
+    expert_bound  places for rows of experts that a rank has, in multiples of what it has if all are chosen alike; None: the worst case
+    expert_capacity  what an expert takes of the tokens that choose it; None: all
     chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says
     spare         bytes of that budget that are left to what passes after `recompute` and `stages` add
     beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
@@ -78,6 +82,9 @@ class Request:
     searched: Known | None = None
     depth: str = "auto"
     remat: str | None = None
+    attention: str | None = None
+    expert_bound: float | None = None
+    expert_capacity: Capacity | None = None
     chunks: int | None = None
     spare: int = 0
     beaten_s: float | None = None

@@ -13,14 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Final
 
 from meshc.ir.mesh import Axis
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.operator_pins import operator_pins
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.store_lines import store_lines
+from meshc.passes.trace.expert_groups import EXPERTS
 from meshc.plan.entries import AxisEntry
 from meshc.plan.faults import refuse_faults
+
+NO_EXPERTS: Final = (
+    "the model has no routed experts there that are traced in groups (those of transformers are, where it keeps their weights in one "
+    "tensor)\n    what to do: use these ranks as dp or tp, or write what they take instead, as in `ep: batch`"
+)
 
 
 def annotate(placed: Placed) -> Placed:
@@ -51,6 +58,9 @@ def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
     for entry in placed.plan.axes:
         for term in entry.terms:
             if any(term.covers(name) for name in (*known, *placed.names.ones)):
+                continue
+            if term.factor == EXPERTS and placed.mesh.size(entry.axis) > 1:
+                faults.append(f"{entry.where}: {NO_EXPERTS}")
                 continue
             if entry.source != "hand":
                 notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")

@@ -14,6 +14,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Propagator
+from meshc.passes.place.rings import WRITTEN_OUT, Rings, gathered_written_out
 from meshc.passes.place.storage import CLAUSE, held_to
 
 Kind = TypeVar("Kind", bound=Propagator)
@@ -21,8 +22,10 @@ Kind = TypeVar("Kind", bound=Propagator)
 
 def assign(placed: Placed) -> Placed:
     placed = chunked(placed)
-    placed = replace(placed, assignment=propagator(placed, Propagator).run())
-    return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed))
+    decides = propagator(placed, Propagator)
+    decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
+    placed = replace(placed, assignment=decides.run())
+    return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings))
 
 
 def propagator(placed: Placed, kind: type[Kind]) -> Kind:
@@ -73,6 +76,18 @@ def _idle_store_lines(placed: Placed) -> list[str]:
         if within:
             notes.append(f"{line.where}: no gradient outlives a TrainStep; that of {_several(within)} goes to where the state lies at once")
     return notes
+
+
+def _no_rings(placed: Placed, rings: Rings) -> list[str]:
+    """Attention for which a ring was asked, and whose keys are gathered all the same."""
+    if rings.how != "ring":
+        return []
+    found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
+    found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.decided())]
+    return [
+        f"Options(attention='ring'): the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}"
+        for record, why in found
+    ]
 
 
 def _several(names: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ def name_factors(
     found = Names()
     placeholders = dict(zip((port.key for port in inputs), entering(graph), strict=True))
     _user_names(found, factors, inputs, placeholders, names or {})
+    _by_role(found, factors, "experts", "experts")
     _attention(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     _inputs(found, factors, inputs, placeholders)
     _by_role(found, factors, "vocabulary", "vocab")
@@ -192,7 +193,7 @@ class Product:
 
 def _products(factors: Factors) -> list[Product]:
     return [
-        Product(_classes(instance, "contracts"), _classes(instance, "makes"), bool(instance.rule.windows))
+        Product(_classes(instance, "contracts"), _classes(instance, "makes"), bool(instance.rule.windows) and not _has(instance, "experts"))
         for instance in _forward(factors)
         if _has(instance, "makes")
     ]

@@ -33,6 +33,7 @@ from meshc.passes.phases.placed import Pins
 from meshc.passes.place.chunks import Chunks
 from meshc.passes.place.deferral import Deferral, Deferred
 from meshc.passes.place.interests import Interest, interests
+from meshc.passes.place.rings import Rings
 from meshc.passes.place.spread import backward_map, forward_map, spread
 from meshc.passes.place.storage import held_to, stored_split
 from meshc.passes.place.stored_updates import computed_whole, where_stored
@@ -79,6 +80,8 @@ class Propagator:
         self.deferral = Deferral(factors.instances, self.axes, self.result.given)
         self.first_use: dict[str, Sharding] = {}
         self.choices = choices or Choices(())
+        self.rings: Rings | None = None
+        """Which attentions may take their keys a block at a time; None: none does."""
         self.whole_updates = computed_whole(self.updates, factors.instances)
 
     # ------------------------------------------------------------------------------------------------------------------ sources
@@ -117,6 +120,7 @@ class Propagator:
             if port.kind == "parameter":
                 for kind in ("parameter", "gradient", "state"):
                     self.storage(port.name, kind)
+        self.result.gathered = self.rings.slower if self.rings is not None else set()
         return self.result
 
     def _operator(self, instance: Instance) -> None:
@@ -137,18 +141,23 @@ class Propagator:
             self.result.replicated.append(node)
         chosen, deferred = self.decision(instance)
         self.result.chosen[node] = chosen
+        ring = self.rings.along(instance, chosen, self.given) if self.rings is not None else {}
+        if ring:
+            self.result.rings[node] = ring
+        passing = instance.rule.passing if ring else ()
         wanted = []
-        for value, dims in zip(instance.values, instance.operands, strict=True):
-            want = spread(self.result.whole(value), dims, chosen)
+        for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
+            want = spread(self.result.whole(value), dims, {**chosen, **ring} if position in passing else chosen)
             pending = deferred.get(value, ())
             wanted.append(replace(want, pending=pending))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
         for index, dims in enumerate(instance.results):
-            given = spread(self.result.whole((node, index)), dims, chosen)
+            given = spread(self.result.whole((node, index)), dims, {**chosen, **ring})
+            home = given.split_axes() if ring else ()  # what passes round is whole when it comes home
             owed = dict.fromkeys(one for reductions in deferred.values() for one in reductions)
             for token, reduction in instance.sums[index].items():
-                owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ())))
+                owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ()) if axis not in home))
             if instance.rule.accumulates:
                 owed[(MICROBATCH, "sum")] = None
             order = list(self.sizes)

@@ -16,11 +16,13 @@ An option with which the bound is above what some choice costs is in no better o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from meshc.passes.planner.model import Group
+from meshc.passes.planner.numbered import numbered
 from meshc.passes.planner.space import Floats, Numbers
 from meshc.passes.planner.weighed import Weighed
 
@@ -38,9 +40,16 @@ class Side:
     at: Numbers
     message: Floats
 
+    def silent(self) -> Side:
+        """With no message yet."""
+        found = copy(self)
+        found.message = np.zeros(len(self.forms))
+        return found
+
     def __post_init__(self) -> None:
         self.order = np.argsort(self.at, kind="stable")
-        self.starts = np.searchsorted(self.at[self.order], np.arange(len(self.forms)))
+        counts = np.bincount(self.at, minlength=len(self.forms))
+        self.starts = counts.cumsum() - counts
 
     def least(self, costs: Floats) -> Floats:
         """Of each form the least of its options."""
@@ -90,6 +99,11 @@ class Ascent:
         self.common: dict[int, Common] = {}
         for number, group in enumerate(weighed.model.groups):
             self._enter(number, group)
+        self._begin()
+        if start is not None:
+            self._resume(start)
+
+    def _begin(self) -> None:
         self.at: list[list[tuple[Edge, Side, Side]]] = [[] for _ in self.own]
         for edge in self.edges:
             self.at[edge.maker.number].append((edge, edge.maker, edge.reader))
@@ -99,17 +113,33 @@ class Ascent:
         ]
         self.least = np.array([own.min() for own in self.own])
         self.keep = [np.ones(len(own), dtype=bool) for own in self.own]
-        if start is not None:
-            self._resume(start)
+
+    def silent(self) -> Ascent:
+        """Over the same options, with no messages yet."""
+        found = copy(self)
+        found.common = {
+            number: Common({phase: np.zeros_like(taken) for phase, taken in common.taken.items()}, common.lasting)
+            for number, common in self.common.items()
+        }
+        found.edges = []
+        for edge in self.edges:
+            one = replace(edge, maker=edge.maker.silent(), reader=edge.reader.silent())
+            if edge.share is not None:
+                taken = found.common[edge.group].taken
+                one.share, one.mine = np.zeros_like(edge.share), taken[edge.phase]
+                one.others = [other for phase, other in taken.items() if phase != edge.phase] if edge.others else ()
+            found.edges.append(one)
+        found._begin()
+        return found
 
     # ------------------------------------------------------------------------------------------------------------------------- set up
 
     def _enter(self, number: int, group: Group) -> None:
         legs = [(at, leg) for at, leg in enumerate(group.legs) if leg.reader != group.maker]
-        given, given_at = np.unique(group.given[self.left[group.maker]], return_inverse=True)
+        given, given_at = numbered(group.given[self.left[group.maker]])
         edges: list[Edge] = []
         for at, leg in legs:
-            wanted, wanted_at = np.unique(leg.forms[self.left[leg.reader]], return_inverse=True)
+            wanted, wanted_at = numbered(leg.forms[self.left[leg.reader]])
             price = self.weighed.price[number][at][np.ix_(given, wanted)]
             more = self.weighed.extra[number][at]
             extra = None if more is None else more[np.ix_(given, wanted)]
@@ -151,8 +181,12 @@ class Ascent:
             for mine, other in ((edge.maker, was.maker), (edge.reader, was.reader)):
                 place = np.minimum(np.searchsorted(other.forms, mine.forms), len(other.forms) - 1)
                 mine.message = np.where(other.forms[place] == mine.forms, other.message[place], 0.0)
-            edge.reader.message = np.minimum(edge.reader.message, (self._room(edge) - edge.maker.message[:, None]).min(axis=0))
-            self._take(edge)
+            edge.reader.message = np.minimum(edge.reader.message, (self.room(edge) - edge.maker.message[:, None]).min(axis=0))
+            self.take(edge)
+        self.settle()
+
+    def settle(self) -> None:
+        """The bound of the messages as they are."""
         for number in range(len(self.own)):
             self.least[number] = self.costs(number).min()
 
@@ -180,9 +214,9 @@ class Ascent:
     def _visit(self, number: int, forward: bool, known: float) -> None:
         behind, ahead = self.behind[forward][number], self.behind[not forward][number]
         for edge, mine, other in behind:
-            room = self._room(edge)
+            room = self.room(edge)
             mine.message = (room - other.message).min(axis=1) if mine is edge.maker else (room - other.message[:, None]).min(axis=0)
-            self._take(edge)
+            self.take(edge)
         costs = self.costs(number)
         self.least[number] = costs.min()
         beyond = costs - self.least[number]
@@ -191,9 +225,9 @@ class Ascent:
             part = beyond / max(len(behind), len(ahead))
             for edge, mine, _ in ahead:
                 mine.message = mine.message - mine.least(part)
-                self._take(edge)
+                self.take(edge)
 
-    def _room(self, edge: Edge) -> Floats:
+    def room(self, edge: Edge) -> Floats:
         """What there is for a leg's two messages together."""
         if edge.share is None or edge.mine is None:
             return edge.price
@@ -201,7 +235,7 @@ class Ascent:
         room += edge.share
         return room
 
-    def _take(self, edge: Edge) -> None:
+    def take(self, edge: Edge) -> None:
         if edge.share is None or edge.mine is None:
             return
         share: Floats = edge.maker.message[:, None] + edge.reader.message
@@ -228,7 +262,7 @@ class Ascent:
         beyond = self.beyond()
         found: dict[tuple[int, int], Floats] = {}
         for edge in self.edges:
-            slack = self._room(edge) - edge.maker.message[:, None] - edge.reader.message
+            slack = self.room(edge) - edge.maker.message[:, None] - edge.reader.message
             ends = edge.maker.least(beyond[edge.maker.number])[:, None] + edge.reader.least(beyond[edge.reader.number])
             found[edge.group, edge.leg] = slack + ends
         return found

@@ -78,8 +78,9 @@ class Least:
             for _ in range(SWEEPS):
                 ascent.sweep()
             self.bound = max(self.bound, (ascent.bound - weighed.owed(0.0)) * GIGA)
-            new = [self.note(pick) for pick in decoded(ascent, [self.best])]
-            if not self._less(ascent) and not any(new):
+            before, new = self.held, [self.note(pick) for pick in decoded(ascent, [self.best])]
+            fewer = self.held < before * (1 - CLOSE) or self._less(ascent)
+            if not fewer and not any(new):
                 break
             if self.held <= self.bound * (1 + CLOSE):
                 break

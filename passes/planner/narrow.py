@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshc.passes.planner.ascent import Ascent
 from meshc.passes.planner.descent import Descent
+from meshc.passes.planner.guided import charges, guided
 from meshc.passes.planner.model import Pick
+from meshc.passes.planner.numbered import marked
 from meshc.passes.planner.solve import SHARE, Columns
 from meshc.passes.planner.space import Floats, Numbers
 from meshc.passes.planner.weighed import Weighed
@@ -18,18 +21,43 @@ from meshc.passes.planner.weighed import Weighed
 ROUNDS: Final = 12
 SWEEPS: Final = 4
 """Of each round."""
-AGAIN: Final = 16
-"""Between linear programs that are not over all that is left."""
+STALLED: Final = 0.1
+"""Sweeps alone go on while a round takes more than this part of the gap."""
 CLOSE: Final = 1e-6
 """A gap of this part of the seconds is none."""
-PROGRAMS: Final = (10_000, 40_000)
-"""Linear programs, each over so many pairs of forms at most."""
-MORE: Final = 3
-"""Of them, as large as the last and with sweeps between them, where they leave a gap of more than"""
+PAIRS: Final = 10_000
+"""A linear program is over so many pairs of forms: those that cost least, or all that are left."""
+LED: Final = 16
+"""Linear programs at most."""
+AFTER: Final = 12
+"""Sweeps after each: where a program has moved the messages, sweeps move them on."""
+REACH: Final = 0.4
+"""So far, of what the dearest of its pairs costs beyond the bound, a program leads at first"""
+SHORTEST: Final = 0.01
+"""(or of the gap, where that costs next to nothing);"""
+WIDER: Final = 1.6
+"""so many times as far next where the bound has come to more than"""
+GOOD: Final = 1.2
+"""this part of what the program promised (sweeps may come to more), and"""
+NARROWER: Final = 0.5
+"""so many times where it has not come to"""
+POOR: Final = 0.6
+"""this part."""
+ENOUGH: Final = 1e-2
+"""Where the gap is this part of the seconds, so many more programs may close it:"""
+MORE: Final = 1
+CROSSED: Final = 6
+"""Branch and bound looks for a choice among so many of those that are known,"""
+FEW: Final = 500
+"""pairs that cost least and, behind every so many programs, which takes longer,"""
+MIXED: Final = 3
+"""what the last one mixes, while the gap is more than this part of the seconds, until it is so near to the best of them:"""
+WIDE: Final = 1.5e-2
+NEAR: Final = 1e-4
 GOAL: Final = 1e-2
-"""this part of the seconds."""
-CROSSED: Final = 10_000
-"""Branch and bound is over so many pairs of forms at most, and what relaxations mix: over more it takes minutes."""
+"""It is asked for a bound only where the gap is more than this part of the seconds, and over"""
+BOUNDED: Final = 10_000
+"""pairs at most: over more it takes minutes."""
 MARGIN: Final = 1e-9
 """Of the seconds: what sums of floating-point numbers are off by, and more."""
 
@@ -47,6 +75,24 @@ class Narrowed:
     ascent: Ascent
     whole: Ascent
 
+    @property
+    def gap(self) -> float:
+        """The part of the seconds that a better choice could save at most."""
+        return (self.seconds - self.bound) / abs(self.seconds) if self.seconds else 0.0
+
+    def knowing(self, picks: Mapping[Pick, float]) -> Narrowed:
+        """With other choices and their weighed seconds, if one of them is better."""
+        best = min(((seconds, pick) for pick, seconds in picks.items()), default=(np.inf, self.pick))
+        return replace(self, pick=best[1], seconds=best[0], bound=min(self.bound, best[0])) if best[0] < self.seconds else self
+
+    def bounded(self, bound: float) -> Narrowed:
+        return replace(self, bound=max(self.bound, min(self.seconds, bound)))
+
+    def led_by(self, ascent: Ascent) -> Narrowed:
+        """With messages of a higher bound, and without what they mark."""
+        left = [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)]
+        return replace(self, ascent=Ascent(ascent.weighed, left, ascent)).bounded(ascent.bound)
+
 
 def narrow(weighed: Weighed, left: Sequence[Numbers], known: Iterable[Pick] = (), begun: Narrowed | None = None) -> Narrowed:
     """From choices that are known, if any are; with `begun` from the choice and the messages that another objective has led to."""
@@ -58,8 +104,8 @@ def narrow(weighed: Weighed, left: Sequence[Numbers], known: Iterable[Pick] = ()
             ascent.sweep(min(picks.values(), default=np.inf) * (1 + MARGIN))
         picks |= {pick: weighed.seconds(pick) for pick in decoded(ascent)}
         best = min(picks.values())
-        bound = max(bound, min(best, ascent.bound))
-        if best - bound <= CLOSE * abs(best) or count_pairs(ascent, best) <= PROGRAMS[-1]:
+        before, bound = bound, max(bound, min(best, ascent.bound))
+        if bound - before < STALLED * (best - before) or best - bound <= CLOSE * abs(best) or count_pairs(ascent, best) <= PAIRS:
             break
         ascent = Ascent(weighed, [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)], ascent)
     pick = min(picks, key=lambda one: (picks[one], one))
@@ -74,28 +120,67 @@ def decoded(ascent: Ascent, picks: Iterable[Pick] = ()) -> list[Pick]:
 
 
 def closed(found: Narrowed) -> Narrowed:
-    """With what linear programs, and branch and bound, say of the options that are left."""
-    weighed = found.ascent.weighed
-    for number, most in enumerate((*PROGRAMS, *PROGRAMS[-1:] * MORE)):
-        if found.seconds - found.bound <= (GOAL if number >= len(PROGRAMS) else CLOSE) * abs(found.seconds):
+    """With what linear programs, and branch and bound, say of the options that are left. Programs over some of them lead the messages, and
+    with these more options are dropped, until one is over all that is left."""
+    weighed, reach, everything, enough, known = found.ascent.weighed, REACH, False, 0, {found.pick: found.seconds}
+    for number in range(LED):
+        if found.gap <= CLOSE or enough > MORE:
             break
-        columns, everything = columns_of(found.ascent, found.seconds, together([found.pick], found.ascent), most=most)
+        columns, everything = _program(found, reach)
         relaxed = columns.relaxed()
         assert relaxed is not None, "a search without a budget has an answer"
-        bound, picks = relaxed.bound, [columns.rounded(relaxed.shares), found.pick]
-        if not relaxed.whole:
-            kept = mixed(columns, relaxed.shares, together(picks, found.ascent))
-            narrow, all_of_them = columns_of(found.ascent, found.seconds, kept, most=CROSSED)
-            better, least = narrow.whole()
-            picks = picks if better is None else [*picks, better]
-            bound = max(bound, least or bound) if all_of_them and everything else bound
-        pick = min(picks, key=weighed.seconds)
-        seconds = weighed.seconds(pick)
-        found = replace(found, pick=pick, seconds=seconds, bound=max(found.bound, min(seconds, bound)) if everything else found.bound)
+        found = found.knowing(_note(known, _better(found.ascent, [columns.rounded(relaxed.shares)]), weighed))
+        if not relaxed.whole or (found.gap > ENOUGH and not everything):
+            kept = together(sorted(known, key=lambda one: (known[one], one))[:CROSSED], found.ascent)
+            if not relaxed.whole and (number + 1) % MIXED == 0 and (everything or found.gap > WIDE):
+                kept = mixed(columns, relaxed.shares, kept)
+            found = found.knowing(_note(known, _better(found.ascent, _crossed(found, kept)), weighed))
         if everything:
+            found = found.bounded(relaxed.bound)
             break
-        found = swept(found, SWEEPS if number == 0 else AGAIN)
-    return found
+        ascent = guided(found.ascent, relaxed.charges)
+        for _ in range(AFTER):
+            ascent.sweep(found.seconds * (1 + MARGIN))
+        found = found.knowing(_note(known, decoded(ascent), weighed))
+        rose = (ascent.bound - found.ascent.bound) / max(relaxed.bound - found.ascent.bound, MARGIN * found.seconds)
+        reach *= WIDER if rose > GOOD else NARROWER if rose < POOR else 1.0
+        found = found.led_by(ascent) if rose > 0 else found
+        enough += found.gap <= ENOUGH
+    return _bounded(found) if found.gap > GOAL else found
+
+
+def _note(known: dict[Pick, float], picks: Iterable[Pick], weighed: Weighed) -> dict[Pick, float]:
+    """Choices with their weighed seconds, which are known from now on."""
+    known |= {pick: weighed.seconds(pick) for pick in picks if pick not in known}
+    return known
+
+
+def _better(ascent: Ascent, picks: Sequence[Pick]) -> list[Pick]:
+    """They, and what comes of each a class at a time."""
+    descent = Descent(ascent)
+    return [*picks, *map(descent.improved, picks)]
+
+
+def _program(found: Narrowed, reach: float) -> tuple[Columns, bool]:
+    """Over all that is left, if that is not too much."""
+    return columns_of(found.ascent, found.seconds, together([found.pick], found.ascent), most=PAIRS, reach=reach)
+
+
+def _crossed(found: Narrowed, kept: Sequence[Collection[int]]) -> list[Pick]:
+    """A choice by branch and bound among what is kept and what costs least."""
+    few, _ = columns_of(found.ascent, found.seconds, kept, most=FEW)
+    pick, _ = few.whole(gap=NEAR)
+    return [] if pick is None else [pick]
+
+
+def _bounded(found: Narrowed) -> Narrowed:
+    """With a bound by branch and bound over all that is left, if that is not too much."""
+    columns, everything = columns_of(found.ascent, found.seconds, together([found.pick], found.ascent), most=BOUNDED)
+    if not everything:
+        return found
+    pick, least = columns.whole()
+    seconds = {} if pick is None else {pick: found.ascent.weighed.seconds(pick)}
+    return found.knowing(seconds).bounded(-np.inf if least is None else least)
 
 
 def mixed(columns: Columns, shares: Sequence[Floats], kept: Sequence[Collection[int]]) -> list[set[int]]:
@@ -103,36 +188,35 @@ def mixed(columns: Columns, shares: Sequence[Floats], kept: Sequence[Collection[
     return [{*row[share > SHARE].tolist(), *of_class} for row, share, of_class in zip(columns.left, shares, kept, strict=True)]
 
 
-def swept(found: Narrowed, sweeps: int) -> Narrowed:
-    """With what is known by now."""
-    ascent = found.ascent
-    for _ in range(sweeps):
-        ascent.sweep(found.seconds * (1 + MARGIN))
-    ascent = Ascent(ascent.weighed, [row[keep] for row, keep in zip(ascent.left, ascent.keep, strict=True)], ascent)
-    return replace(found, ascent=ascent, bound=max(found.bound, min(found.seconds, ascent.bound)))
-
-
 def columns_of(
-    ascent: Ascent, known: float, kept: Sequence[Collection[int]], moments: Sequence[int] = (), budget: float = np.inf, *, most: int
-) -> tuple[Columns, bool]:
+    ascent: Ascent, known: float, kept: Sequence[Collection[int]], moments: Sequence[int] = (), budget: float = np.inf, *, most: int,
+    reach: float = np.inf,
+) -> tuple[Columns, bool]:  # fmt: skip
     """The options, and pairs of forms, of choices that cost no more than what is known, and whether that is all of them. Where there are
-    more than `most`, those that cost least beyond the bound, and with any pairs between them those that are kept of each class."""
-    limit = known * (1 + MARGIN) - ascent.bound
-    beyond = np.concatenate([one.ravel() for one in ascent.pairs().values()] or [np.zeros(0)])
-    all_of_them = int((beyond <= limit).sum()) <= most
+    more than `most`, those that cost least beyond the bound, and with any pairs between them those that are kept of each class; their
+    charges are then within `reach` of the messages, in parts of what the dearest costs beyond the bound."""
+    limit, beyond = known * (1 + MARGIN) - ascent.bound, ascent.pairs()
+    each = np.concatenate([one.ravel() for one in beyond.values()] or [np.zeros(0)])
+    all_of_them = int((each <= limit).sum()) <= most
     if not all_of_them:
-        limit = float(np.partition(beyond, most)[most])
-    whole = [row[np.isin(row, list(of_class))] for row, of_class in zip(ascent.left, kept, strict=True)]
-    beyond_each = zip(ascent.left, whole, ascent.beyond(), strict=True)
-    left = [row[np.isin(row, of_class) | (costs <= limit)] for row, of_class, costs in beyond_each]
-    inner = Ascent(ascent.weighed, left, ascent)
-    pairs = {key: one <= limit for key, one in inner.pairs().items()}
-    for edge in inner.edges:
-        group = ascent.weighed.model.groups[edge.group]
-        given = np.isin(edge.maker.forms, group.given[whole[group.maker]])
-        wanted = np.isin(edge.reader.forms, group.legs[edge.leg].forms[whole[edge.reader.number]])
-        pairs[edge.group, edge.leg] |= given[:, None] & wanted
-    return Columns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget), all_of_them
+        limit = float(np.partition(each, most)[most])
+    groups, own = ascent.weighed.model.groups, ascent.weighed.own
+    chosen = [
+        marked(len(costs), np.array(sorted(of_class), dtype=np.intp))[row]
+        for costs, row, of_class in zip(own, ascent.left, kept, strict=True)
+    ]  # fmt: skip
+    whole = [row[of_class] for row, of_class in zip(ascent.left, chosen, strict=True)]
+    left = [row[of_class | (costs <= limit)] for row, of_class, costs in zip(ascent.left, chosen, ascent.beyond(), strict=True)]
+    pairs: dict[tuple[int, int], NDArray[np.bool_]] = {}
+    for edge in ascent.edges:
+        group = groups[edge.group]
+        ends = ((edge.maker, group.given, len(group.lies)), (edge.reader, group.legs[edge.leg].forms, len(group.wants)))
+        allowed = beyond[edge.group, edge.leg] <= limit
+        allowed[np.ix_(*(marked(count, forms[whole[side.number]])[side.forms] for side, forms, count in ends))] = True
+        pairs[edge.group, edge.leg] = allowed[np.ix_(*(marked(count, forms[left[side.number]])[side.forms] for side, forms, count in ends))]
+    near = {} if all_of_them or reach == np.inf else charges(ascent)
+    far = reach * max(limit, SHORTEST * (known - ascent.bound))
+    return Columns(ascent.weighed.model, ascent.weighed.memory, left, pairs, moments, budget, near, far), all_of_them
 
 
 def together(picks: Iterable[Pick], ascent: Ascent) -> list[set[int]]:

@@ -2,7 +2,8 @@
 
 One that `partition` writes as something else where a letter is split (a log-softmax over a split vocabulary, attention over some of its
 queries) is written so here too, and what comes of it is priced, collectives included. Of the others the roofline of `cost/operators.py`
-is taken: work and bytes of the whole, in the proportion of the tiles.
+is taken: work and bytes of the whole, in the proportion of the tiles. So it is of a product with a bias, of which all ranks but the first
+add zeros where its sum is split.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Operators:
             return np.zeros(len(options))
         instance = self.factors.instances[node]
         tokens = [token for token in instance.size if token in labels]
-        if instance.rule.lower is not None or op_name(node) in roofline.ATTENTION:
+        rule = instance.rule
+        if (rule.lower is not None and rule.first is None) or op_name(node) in roofline.ATTENTION:
             return np.array([self._written_out(instance, {token: option.axes[labels[token]] for token in tokens}) for option in options])
         part: dict[Token, Floats | float] = dict.fromkeys(instance.size, 1.0)
         for token in tokens:
@@ -52,7 +54,16 @@ class Operators:
         work = flops(node) * prod(part.values(), start=np.ones(len(options)))
         work_s, moving_s = work / self.device.rate(roofline._dtype(node)), self._moved(instance, part) / self.device.bytes_per_s
         found: Floats = np.maximum(work_s + roofline.product_moves(node, self.device) * moving_s, moving_s) + self.device.launch_s
+        if rule.first is not None:
+            summed = [labels[token] for token in tokens if token[0] in rule.sums[0]]
+            kept = np.array([sum(len(option.axes[label]) for label in summed) for option in options])
+            found = found + kept * self._kept_first(instance, rule.first, part)
         return found
+
+    def _kept_first(self, instance: Instance, operand: int, part: Mapping[Token, Floats | float]) -> Floats | float:
+        """Seconds of an operand that is read, and written as it is or as zeros."""
+        moved = 2 * _whole(*instance.values[operand]) * tiles(instance.operands[operand], part)
+        return moved / self.device.bytes_per_s + self.device.launch_s
 
     def part(self, size: int, axes: Axes) -> float:
         """What a rank has of a factor, padding included."""

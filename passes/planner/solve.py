@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from scipy.sparse import csr_matrix, vstack
 
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Group, Leg, Model, Pick
+from meshc.passes.planner.numbered import numbered
 from meshc.passes.planner.space import Floats, Numbers
 
 MILLI: Final = 1e3
@@ -34,20 +35,38 @@ SHARE: Final = 1e-6
 
 
 @dataclass(frozen=True)
+class Charges:
+    """Seconds that a leg charges its maker for each given form, and its reader for each wanted form: its messages."""
+
+    given: Numbers
+    maker: Floats
+    wanted: Numbers
+    reader: Floats
+
+
+@dataclass(frozen=True)
 class Relaxed:
     """
     bound    no choice costs less (seconds), within the options and pairs that were given
     shares   of each class, how much of each option the relaxation takes
     weights  seconds that a byte is worth at each moment
+    charges  by group and leg, what its rows charge
     """
 
     bound: float
     shares: tuple[Floats, ...]
     weights: tuple[float, ...]
+    charges: Mapping[tuple[int, int], Charges]
 
     @property
     def whole(self) -> bool:
         return all(part.max() > 1 - SHARE for part in self.shares)
+
+
+Pairs: TypeAlias = tuple[Numbers, Numbers, Numbers]
+"""Of pairs of forms the given form, the wanted one, and the column."""
+NONE: Final = np.zeros(0, dtype=np.int64)
+NOWHERE: Final = -1
 
 
 @dataclass
@@ -64,6 +83,7 @@ class Columns:
 
     left     the options of each class;  pairs  which forms may go together, by group and leg: where it is missing, all
     moments  positions at which memory is bounded by `budget` bytes
+    near     charges from which those of the answer are to be no farther than `reach` (seconds); its bound is then somewhat lower
     """
 
     model: Model
@@ -72,6 +92,8 @@ class Columns:
     pairs: Mapping[tuple[int, int], NDArray[np.bool_]] = field(default_factory=dict)
     moments: Sequence[int] = ()
     budget: float = np.inf
+    near: Mapping[tuple[int, int], Charges] = field(default_factory=dict)
+    reach: float = np.inf
 
     def __post_init__(self) -> None:
         self.part = 1.0 / max(1.0, self.budget) if self.moments else 1.0
@@ -81,6 +103,8 @@ class Columns:
         self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
         self.held = [dict[int, float]() for _ in self.moments]
         self.first: list[int] = []
+        self.legs: dict[tuple[int, int], tuple[int, Numbers, Numbers]] = {}
+        """Of each leg with pairs, the first of its rows, and the forms that these are about."""
         for number, own in enumerate(self.model.own):
             self.first.append(len(self.cost))
             columns = [self._column(own[option]) for option in self.left[number]]
@@ -99,6 +123,19 @@ class Columns:
         self.cost.append(float(cost))
         return len(self.cost) - 1
 
+    def _columns(self, costs: Floats) -> Numbers:
+        self.cost += costs.tolist()
+        return len(self.cost) - len(costs) + np.arange(len(costs))
+
+    def _costs(self, columns: Numbers, more: Floats) -> None:
+        for column, cost in zip(columns.tolist(), more.tolist(), strict=True):
+            self.cost[column] += cost
+
+    def _enter(self, rows: Numbers, columns: Numbers, value: float) -> None:
+        self.entries[0].extend(rows.tolist())
+        self.entries[1].extend(columns.tolist())
+        self.entries[2].extend([value] * len(rows))
+
     def _row(self, least: float, most: float, entries: Sequence[tuple[int, float]]) -> None:
         at = len(self.rows)
         self.rows.append((least, most))
@@ -107,54 +144,64 @@ class Columns:
             self.entries[1].append(column)
             self.entries[2].append(value)
 
-    def _by_form(self, number: int, forms: Numbers) -> dict[int, list[int]]:
-        """The columns of a class's options, by the form that they give or want, forms in order."""
-        found: dict[int, list[int]] = {int(form): [] for form in np.unique(forms[self.left[number]])}
-        for at, option in enumerate(self.left[number]):
-            found[int(forms[option])].append(self.first[number] + at)
-        return found
+    def _forms(self, number: int, forms: Numbers) -> tuple[Numbers, Numbers]:
+        """The forms that a class's options give or want, in order, and of each option which of them."""
+        return numbered(forms[self.left[number]])
 
     def _group(self, number: int, group: Group) -> None:
-        lies = self._by_form(group.maker, group.given)
+        lies = self._forms(group.maker, group.given)
         for row, moment in zip(self.held, self.moments, strict=True):
             alive = self.memory.held_at(moment, group)
-            for form, columns in lies.items():
-                if alive and not group.lies[form][1]:
-                    for column in columns:
-                        _plus(row, column, alive * group.held[form])
+            for at, form in enumerate(lies[0][lies[1]].tolist()) if alive else ():
+                if not group.lies[form][1]:
+                    _plus(row, self.first[group.maker] + at, alive * group.held[form])
+        same = {form: at for at, form in enumerate(group.wants)}
+        stays = np.array([same.get(form, NOWHERE) for form in group.lies])
+        found = [
+            self._own_pairs(group, leg) if leg.reader == group.maker else self._pairs((number, at), group, leg, *lies)
+            for at, leg in enumerate(group.legs)
+        ]  # fmt: skip
+        moved = [stays[rows] != forms for rows, forms, _ in found]
+        if not self.moments and len(group.legs) == 1 and group.legs[0].reader != group.maker:
+            (rows, forms, columns), (changes,) = found[0], moved
+            self._costs(columns[changes], group.legs[0].price[rows[changes], forms[changes]] * group.count)
+            return
         used: dict[tuple[int, int, str], list[Used]] = {}
-        for at, leg in enumerate(group.legs):
-            pairs = self._own_pairs(group, leg) if leg.reader == group.maker else self._pairs((number, at), group, leg, lies)
-            for (a, b), columns in pairs.items():
-                if group.lies[a] != group.wants[b]:
-                    used.setdefault((a, b, leg.phase if leg.gathers[a, b] else ""), []).append(Used(leg, columns))
+        for leg, (rows, forms, columns), changes in zip(group.legs, found, moved, strict=True):
+            alike: dict[tuple[int, int], list[int]] = {}
+            for a, b, column in zip(rows[changes].tolist(), forms[changes].tolist(), columns[changes].tolist(), strict=True):
+                alike.setdefault((a, b), []).append(column)
+            for (a, b), each in alike.items():
+                used.setdefault((a, b, leg.phase if leg.gathers[a, b] else ""), []).append(Used(leg, each))
         for (a, b, _), legs in used.items():
             self._change(group, a, b, legs)
 
-    def _own_pairs(self, group: Group, leg: Leg) -> dict[tuple[int, int], list[int]]:
+    def _own_pairs(self, group: Group, leg: Leg) -> Pairs:
         """Of a leg whose reader decides with the maker: its options."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for at, option in enumerate(self.left[group.maker]):
-            found.setdefault((int(group.given[option]), int(leg.forms[option])), []).append(self.first[group.maker] + at)
-        return found
+        left = self.left[group.maker]
+        return group.given[left], leg.forms[left], self.first[group.maker] + np.arange(len(left))
 
-    def _pairs(self, key: tuple[int, int], group: Group, leg: Leg, lies: dict[int, list[int]]) -> dict[tuple[int, int], list[int]]:
-        wants = self._by_form(leg.reader, leg.forms)
-        if not self.moments and not leg.price[np.ix_(list(lies), list(wants))].any():
-            return {}
+    def _pairs(self, key: tuple[int, int], group: Group, leg: Leg, lies: Numbers, given: Numbers) -> Pairs:
+        wants, wanted = self._forms(leg.reader, leg.forms)
+        if not self.moments and not leg.price[np.ix_(lies, wants)].any():
+            return NONE, NONE, NONE
         allowed = self.pairs.get(key)
-        found = {
-            (a, b): [self._column()]
-            for row, a in enumerate(lies) for column, b in enumerate(wants) if allowed is None or allowed[row, column]
-        }  # fmt: skip
-        starts: dict[int, list[tuple[int, float]]] = {a: [(column, -1.0) for column in columns] for a, columns in lies.items()}
-        ends: dict[int, list[tuple[int, float]]] = {b: [(column, -1.0) for column in columns] for b, columns in wants.items()}
-        for (a, b), (column,) in found.items():
-            starts[a].append((column, 1.0))
-            ends[b].append((column, 1.0))
-        for entries in (*starts.values(), *ends.values()):
-            self._row(0.0, 0.0, entries)
-        return found
+        rows, places = np.nonzero(np.ones((len(lies), len(wants)), dtype=bool) if allowed is None else allowed)
+        columns = self._columns(np.zeros(len(rows)))
+        first = len(self.rows)
+        self.legs[key] = first, lies, wants
+        self.rows += [(0.0, 0.0)] * (len(lies) + len(wants))
+        for side, number, options, of_pairs in ((first, group.maker, given, rows), (first + len(lies), leg.reader, wanted, places)):
+            self._enter(side + options, self.first[number] + np.arange(len(options)), -1.0)
+            self._enter(side + of_pairs, columns, 1.0)
+        if key in self.near:
+            now = self.near[key]
+            for side, forms, known, charged in ((first, lies, now.given, now.maker), (first + len(lies), wants, now.wanted, now.reader)):
+                place = np.searchsorted(forms, known)
+                there = np.flatnonzero(forms[np.minimum(place, len(forms) - 1)] == known)
+                for sign in (1.0, -1.0):
+                    self._enter(side + place[there], self._columns(self.reach + sign * charged[there]), sign)
+        return lies[rows], wants[places], columns
 
     def _change(self, group: Group, a: int, b: int, used: list[Used]) -> None:
         """One change of sharding, by one leg or by several that share it."""
@@ -193,20 +240,30 @@ class Columns:
         return csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
 
     def relaxed(self) -> Relaxed | None:
-        """The linear relaxation; None if not even that keeps the budget."""
+        """The linear relaxation; None if not even that keeps the budget. (That no column is more than 1 follows from the rows: a limit of
+        its own would take part of what these charge.)"""
         matrix, least, most = self.matrix, np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
         equal = least == most
         above, below = ~equal & np.isfinite(least), ~equal & np.isfinite(most)
         limits = np.concatenate([-least[above], most[below]])
         found = linprog(
             np.array(self.cost) * MILLI, vstack([-matrix[above], matrix[below]]) if len(limits) else None, limits if len(limits) else None,
-            matrix[equal], least[equal], bounds=(0, 1), method="highs", options={"maxiter": ITERATIONS},
+            matrix[equal], least[equal], bounds=(0, None), method="highs", options={"maxiter": ITERATIONS},
         )  # fmt: skip
         if found.status == 2:
             return None
         assert found.status == 0, found.message
         weights = -found.ineqlin.marginals[len(limits) - len(self.moments) :] * self.part / MILLI if self.moments else ()
-        return Relaxed(float(found.fun) / MILLI, self._of_classes(found.x), tuple(map(float, weights)))
+        charged = np.zeros(len(self.rows))
+        charged[equal] = found.eqlin.marginals / MILLI
+        return Relaxed(float(found.fun) / MILLI, self._of_classes(found.x), tuple(map(float, weights)), self._charges(charged))
+
+    def _charges(self, charged: Floats) -> dict[tuple[int, int], Charges]:
+        found: dict[tuple[int, int], Charges] = {}
+        for key, (first, given, wanted) in self.legs.items():
+            middle, last = first + len(given), first + len(given) + len(wanted)
+            found[key] = Charges(given, charged[first:middle], wanted, charged[middle:last])
+        return found
 
     def whole(self, nodes: int = NODES, gap: float = GAP) -> tuple[Pick | None, float | None]:
         """An integer choice by branch and bound, and its bound; no choice where none was found."""

@@ -69,6 +69,8 @@ class Within:
 
     def __post_init__(self) -> None:
         self.mixed: list[set[int]] = [set() for _ in self.model.own]
+        changes = sum(group.count * sum(float(leg.price.max()) for leg in group.legs) for group in self.model.groups)
+        self.dearest_s = sum(float(own.max()) for own in self.model.own) + changes
 
     def note(self, pick: Pick) -> bool:
         """Whether it fits; the fullest moment of one that does not is one of those that have a price from now on."""
@@ -91,6 +93,11 @@ class Within:
     def best(self) -> float:
         """Its seconds."""
         return np.inf if self.fitting is None else self.picks[self.fitting][0]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no choice fits: the bound is above what the dearest of all takes."""
+        return self.bound > self.dearest_s
 
     def near(self, bound: float, part: float) -> bool:
         """Whether the best choice that fits is so near to a bound."""
@@ -122,7 +129,7 @@ class Within:
     def rise(self) -> None:
         """Until something fits, or nothing does."""
         weight = START
-        while self.best == np.inf and weight <= HIGHEST:
+        while self.best == np.inf and weight <= HIGHEST and not self.nothing:
             self.at([weight] * len(self.moments))
             weight *= RISE
 
@@ -195,5 +202,6 @@ def within(
     search.rise()
     if search.best < np.inf:
         search.narrow()
-    search.programs(PROGRAMS[:1] if near else PROGRAMS)
+    if not search.nothing:
+        search.programs(PROGRAMS[:1] if near else PROGRAMS)
     return list(search.picks), search.bound

@@ -36,9 +36,10 @@ def for_little(lowered: Lowered, fixed: Collection[Node]) -> Lowered:
     if not can.wanted or not can.operands:
         return lowered
     device = for_mesh(lowered.mesh)
-    held, step_s = held_of(lowered), sum(seconds(node, device) for node in (*can.forward, *can.backward))
+    each_s = {node: seconds(node, device) for node in (*can.forward, *can.backward)}
+    held, step_s = held_of(lowered), sum(each_s.values())
     byte_s = WORTH * step_s / held
-    trade = Trade(can, takes_of(can, lowered, device))
+    trade = Trade(can, takes_of(can, lowered, device, each_s))
     kept = trade.worth(byte_s)
     if trade.all.bytes - kept.bytes < LEAST * held:
         return lowered

@@ -37,6 +37,23 @@ def least_kept(
     return _cut(values, operands, {node: None if size is None else max(1, size // unit) for node, size in sizes.items()}, {}, wanted)
 
 
+def all_kept(
+    operands: Mapping[Node, Sequence[Node]], bytes_of: Callable[[Node], int | None], wanted: Collection[Node]
+) -> set[Node]:  # fmt: skip
+    """The values to keep where keeping costs nothing: what backward reads, and of what is never kept what it is made of."""
+    found, work = set[Node](), list(wanted)
+    seen = set(work)
+    while work:
+        node = work.pop()
+        if bytes_of(node) is not None:
+            found.add(node)
+            continue
+        fresh = [operand for operand in operands.get(node, ()) if operand not in seen]
+        seen.update(fresh)
+        work += fresh
+    return found
+
+
 def cheapest_kept(
     values: Sequence[Node], operands: Mapping[Node, Sequence[Node]], keeping: Mapping[Node, float | None], making: Mapping[Node, float],
     wanted: Collection[Node],

@@ -20,7 +20,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.ir.graph import made_of
-from meshc.passes.recompute.least import cheapest_kept, least_kept
+from meshc.passes.recompute.least import all_kept, cheapest_kept, least_kept
 from meshc.passes.recompute.remakable import Remakable
 
 EARLIER: Final = 0.02
@@ -54,7 +54,7 @@ class Trade:
     @cached_property
     def all(self) -> Kept:
         """Nothing is made again but what is never kept."""
-        return self._at(0.0)
+        return self._kept(all_kept(self.can.operands, self._sizes.__getitem__, self.can.wanted))
 
     @cached_property
     def least(self) -> Kept:

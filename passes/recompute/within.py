@@ -9,7 +9,7 @@ for others to judge.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -43,19 +43,21 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
     trade = Trade(can, takes_of(can, lowered, for_mesh(lowered.mesh)))
     whole = trade.all.bytes
     fewest = trade.least.bytes
-    least = _Made(lowered, can, *trade.within(fewest))
-    if least.held > budget:
-        # what is made again is in memory as well: one of those between may hold less
-        between = [_Made(lowered, can, *trade.within(whole * part // PARTS)) for part in range(PARTS - 1, 0, -1)]
-        fits = [one for one in between if one.held <= budget]
-        return (fits[0] if fits else min((*between, least), key=lambda one: one.held)).left
     most = whole
+    least: _Made | None = None
     for _ in range(ROUNDS):
         most -= max(held - budget, (most - fewest) // ROUNDS)
         made = _Made(lowered, can, *trade.within(most))
         held = made.held
         if held <= budget:
             return made.left
+        least = least or _Made(lowered, can, *trade.within(fewest))
+        if least.held > budget:
+            # what is made again is in memory as well: one of those between may hold less
+            between = [_Made(lowered, can, *trade.within(whole * part // PARTS)) for part in range(PARTS - 1, 0, -1)]
+            fits = [one for one in between if one.held <= budget]
+            return (fits[0] if fits else min((*between, made, least), key=lambda one: one.held)).left
+    assert least is not None
     return least.left
 
 
@@ -79,13 +81,16 @@ def held_of(lowered: Lowered) -> int:
     return memory.worst(replace(lowered, schedule=(Instruction("run", stage.name),)).as_program(), words_of).total
 
 
-def takes_of(can: Remakable, lowered: Lowered, device: Device) -> dict[Node, float]:
-    """Seconds of making each value again. What is made of parameters alone is made in backward in any case."""
+def takes_of(can: Remakable, lowered: Lowered, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:
+    """Seconds of making each value again. What is made of parameters alone is made in backward in any case. `each_s`: of forward's
+    operators, where that is known."""
+    known = each_s or {}
     return {
-        node: collective_seconds(node, lowered.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)
+        node: collective_seconds(node, lowered.mesh, device) if spmd.is_collective(node.target)
+        else known[node] if node in known else seconds(node, device)
         for node in can.operands
         if node not in can.learned
-    }
+    }  # fmt: skip
 
 
 def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence[Node]]]) -> Lowered:

@@ -18,6 +18,7 @@ from meshc.passes.rules import (
     creation,
     diagonal,
     elementwise,
+    experts,
     fourier,
     index,
     layout,
@@ -45,6 +46,7 @@ from meshc.passes.rules.rule import Rule
 
 FAMILIES = (
     elementwise,
+    experts,
     contraction,
     reduction,
     layout,

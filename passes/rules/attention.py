@@ -1,6 +1,8 @@
-"""`meshc::attention`: batch and heads pass, each query stands alone, all keys must be there.
+"""`meshc::attention`: batch and heads pass, each query stands alone, all keys must be there, at once or one block after the other.
 
-Under a causal mask a rank's queries must be a range, of which the operator is told the beginning.
+Under a causal mask a rank's queries must be a range, of which the operator is told the beginning. Where `propagate` has split the keys too,
+along the axis that splits the queries, blocks of them pass round a ring (`ring.py`); the blocks' own operators are never in a model, and
+their rules say what of them lies alike.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum
+from meshc.passes.rules.ring import Ring, mask_of
+from meshc.passes.rules.rule import Made, Rule, RuleFunction, einsum
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -20,39 +23,69 @@ meshc = torch.ops.meshc
 
 CAUSAL: dict[object, int] = {meshc.attention.default: 4, meshc.attention_backward.default: 7}
 """The position of `causal` among the arguments; after it come scale, window, offset, start."""
+BIASES: dict[object, int] = {meshc.attention.default: 3, meshc.attention_backward.default: 4}
 Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
 ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
 def _attention(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, K, K] + [BIAS] * (len(tensors) - 3)
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}")
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", (1, 2))
 
 
 def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, Q, K, K] + [BIAS] * (len(tensors) - 6) + [Q, ROW]
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q")
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", (2, 3))
 
 
-def _rule(node: Node, tensors: list[Node], text: str) -> Rule:
-    if not node.args[CAUSAL[node.target]]:
-        return einsum(text, node, tensors, roles=ROLES)
-    return einsum(text, node, tensors, lower=_lower_causal, major=frozenset("q"), roles=ROLES)
+def _rule(node: Node, tensors: list[Node], text: str, keys: tuple[int, ...]) -> Rule:
+    """`keys`: which operands are keys and values."""
+    major = frozenset("q") if node.args[CAUSAL[node.target]] else frozenset[str]()
+    return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": ("k", keys)})
 
 
-def _lower_causal(local: Local) -> Node:
-    """The same call on local operands, which begins where the tile does."""
-    if not local.axes("q"):
+def shape_of_mask(node: Node) -> tuple[bool, int, int]:
+    """(causal, window, offset) of a call."""
+    causal, _, window, offset = mask_of(node, CAUSAL[node.target])
+    return causal, window, offset
+
+
+def _lower(local: Local) -> Made:
+    """As a ring; or the same call on local operands, which under a causal mask begins where the tile does."""
+    node = local.node
+    causal = CAUSAL[node.target]
+    if local.axes("k"):
+        ring = Ring(local, BIASES[node.target], causal)
+        return ring.forward() if node.target is meshc.attention.default else ring.backward()
+    if not local.axes("q") or not node.args[causal]:
         return local.call(*local.operands)
     start = local.start("q")
     made = local.call(*local.operands)
-    end = CAUSAL[local.node.target] + 2
+    end = causal + 2
     window, offset = (*made.args[end:], 0, 0)[:2]
     made.args = (*made.args[:end], window, offset, start)
     return made
 
 
+def _block(node: Node, tensors: list[Node]) -> Rule:
+    """Where queries and keys begin is said of the rank's own: neither is split further."""
+    operands = ["b h q! d!", K, K] + ["b h q! k!"] * (len(tensors) - 3)
+    return einsum(f"{', '.join(operands)} -> b h q! d! | b h q!", node, tensors)
+
+
+def _block_backward(node: Node, tensors: list[Node]) -> Rule:
+    operands = ["b h q! d!"] * 2 + [K, K] + ["b h q! k!"] * (len(tensors) - 6) + ["b h q! d!", "b h q!"]
+    return einsum(f"{', '.join(operands)} -> b h q! d! | {K} | {K}", node, tensors)
+
+
+def _merge(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b h q d, b h q, b h q d, b h q -> b h q d | b h q", node, tensors)
+
+
 RULES: dict[object, RuleFunction] = {
     meshc.attention.default: _attention,
     meshc.attention_backward.default: _attention_backward,
+    meshc.attention_block.default: _block,
+    meshc.attention_block_backward.default: _block_backward,
+    meshc.attention_merge.default: _merge,
 }

@@ -32,7 +32,7 @@ ROLES = {aten.mm.default: WEIGHT, aten.bmm.default: {"b": "multiplies", **WEIGHT
 def _addmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + x @ w. With k split the product is pending, and so must the bias be: it counts once."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm, roles=WEIGHT)
+    return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm, first=0, roles=WEIGHT)
 
 
 def _lower_addmm(local: Local) -> Node:
@@ -44,12 +44,12 @@ def _lower_addmm(local: Local) -> Node:
 def _baddbmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + x @ w, batched; the bias broadcasts, and counts once where k is split."""
     bias = " ".join("b m n".split()[3 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm, roles=WEIGHT)
+    return einsum(f"{bias}, b m k, b k n -> b m n +k", node, tensors, lower=_lower_addmm, first=0, roles=WEIGHT)
 
 
 def _addmv(node: Node, tensors: list[Node]) -> Rule:
     bias = "m" if shape_of(tensors[0]) else ""
-    return einsum(f"{bias}, m k, k -> m +k", node, tensors, lower=_lower_addmm)
+    return einsum(f"{bias}, m k, k -> m +k", node, tensors, lower=_lower_addmm, first=0)
 
 
 def _addr(node: Node, tensors: list[Node]) -> Rule:
@@ -61,7 +61,7 @@ def _addr(node: Node, tensors: list[Node]) -> Rule:
 def _addbmm(node: Node, tensors: list[Node]) -> Rule:
     """bias + the sum of all x @ w of a batch."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
-    return einsum(f"{bias}, b m k, b k n -> m n +b +k", node, tensors, lower=_lower_addmm)
+    return einsum(f"{bias}, b m k, b k n -> m n +b +k", node, tensors, lower=_lower_addmm, first=0)
 
 
 def _trilinear(node: Node, tensors: list[Node]) -> Rule:

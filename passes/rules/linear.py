@@ -19,7 +19,9 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_tensor, record
-from meshc.ops import grouped as _grouped  # noqa: F401 - registers them
+from meshc.ops import bounded_groups as _bounded  # noqa: F401 - registers them
+from meshc.ops import expert_groups as _groups  # noqa: F401 - likewise
+from meshc.ops import grouped as _grouped  # noqa: F401 - likewise
 from meshc.ops import routed as _routed  # noqa: F401 - likewise
 from meshc.passes.rules.rule import ALONE, Positions
 
@@ -72,10 +74,16 @@ OPERATORS: Final[Mapping[str, Positions]] = {
     "index_add scatter_add scatter.src index_copy masked_fill.Tensor index_fill.int_Tensor": ((0, 2),),
     "index_put _unsafe_index_put": ((0, -1),),
 }  # fmt: skip
+PLACED: Final = ("to_places", "in_places", "from_places", "over_places")
 LINEAR: Final[Mapping[object, Positions]] = {
     **dict.fromkeys(PICKS, ALONE),
     **{op: positions for names, positions in OPERATORS.items() for op in overloads(names)},
     **{getattr(torch.ops.meshc, name).default: ((0,), (1,)) for name in ("grouped_mm", "grouped_outer", "routed_mm", "routed_outer")},
+    **{getattr(torch.ops.meshc, name).default: ((0,), (1,)) for name in ("group_mm", "group_outer")},
+    **{
+        getattr(torch.ops.meshc, name).default: ALONE
+        for name in ("to_groups", "from_groups", "in_slots", "over_slots", "weights_of_groups", "weights_to_tokens", *PLACED)
+    },
 }
 
 

@@ -58,11 +58,15 @@ class Local(Protocol):
     def local_size(self, letter: str) -> int:
         """Positions of a tile of the letter, padding included."""
 
-    def start(self, letter: str) -> Node | int:
-        """Global index of the tile's first position. Only the major factor of the letter may be split."""
+    def lies_together(self, letter: str, count: int) -> bool:
+        """Whether each `count` positions of a letter that follow each other, from the first on, lie on one rank, no padding among them."""
 
-    def count(self, letter: str) -> Node | int:
-        """How many of the tile's positions are real. Only the major factor of the letter may be split."""
+    def start(self, letter: str, back: int = 0) -> Node | int:
+        """Global index of the tile's first position; of the tile that the rank `back` places before this one has, round the ring of ranks.
+        Only the major factor of the letter may be split, and to look back only by one axis."""
+
+    def count(self, letter: str, back: int = 0) -> Node | int:
+        """How many of that tile's positions are real."""
 
     def positions(self, letter: str, dtype: torch.dtype, device: torch.device) -> Node:
         """The global index of every local position of a letter, whichever of its factors are split; of a dim of size 1 the index 0."""
@@ -70,8 +74,20 @@ class Local(Protocol):
     def tiles(self, index: int) -> tuple[list[int], list[int], list[Node | int]]:
         """(global shape, local shape, offsets) of what a random operator draws, every factor a dim."""
 
+    def tile(self, letters: Sequence[str]) -> tuple[list[int], list[int], list[Node | int]]:
+        """(global shape, local shape, offsets) of a rank's tile of these letters, every factor a dim."""
+
     def index(self, axes: Sequence[str]) -> Node:
         """This rank's place among the tiles of `axes`."""
+
+    def ranks(self, axes: Sequence[str]) -> int:
+        """How many tiles `axes` make."""
+
+    def place(self, axis: str, back: int) -> Node:
+        """The coordinate on an axis of the rank so many places before this one, round the ring."""
+
+    def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
+        """What the rank so many places before this one has as x, round the ring."""
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node: ...
 

@@ -41,6 +41,7 @@ ROLES: Final[Mapping[str, str]] = {
     "head": "what one head of attention compares",
     "queries": "what attention looks from",
     "vocabulary": "of these an index that is an input, or a label, names one",
+    "experts": "routed experts, or groups of them: of these a row's choice names one",
     "hidden": "the features that a model's layers hand on: what is embedded, what is normalised",
 }
 """What a letter may be to a model, by which `place/names.py` finds what a plan calls `heads`, `ffn` or `vocab`."""
@@ -77,6 +78,7 @@ class Rule:
     defers   whether `propagate` defers reductions of sums past it, in the operands of the first set of `linear`
     roles    what a letter is to a model (`ROLES`), for names
     lower    builds the per-rank code; None: the same operator on local operands
+    first    an operand that counts once: of it `lower` keeps the first tile of letters that are summed, zeros elsewhere, and nothing else
     neutral  what padding along a summed letter must hold (0, or an infinity for max and min)
     clean    operands whose padding must always be zero (indices)
     shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
@@ -85,6 +87,8 @@ class Rule:
     settles  a layout operator past which no reduction may be deferred
     accumulates  its result is pending over the microbatches
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
+    rings    letter -> (letter, operands): `lower` can take these operands a block of the second letter at a time, from rank to rank, where
+             one axis splits the first; they are then split by it too, and results that have the second are not pending over it
     """
 
     operands: tuple[Dims, ...]
@@ -98,6 +102,7 @@ class Rule:
     defers: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
     lower: Callable[[Local], Made] | None = None
+    first: int | None = None
     neutral: float = 0.0
     shrinks: bool = False
     self_masked: bool = False
@@ -106,6 +111,12 @@ class Rule:
     settles: bool = False
     accumulates: bool = False
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
+    rings: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def passing(self) -> tuple[int, ...]:
+        """The operands that may pass round."""
+        return tuple(position for _, positions in self.rings.values() for position in positions)
 
     @property
     def adds(self) -> bool:

@@ -33,9 +33,10 @@ from meshc.passes.stages.owners import Owners
 from meshc.passes.stages.places import Cuttable
 from meshc.passes.stages.prices import Prices
 from meshc.passes.stages.shape import Shape, Shapes, refined, shapes_of
-from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers, positions
+from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers, positions, sums_read
 from meshc.passes.stages.tied import Parts, parts_of
 from meshc.passes.stages.updates import cut_updates, place
+from meshc.passes.stages.whole_sums import reads_sums, refuse_elsewhere
 from meshc.passes.stages.within_budget import Held, cuts_within, waiting_of
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
@@ -77,6 +78,7 @@ class Uncut:
         self.lowered = lowered
         whole = lowered.stages["each"]
         halves = weights_apart(whole)
+        self.sums = reads_sums(whole)
         self.halves = Each.of(halves, lowered)
         self.plain = Each.of(whole, lowered) if halves is not whole else self.halves
         self.prices = Prices(halves, lowered, self.halves.found, self.halves.at)
@@ -86,13 +88,13 @@ class Uncut:
     @cached_property
     def shapes(self) -> Shapes:
         request = self.lowered.request
-        found = shapes_of(request, self.halves.found, self.work)
+        found = shapes_of(request, self.halves.found, self.work, self.sums)
         return found if request.pp_splits else refined(found, self.work)
 
     def estimated(self, request: Request) -> Shapes:
         """Shapes for another number of microbatches, by what has been lowered for this one."""
         times = self.prices.grown.times(begin(request).sizes)
-        return shapes_of(request, self.halves.found, self._cuttable.work(request.count, times))
+        return shapes_of(request, self.halves.found, self._cuttable.work(request.count, times), self.sums)
 
     def cut(self, shape: Shape) -> Lowered:
         axis = self.lowered.mesh.pipeline_axis
@@ -126,7 +128,8 @@ class Each:
     @classmethod
     def of(cls, each: Stage, lowered: Lowered) -> Each:
         found = kinds(each.graph, each.keys())
-        return cls(each, found, positions(found, numbers(each.graph, lowered.joint.graph)))
+        sums = sums_read(each.keys(), each.results())
+        return cls(each, found, positions(found, numbers(each.graph, lowered.joint.graph), sums))
 
 
 class Cutter:
@@ -145,6 +148,7 @@ class Cutter:
         ways = self._ways(parts)
         crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
         stages = self._halves(each, parts, ways, crossings)
+        refuse_elsewhere(stages, parts.made)
         messages = messages_of(next(iter(crossings.values())), self.ranks, shape.actions)
         owners = Owners(lowered, stages, self.ranks, before)
         made = {whole[1]: self.ranks[half.stage] for key, (_, half) in parts.made.items() if (whole := whole_of(key))}

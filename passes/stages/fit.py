@@ -8,7 +8,7 @@ What a rank holds is what `meshc/cost/memory.py` predicts: what is there for the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
@@ -22,32 +22,30 @@ from meshc.program.steps import items_of
 
 @dataclass(frozen=True)
 class Need:
-    """What the rank that needs most holds of a pipeline, and where its peak is: `F0.3, relu at model.py:12`."""
+    """What the rank that needs most holds of a pipeline, and where its peak is: `F0.3, relu at model.py:12`.
+
+    ranks  what each of them holds;  cut  what was cut into stages, while nothing is known that needs less
+    """
 
     schedule: str
     microbatches: int
     most: memory.RankBytes
     at: str
     ranks: tuple[int, ...] = ()
-    """What each rank holds."""
+    cut: Lowered | None = field(default=None, compare=False)
 
 
 class DoesNotFit(PlanError):
-    """Nothing that was tried fits; `need` is that of the candidate that needs least."""
+    """Nothing that was tried fits; `need` is that of the candidate that needs least. What would do is for others to say
+    (`passes/driver/refuse.py`)."""
 
     def __init__(self, need: Need, request: Request) -> None:
         most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
         source = "the device's memory" if said is None else f"Options(memory_budget={said})"
-        advice = [
-            "Options(memory_budget=...), if a rank has more" if said is None else "a larger memory_budget",
-            *(["a schedule that holds less, such as 1f1b, or none by name"] if request.schedule is not None else []),
-            "more or smaller microbatches, checkpointed layers", "a plan that stores parameters split, or more ranks",
-        ]  # fmt: skip
         super().__init__(
             f"a rank of the pipeline may hold {may_hold(request):,} bytes ({source}), but {need.schedule} with microbatches="
             f"{need.microbatches} holds {most.total:,} on rank {most.rank}, and nothing else that was tried holds less:\n"
-            f"  {kept:,} are there for the whole call, {most.peak.total:,} are made in it and there at once in {need.at}\n"
-            f"  what to do: {'; '.join(advice)}"
+            f"  {kept:,} are there for the whole call, {most.peak.total:,} are made in it and there at once in {need.at}"
         )
         self.need = need
 
@@ -82,7 +80,14 @@ def need_of(lowered: Lowered) -> Need:
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
     at, totals = f"{item}, {most.peak.at}", tuple(one.total for one in ranks)
-    return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, at, totals)
+    return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, at, totals, lowered)
+
+
+def noted(found: list[Need], need: Need) -> list[Need]:
+    """With one more; what was cut is kept of that alone which needs least."""
+    if found and least(found).most.total <= need.most.total:
+        return [*found, replace(need, cut=None)]
+    return [*(replace(one, cut=None) for one in found), need]
 
 
 def least(found: list[Need]) -> Need:

@@ -20,6 +20,7 @@ from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.balance import SLACK, ways_to_cut
 from meshc.passes.stages.places import Work
 from meshc.passes.stages.stage_assignment import Kinds
+from meshc.passes.stages.whole_sums import refuse_early
 from meshc.pipelining.cut import STAGE_NAMES
 from meshc.pipelining.rehearsed import Rehearsed
 from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
@@ -120,9 +121,9 @@ class Shapes:
     cannot: Mapping[str, Refused] = field(default_factory=dict)
 
 
-def shapes_of(request: Request, found: Kinds, work: Work) -> Shapes:
+def shapes_of(request: Request, found: Kinds, work: Work, sums: bool = False) -> Shapes:
     """What the user asked for; else all schedules, over stages of equal time: of the ways to cut these, the one that a schedule plays
-    fastest."""
+    fastest. `sums`: whether backward reads sums over all microbatches."""
     trains = bool(found.backward)
     named = _named_cuts(request, found) if request.pp_splits else None
     stages = _asked_stages(request, named)
@@ -131,7 +132,10 @@ def shapes_of(request: Request, found: Kinds, work: Work) -> Shapes:
     def shaped(kind: Kind | str) -> tuple[Shape, float]:
         ranks = _ranks(request, kind, stages)
         ways = balanced(len(ranks), isinstance(kind, Kind) and kind.splits_backward) if named is None else (named,)
-        return fastest([Shape(cuts, ranks, kind, request.count, trains) for cuts in ways], work)
+        made = [Shape(cuts, ranks, kind, request.count, trains) for cuts in ways]
+        if sums:
+            refuse_early(made[0].name, made[0].actions)
+        return fastest(made, work)
 
     if request.schedule is not None:
         return Shapes((shaped(_asked(request.schedule, trains, stages, request)),))

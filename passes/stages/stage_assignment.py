@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, operands, records
 from meshc.ir.keys import is_a
+from meshc.program.accumulate import ADDED, whole_of
 
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
@@ -58,7 +59,9 @@ def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
     backward: list[Node] = []
     late: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" and is_a(keys[node], *ADDED):
+            late.add(node)  # a sum over microbatches is whole once all forwards have run
+        elif node.op == "placeholder":
             (learned if is_a(keys[node], "parameter", "state", "gathered") else given).add(node)
         elif node.op == "call_function":
             read = node.all_input_nodes
@@ -81,11 +84,13 @@ def _integer(node: Node) -> bool:
     return node.op == "call_function" and not is_getitem(node) and records(node)[0].dtype is None and len(records(node)) == 1
 
 
-def positions(found: Kinds, numbers: Mapping[Node, int]) -> dict[Node, int]:
+def positions(found: Kinds, numbers: Mapping[Node, int], parts: Mapping[Node, Node] | None = None) -> dict[Node, int]:
     """For each node that has a half, a position in `found.forward`: it is made by the stage in which that lies, wherever the cuts are.
 
     numbers  `seq_nr` of a node's global-view value, where it has one
+    parts    of a sum over microbatches that comes in, what a microbatch gives to it: what reads the sum is made where that is
     """
+    parts = parts or {}
     known: dict[Node, int] = {}
     by_number: dict[int, int] = {}
     for position, node in enumerate(found.forward):
@@ -100,7 +105,10 @@ def positions(found: Kinds, numbers: Mapping[Node, int]) -> dict[Node, int]:
         above = min((known[operand] for operand in read if operand in late), default=last)
         below = max((known[operand] for operand in read if operand not in late), default=above)
         wanted = below
-        if node in numbers:
+        own = [known[parts[operand]] for operand in operands(node) if parts.get(operand) in known]
+        if own:
+            wanted = min(own)
+        elif node in numbers:
             place = bisect_right(order, numbers[node]) - 1
             wanted = by_number[order[place]] if place >= 0 else 0
         known[node] = above if is_getitem(node) else min(wanted, above)
@@ -116,6 +124,12 @@ def assigned(found: Kinds, cuts: Sequence[int], at: Mapping[Node, int]) -> dict[
     halves = {op: [Half(stage, op) for stage in range(len(cuts) + 1)] for op in (FORWARD, BACKWARD)}
     order = {FORWARD: found.forward, BACKWARD: found.backward}
     return {node: halves[op][bisect_right(cuts, at[node])] for op, nodes in order.items() for node in nodes}
+
+
+def sums_read(keys: Mapping[Node, str], results: Mapping[str, Node]) -> dict[Node, Node]:
+    """Of each sum over microbatches that a graph reads, the node that makes a microbatch's part of it."""
+    made = {whole[1]: node for key, node in results.items() if (whole := whole_of(key))}
+    return {node: made[key] for node, key in keys.items() if key in made}
 
 
 def numbers(graph: Graph, whole: Graph) -> dict[Node, int]:

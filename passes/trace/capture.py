@@ -7,6 +7,8 @@ its microbatches is traced for one of them; which dims of its inputs are the bat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from math import prod
 
 import torch
@@ -14,12 +16,15 @@ import torch
 from meshc.errors import PlanError
 from meshc.frontend.admission import refuse_empty
 from meshc.frontend.capture import torch_graph
+from meshc.frontend.expert_capacity import rows_of
+from meshc.frontend.stock_experts import formed_experts
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
 from meshc.passes.depth.slice import sliced
 from meshc.passes.phases.outset import Outset, carried
 from meshc.passes.phases.traced import Traced
+from meshc.passes.trace.expert_groups import groups_of
 
 
 def capture(outset: Outset) -> Traced:
@@ -28,7 +33,7 @@ def capture(outset: Outset) -> Traced:
     if outset.parts is not None:
         args, kwargs = outset.parts.like_one((args, kwargs))
     dynamic, opened = _open(outset, args, kwargs)
-    with sliced(ask.module, outset.depth):
+    with sliced(ask.module, outset.depth), _formed(outset, (args, kwargs)):
         model = torch_graph(
             ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
             dynamic=opened,
@@ -36,6 +41,13 @@ def capture(outset: Outset) -> Traced:
     if ask.train:
         refuse_empty(model.inputs)
     return Traced(**carried(outset), model=model, dynamic=dynamic)
+
+
+def _formed(outset: Outset, inputs: object) -> AbstractContextManager[None]:
+    """Experts are traced in as many groups as the plan has, and take what is asked for."""
+    ask = outset.request
+    groups = partial(groups_of, outset.plan, outset.sizes)
+    return formed_experts(ask.module, groups, ask.expert_bound, rows_of(inputs), ask.expert_capacity)
 
 
 def _open(

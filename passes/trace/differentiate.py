@@ -1,4 +1,4 @@
-"""Differentiate: the graph of operators with its backward, its loss and the draws of its microbatches (`joint_graph` makes the graph)."""
+"""Differentiate: the graph of operators with its backward, its loss, the draws of its microbatches, and what its experts are asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace import parts
 from meshc.passes.trace.close_loss import close_loss
+from meshc.passes.trace.count_experts import count_experts
 from meshc.passes.trace.joint_graph import joint_graph
 
 
@@ -22,4 +23,4 @@ def differentiate(traced: Traced) -> Traced:
         joint = traced.operators()
         parts.number_draws(joint.graph, traced.parts)
         parts.mark_sums(joint, traced.parts.count)
-    return traced
+    return count_experts(traced) if traced.request.train else traced

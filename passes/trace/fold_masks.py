@@ -5,7 +5,8 @@
     attention = meshc.attention(q, k, v, where, False, 0.35)        attention = meshc.attention(q, k, v, None, True, 0.35)
 
 A stock causal model passes a dense mask with `is_causal=False`: quadratic memory, and work on what nobody sees. A mask is evaluated where
-it depends on nothing but positions; what depends on an input (padded tokens) is left alone, and so is what would be too large to evaluate.
+it depends on nothing but positions, or, where it would be too large for that, followed as a range of keys for each query. What depends on
+an input (padded tokens) is left alone.
 Runs right after `differentiate`: values are pure there, and forward and backward have a node each.
 """
 
@@ -21,6 +22,7 @@ from meshc import ir
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.known_values import KnownValues
+from meshc.passes.trace.seen_ranges import Ranges, SeenRanges
 
 meshc = torch.ops.meshc
 
@@ -45,6 +47,7 @@ def fold_masks(traced: Traced) -> Traced:
     joint = traced.operators()
     graph, ports = joint.graph, joint.placeholders()
     known = KnownValues({node: joint.constants[name_of(key)] for key, node in ports.items() if is_a(key, "constant")})
+    ranges = SeenRanges(known)
     patterns: dict[tuple[Node, int], Pattern | None] = {}
     for node in graph.nodes:
         if node.target not in BIAS or not isinstance(node.args[BIAS[node.target]], Node):
@@ -52,7 +55,8 @@ def fold_masks(traced: Traced) -> Traced:
         bias = node.args[BIAS[node.target]]
         key = (bias, _queries(node))
         if key not in patterns:
-            patterns[key] = pattern_of(known.of(bias), _queries(node))
+            value, queries = known.of(bias), _queries(node)
+            patterns[key] = pattern_of(value, queries) if value is not None else pattern_of_ranges(ranges.of(bias), queries)
         found = patterns[key]
         if found is not None and not node.args[CAUSAL[node.target]]:
             _fold(node, found)
@@ -91,9 +95,13 @@ def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:
 
 def _causal(seen: Tensor) -> Pattern | None:
     """[queries, keys]: whether each row is a range that ends, and begins, one key further than the row before."""
-    queries, keys = seen.shape
-    ends = keys - seen.flip(1).int().argmax(1)
-    counts = seen.sum(1)
+    ends = seen.shape[1] - seen.flip(1).int().argmax(1)
+    return _windowed(seen.int().argmax(1), ends, seen.sum(1), seen.shape[1])
+
+
+def _windowed(begins: Tensor, ends: Tensor, counts: Tensor, keys: int) -> Pattern | None:
+    """Of each row the first key that it sees, the one behind the last, and how many there are."""
+    queries = len(ends)
     offset = int(ends[0]) - 1
     at = torch.arange(queries) + offset
     if offset < 0 or not bool((ends == at + 1).all()):
@@ -101,6 +109,19 @@ def _causal(seen: Tensor) -> Pattern | None:
     window = int(counts.max())
     for pattern in (Pattern(True, 0, offset), Pattern(True, window, offset)):
         first = (at - (pattern.window or keys + queries) + 1).clamp(min=0)
-        if bool((counts == ends - first).all()) and bool((seen.int().argmax(1) == first).all()):
+        if bool((counts == ends - first).all()) and bool((begins == first).all()):
             return pattern
     return None
+
+
+def pattern_of_ranges(found: Ranges | None, queries: int) -> Pattern | None:
+    """The same of a bias that is a range in every row."""
+    if found is None or found.truth:
+        return None
+    inside, outside = float(found.inside), float(found.outside)
+    begins, ends = found.begin.expand(queries), found.end.expand(queries)
+    if inside == 0 and outside == 0 or inside == 0 and bool(((begins == 0) & (ends == found.keys)).all()):
+        return Pattern(False)
+    if inside != 0 or outside > NEVER or bool((ends <= begins).any()):
+        return None
+    return _windowed(begins, ends, ends - begins, found.keys)

@@ -7,7 +7,9 @@ What depends on a size that calls choose is not known, unless that size only rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,23 @@ FILLED = (
 """What they give does not depend on what their operand holds."""
 
 
+Found = TypeVar("Found")
+
+
+def settled(node: Node, found: dict[Node, Found], compute: Callable[[Node], Found]) -> Found:
+    """What `compute` says of a node once `found` has all that it is made of."""
+    work = [node]
+    while work:
+        last = work[-1]
+        waiting = [x for x in last.all_input_nodes if x not in found]
+        if last in found or not waiting:
+            work.pop()
+        if last not in found and not waiting:
+            found[last] = compute(last)
+        work += waiting
+    return found[node]
+
+
 class KnownValues:
     """`of(node)`: the value, or None if it is not known. `constants` are the constant tensors of the graph by placeholder."""
 
@@ -38,16 +57,7 @@ class KnownValues:
 
     def of(self, node: Node) -> Tensor | None:
         """Broadcasts to the node's shape."""
-        work = [node]
-        while work:
-            last = work[-1]
-            waiting = [x for x in last.all_input_nodes if x not in self._values]
-            if last in self._values or not waiting:
-                work.pop()
-            if last not in self._values and not waiting:
-                self._values[last] = self._compute(last)
-            work += waiting
-        return self._values[node]
+        return settled(node, self._values, self._compute)
 
     def _compute(self, node: Node) -> Tensor | None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not ir.is_tensor(node):
@@ -71,7 +81,8 @@ class KnownValues:
         given = dict(zip(node.all_input_nodes, values, strict=True))
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         made = not values or node.target in FILLED
-        if made and prod(ir.record(node).shape) > LARGEST or prod(_broadcast(values)) > LARGEST:
+        small = node.target is aten.unsqueeze.default or torch.Tag.pointwise in node.target.tags  # as their operands are known
+        if prod(_broadcast(values) if small and not made else ir.record(node).shape) > LARGEST:
             return None
         try:
             found: object = node.target(*args, **kwargs)

@@ -155,6 +155,18 @@ def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
     return _swap(x.unflatten(0, (size, -1)), out.unflatten(0, (size, -1)), group).then(lambda _: out)
 
 
+def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Pending:
+    """`x` goes to the rank `steps` places on, round the ring; waiting gives what the rank as many places before has sent, of x's shape."""
+    if group is None:
+        return Pending(x)
+    size, rank, x = group.size(), group.rank(), x.contiguous()
+    found = torch.empty_like(x)
+    mine, theirs = _flat(x), _flat(found)
+    sends, receives = [0] * size, [0] * size
+    sends[(rank + steps) % size] = receives[(rank - steps) % size] = mine.numel()
+    return Pending(found, (dist.all_to_all_single(theirs, mine, receives, sends, group, async_op=True),), held=x)
+
+
 def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> Pending:
     """`x` becomes what it is on the rank at place `source` of the group; in place, so `x` is contiguous."""
     if group is None:

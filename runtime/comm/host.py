@@ -11,18 +11,24 @@ on a GPU yet.
 from __future__ import annotations
 
 import mmap
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from meshc.ir import spmd
+from meshc.pipelining.events import There
 from meshc.runtime.comm.collectives import Pending
+
+Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 @dataclass
@@ -81,24 +87,51 @@ def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def to_host(x: Tensor, place: Tensor | None = None) -> Pending:
-    """`place`: memory of the host to copy to, which is given back."""
+class Watch:
+    """Who is told of what goes on between a rank and its host: what it is, and the marks of a clock between which it is, seconds of
+    `time.perf_counter` or CUDA's events."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[There, Mark, Mark], None] | None = None
+
+    @contextmanager
+    def watching(self, what: There, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+        """Around what is done now, or given to a stream."""
+        if self.tell is None:
+            yield
+            return
+        begin = _mark(stream)
+        yield
+        self.tell(what, begin, _mark(stream))
+
+
+def _mark(stream: torch.cuda.Stream | None) -> Mark:
+    return time.perf_counter() if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
+
+
+WATCH: Final = Watch()
+"""Of this process."""
+
+
+def to_host(x: Tensor, place: Tensor | None = None, name: str = "") -> Pending:
+    """`place`: memory of the host to copy to, which is given back. `name`: what a trace calls it."""
     there = empty(x.shape, x.dtype, x.device) if place is None else place
-    return _beside(x, there, x.device, "out")
+    return _beside(x, there, x.device, There("OUT", name))
 
 
-def from_host(x: Tensor, device: torch.device, place: Tensor | None = None) -> Pending:
-    """`place`: memory of the device to copy to, which is given back."""
+def from_host(x: Tensor, device: torch.device, place: Tensor | None = None, name: str = "") -> Pending:
+    """`place`: memory of the device to copy to, which is given back. `name`: what a trace calls it."""
     here = torch.empty(x.shape, dtype=x.dtype, device=device) if place is None else place
-    return _beside(x, here, device, "in")
+    return _beside(x, here, device, There("IN", name))
 
 
-def _beside(source: Tensor, target: Tensor, device: torch.device, direction: str) -> Pending:
+def _beside(source: Tensor, target: Tensor, device: torch.device, what: There) -> Pending:
     if device.type == "cpu":
-        return Pending(target.copy_(source), held=source)
-    stream = _stream(direction, device)
+        with WATCH.watching(what):
+            return Pending(target.copy_(source), held=source)
+    stream = _stream(what.op, device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), WATCH.watching(what, stream):
         target.copy_(source, non_blocking=True)
     return Pending(target, (_Copied(stream),), held=source)  # until the current stream has waited no other value gets its memory
 
@@ -106,10 +139,24 @@ def _beside(source: Tensor, target: Tensor, device: torch.device, direction: str
 def settle(device: torch.device) -> None:
     """All copies that have been started are done: what follows runs on the host, and reads or writes what they read and wrote."""
     if device.type != "cpu":
-        for direction in ("out", "in"):
+        for direction in ("OUT", "IN"):
             _stream(direction, device).synchronize()
 
 
-def starters(device: torch.device) -> Mapping[object, Callable[..., Pending]]:
-    """What starts a node's copy, by its target."""
-    return {spmd.to_host: to_host, spmd.from_host: lambda x, place=None: from_host(x, device, place)}
+def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Pending]:
+    """What starts a node's copy."""
+    name = f"{stage}.{node.name}"
+    if node.target is spmd.to_host:
+        return partial(to_host, name=name)
+    return lambda x, place=None: from_host(x, device, place, name)
+
+
+def watched(node: Node, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that runs on the host."""
+    what = There("HOST", f"{stage}.{node.name}")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with WATCH.watching(what):
+            return function(*args, **kwargs)
+
+    return run

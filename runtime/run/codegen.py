@@ -27,7 +27,7 @@ from torch.fx.node import Argument
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import MeshcError
-from meshc.ir import record, runs_on_host, spmd
+from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
@@ -37,7 +37,7 @@ from meshc.program.accumulate import is_added
 from meshc.program.flying import awaited
 from meshc.program.packing import is_alone, pieces
 from meshc.program.program import Origin, Stage
-from meshc.runtime.comm import collectives, halo, host
+from meshc.runtime.comm import collectives, halo, host, rows
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.accumulator import Accumulator
 
@@ -59,8 +59,8 @@ def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
     return found
 
 
-def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Tensor], collectives.Pending]:
-    """A function that starts this node's collective on its operand, which an all-reduce `overwrites` or not."""
+def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., collectives.Pending]:
+    """A function that starts this node's collective on its operands, of which an all-reduce `overwrites` its one or does not."""
     group = groups.group(node.args[1])  # type: ignore[arg-type]
     name = node.target.__name__  # type: ignore[union-attr]
     rest = node.args[2:]
@@ -75,6 +75,12 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[[torch.Ten
         return lambda x: collectives.gather_dim(x, rest[0], group)  # type: ignore[arg-type]
     if name == "reduce_scatter":
         return lambda x: collectives.scatter_dim(x, rest[0], group, rest[1])  # type: ignore[arg-type]
+    if name == "ring_shift":
+        return lambda x: collectives.ring_shift(x, rest[0], group)  # type: ignore[arg-type]
+    if node.target in spmd.OF_ROWS:
+        each = node.args[3]
+        assert isinstance(each, int)
+        return partial(rows.gather if node.target is spmd.gather_rows else rows.scatter, each=each, group=group)
     if name in ("halo", "halo_sum"):
         return _halo(node, [groups.sizes[axis] for axis in node.args[1]], group)  # type: ignore[union-attr, index]
     return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
@@ -178,7 +184,7 @@ class _Writer:
     ) -> None:
         self.overwrites, self.own = set(overwrites), set(own)
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
-        self.origin = stage.origin
+        self.origin, self.name = stage.origin, stage.name
         self.known = integers(stage, coordinates)
         self.source = Source()
         self.env: dict[Node, str] = {}
@@ -271,11 +277,11 @@ class _Writer:
                 note = self.source.bind(self.here, "h")
                 label = self.source.bind(f"{node.target.__name__}({', '.join(node.args[1])})", "c")  # type: ignore[union-attr, arg-type]
                 self.source.lines.append(f"{note}({label})")
-            self.source.lines.append(f"{name} = {start}({self.env[node.args[0]]})")  # type: ignore[index]
+            self.source.lines.append(f"{name} = {start}({', '.join(self.env[one] for one in node.all_input_nodes)})")
             self.flying.add(node)
         elif spmd.is_host_copy(node.target):
             self._wait_for_earlier(node)
-            start = self.source.bind(host.starters(self.device)[node.target], "g")
+            start = self.source.bind(host.starter(node, self.device, self.name), "g")
             self.source.lines.append(f"{name} = {start}({', '.join(self.env[one] for one in node.all_input_nodes)})")
             self.flying.add(node)
         elif getattr(node.target, "boxed", False):  # it empties the list that it takes: what is read here for the last time goes meanwhile
@@ -292,7 +298,10 @@ class _Writer:
             device = torch.device("cpu")
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
         arguments += [f"{key}={self.source.literal(moved(key, value, device), self.env)}" for key, value in node.kwargs.items()]
-        return f"{self.source.bind(function_of(node, device, self.origin), 'f')}({', '.join(arguments)})"
+        function = function_of(node, device, self.origin)
+        if runs_on_host(node) and not is_getitem(node):
+            function = host.watched(node, self.name, function)
+        return f"{self.source.bind(function, 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
         """A value in the memory of the `cat` that will join it with others."""

@@ -36,7 +36,8 @@ class Step(Protocol):
 
 
 def refusal(
-    device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False, uses_host: bool = False
+    device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False, uses_host: bool = False,
+    sends_rows: bool = False,
 ) -> str:
     """Why a program does not run as a CUDA graph; empty if it may."""
     if wanted is False:
@@ -51,6 +52,8 @@ def refusal(
         return "off: messages between pipeline stages are posted by the host"
     if uses_host:
         return "off: copies to the host go beside it on streams of their own"
+    if sends_rows:
+        return "off: how many rows experts are sent is data, and the host waits for it"
     return ""
 
 

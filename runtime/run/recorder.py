@@ -5,6 +5,8 @@
 
 A rank's actions and other stages count from where what they read has come, on its own clock. A SEND is its posting; a RECV lasts from its
 posting to where its rank has found the message there, which may be later than it came. Adding to a sum counts with the stage before it.
+Copies to the host and back, and operators that run there, stand beside the stage that they are of: on a CPU the rank does them itself, and
+they lie within it one after another; on CUDA copies are from when their stream begins with them to when it is done.
 
 Clocks: after the call all ranks join in some all-reduces of one number. No rank leaves one before every rank has entered it, so that each
 bounds what a clock may be off against rank 0's from both sides. The narrowest bounds are taken; half their width is the accuracy, which the
@@ -33,12 +35,12 @@ from meshc.errors import FileError
 from meshc.files.folders import write_text, writing
 from meshc.pipelining import trace
 from meshc.pipelining.cut import slot
-from meshc.pipelining.events import Item, Run, parse_item
+from meshc.pipelining.events import Item, Run, There, parse_item
 from meshc.pipelining.timing import Event, Timeline
 from meshc.program.program import Instruction, PlainProgram
 from meshc.program.steps import items_of, steps_of
 from meshc.runtime.agreement.compare import behind, to_rank_0
-from meshc.runtime.comm import collectives
+from meshc.runtime.comm import collectives, host
 from meshc.runtime.failure.failed_rank import FailureBoard
 
 _ROUNDS: Final = 16
@@ -50,6 +52,9 @@ _LAST_WORDS_S: Final = 1.0
 class _Clock(Protocol):
     def mark(self) -> int:
         """Now: how many marks there were before it in this call."""
+
+    def take(self, mark: host.Mark) -> int:
+        """A mark that somebody else has made, of this clock's kind or of the host's."""
 
     def seconds(self) -> list[float]:
         """The marks of this call as seconds of this process's `time.perf_counter`."""
@@ -63,7 +68,11 @@ class _HostClock:
         self._marks: list[float] = []
 
     def mark(self) -> int:
-        self._marks.append(time.perf_counter())
+        return self.take(time.perf_counter())
+
+    def take(self, mark: host.Mark) -> int:
+        assert isinstance(mark, float)
+        self._marks.append(mark)
         return len(self._marks) - 1
 
     def seconds(self) -> list[float]:
@@ -77,19 +86,23 @@ class _StreamClock:
     """Of the current CUDA stream: a mark is passed when everything before it has run."""
 
     def __init__(self) -> None:
-        self._marks: list[torch.cuda.Event] = []
+        self._marks: list[host.Mark] = []
 
     def mark(self) -> int:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append(event)
+        return self.take(event)
+
+    def take(self, mark: host.Mark) -> int:
+        self._marks.append(mark)
         return len(self._marks) - 1
 
     def seconds(self) -> list[float]:
         end = self._marks[self.mark()]
-        end.synchronize()
+        assert isinstance(end, torch.cuda.Event)
+        torch.cuda.synchronize()  # copies have streams of their own
         now = time.perf_counter()
-        return [now - mark.elapsed_time(end) / 1e3 for mark in self._marks]
+        return [mark if isinstance(mark, float) else now - mark.elapsed_time(end) / 1e3 for mark in self._marks]
 
     def begin(self) -> None:
         self._marks.clear()
@@ -135,6 +148,7 @@ class Recorder:
         self.file = file
         self.rank = 0 if board is None else board.rank
         self.notes: list[_Note] = []
+        self.there: list[_Note] = []
         self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
         self._coming: dict[str, _Note] = {}
         self._offsets: list[tuple[float, float]] = []
@@ -183,15 +197,21 @@ class Recorder:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around a call. What was recorded until a failure is written too, as far as the others can still say what they have."""
-        self.notes, self._coming = [], {}
+        self.notes, self.there, self._coming = [], [], {}
         self._used.clear()
         self._clock.begin()
+        host.WATCH.tell = self._beside
         try:
             yield
         except Exception:
             if not isinstance(self._clock, _StreamClock):  # a stream that is stuck would hold up the failure
                 self._leave_behind()
             raise
+        finally:
+            host.WATCH.tell = None
+
+    def _beside(self, what: There, start: host.Mark, end: host.Mark) -> None:
+        self.there.append(_Note(what, self._clock.take(start), self._clock.take(end)))
 
     def collect(self) -> None:
         """After a call, on all ranks: one file on rank 0."""
@@ -223,7 +243,7 @@ class Recorder:
 
     def _report(self, rounds: Sequence[tuple[float, float]]) -> str:
         times = self._clock.seconds()
-        rows = [(str(note.item), times[note.start], times[note.end]) for note in self.notes]
+        rows = [(str(note.item), times[note.start], times[note.end]) for note in (*self.notes, *self.there)]
         report: _Report = {"rank": self.rank, "events": rows, "rounds": list(rounds)}
         return json.dumps(report)
 

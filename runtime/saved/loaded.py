@@ -24,6 +24,7 @@ from meshc.ir.keys import is_a
 from meshc.ops.random import seed_step
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Port
+from meshc.runtime.comm import disk, host
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import FailureBoard
@@ -76,7 +77,7 @@ class Loaded:
                 faults.append(f"{port.name} is missing")
             elif found.shape != port.shape or found.dtype != port.dtype:
                 faults.append(f"{port.name} is {found.dtype} {list(found.shape)}, the program takes {port.dtype} {list(port.shape)}")
-        advice = "give the state of the same model and optimizer, or none"
+        advice = "give the state of the same model and optimizer, kept in as many bits (`meshc compile --optimizer-state`), or none"
         _refuse(faults, f"the state in {state.path} does not fit the program", advice)
         tiles = {port.key: state.tile(port.key, port.sharding, self.sizes, self.coordinates) for port in kept}
         return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
@@ -114,8 +115,10 @@ class Loaded:
         return self._at_home(port, layouts.take_tile(whole, sharding, self.sizes, self.coordinates))
 
     def _at_home(self, port: Port, tile: Tensor) -> Tensor:
+        if port.disk:
+            return disk.moved(tile, port.name)
         on_host = port.kind == "state" and not port.shape  # counts of steps stay there, as torch keeps them
-        return tile if on_host else tile.to(self.device)
+        return tile if on_host else host.moved(tile, self.device) if port.host else tile.to(self.device)
 
     def kept(self) -> list[tuple[Port, Tensor | None]]:
         """The ports of what lives between calls, with this rank's tiles as they are now; None for what it has no part of."""

@@ -41,7 +41,8 @@ class Meeting:
     rest: tuple[object, ...]
 
     def signature(self) -> tuple[object, ...]:
-        return (self.kind, self.axes, tuple(self.tensor.shape), self.tensor.dtype, self.rest)
+        rest = (str(one.tolist()) if isinstance(one, torch.Tensor) else one for one in self.rest)
+        return (self.kind, self.axes, tuple(self.tensor.shape), self.tensor.dtype, *rest)
 
     def __str__(self) -> str:
         rest = "".join(f", {item!r}" for item in self.rest)
@@ -213,6 +214,10 @@ def _all_to_all(tensors: Sequence[torch.Tensor], counts: Sequence[int], split: i
     return [torch.cat([row[receiver] for row in tiles], concat) for receiver in range(len(tensors))]
 
 
+def _ring_shift(tensors: Sequence[torch.Tensor], counts: Sequence[int], steps: int) -> list[torch.Tensor]:
+    return [tensors[(place - steps) % len(tensors)].clone() for place in range(len(tensors))]
+
+
 def _halo(
     tiles: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int], fill: float
 ) -> list[torch.Tensor]:
@@ -243,9 +248,30 @@ def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, 
     return found
 
 
+def _chosen(choice: torch.Tensor, each: int, ranks: int) -> list[torch.Tensor]:
+    """Of each rank, which rows have a choice there."""
+    return [((choice >= rank * each) & (choice < (rank + 1) * each)).any(1) for rank in range(ranks)]
+
+
+def _gather_rows(
+    tensors: Sequence[torch.Tensor], counts: Sequence[int], choice: torch.Tensor, each: int, share: float
+) -> list[torch.Tensor]:
+    whole = torch.cat(list(tensors))
+    return [torch.where(here.unsqueeze(1), whole, 0.0).unsqueeze(0) for here in _chosen(choice, each, len(tensors))]
+
+
+def _scatter_rows(
+    tensors: Sequence[torch.Tensor], counts: Sequence[int], choice: torch.Tensor, each: int, share: float
+) -> list[torch.Tensor]:
+    chosen = _chosen(choice, each, len(tensors))
+    told = [torch.where(here.unsqueeze(1), tensor[0], 0.0) for here, tensor in zip(chosen, tensors, strict=True)]
+    return [tile.contiguous() for tile in _reduced(told, "sum").chunk(len(tensors))]
+
+
 _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all, "halo": _halo, "halo_sum": _halo_sum,
+    "all_to_all": _all_to_all, "ring_shift": _ring_shift, "halo": _halo, "halo_sum": _halo_sum, "gather_rows": _gather_rows,
+    "scatter_rows": _scatter_rows,
 }  # fmt: skip
 """By kind: what the members' tensors give, the sizes of the axes, and what else the collective was called with."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshc.program.program import PlainProgram
+from meshc.ir.keys import is_a, name_of
 
 ROUNDINGS = 4
 """An update may be off by so many roundings of the parameter that it is added to, however small it is."""
@@ -18,22 +18,20 @@ ROUNDINGS = 4
 Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def states(
-    program: PlainProgram, found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]
-) -> Iterator[tuple[str, Pair]]:
+def states(found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Pair]]:
     """For each slot, by parameter, what the program gives and what the optimizer holds. A slot that torch does not know, and state of a
     parameter that has had no gradient, is the program's alone."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     held = {id(p): state for member in members for p, state in member.state.items()}
     rows: dict[str, Pair] = {}
-    for port in program.outputs:
-        if port.kind == "state":
-            slot = port.name.removeprefix(f"{port.of}/")
-            value = held.get(id(parameters[port.of]), {}).get(slot)
+    for key, here in found.items():
+        if is_a(key, "state"):
+            name, _, slot = name_of(key).rpartition("/")
+            value = held.get(id(parameters[name]), {}).get(slot)
             if isinstance(value, Tensor | int | float):
                 given, wanted = rows.setdefault(slot, ({}, {}))
-                given[port.of] = found[port.key]
-                wanted[port.of] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+                given[name] = here
+                wanted[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     yield from rows.items()
 
 

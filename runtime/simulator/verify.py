@@ -330,12 +330,14 @@ def compare_steps(
     report: Report,
     *,
     keep: Callable[[int], None] = lambda step: None,
+    widened: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda found: {},
     steps: int = 3,
     parameters: bool = False,
 ) -> None:
     """Some steps: losses, and what the first one leaves behind, in buffers, the optimizer's state, its gradient norm, and where that says
     something in single precision (SGD) in what it adds to parameters. With `parameters` (float64) all of it after each step.
-    keep: what the program does to the state after a step with this number, done to the optimizers'."""
+    keep: what the program does to the state after a step with this number, done to the optimizers'. widened: state that the program keeps
+    in 8 bits, as optimizers have it, by key."""
     members = members_of(optimizer)
     plain = all(isinstance(member, torch.optim.SGD) for member in members)
     if plain:
@@ -358,7 +360,7 @@ def compare_steps(
         values.update({key: value for key, value in found.items() if kind_of(key) in ("parameter", "state", "buffer")})
         if step and not parameters:
             continue
-        for slot, (given, wanted) in updated.states(program, found, reference.module, members):
+        for slot, (given, wanted) in updated.states(found | dict(widened(found)), reference.module, members):
             report.add(f"state {slot} after step {step}", given, wanted)
         given, mine = _kind(found, "parameter"), _parameters(reference)
         if plain:

@@ -15,7 +15,7 @@ from meshc.errors import StateError, lines_of, listed
 from meshc.program.program import Port
 
 if TYPE_CHECKING:
-    from meshc.runtime.state.store import Held
+    from meshc.runtime.state.held import Held
 
 Place = tuple[str, nn.Module, str]
 """Where a tensor stands in a model: the key of its port, the module, the module's own name for it."""

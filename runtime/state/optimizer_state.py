@@ -7,8 +7,10 @@ optimizer.state[parameter]["exp_avg"]     nothing, or what a resumed optimizer h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +21,14 @@ from meshc.errors import StateError
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
+from meshc.optimizer.forms import in_form, other_names
 from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
 from meshc.program.program import Port
 from meshc.runtime.state import ownership
 
 if TYPE_CHECKING:
-    from meshc.runtime.state.store import Held, Store
+    from meshc.runtime.state.held import Held
+    from meshc.runtime.state.store import Store
 
 
 def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: OptimizerSpec | None = None) -> None:
@@ -58,8 +62,10 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
             held = store.held.get(port.key)
             if held is None:
                 name = port.name.removeprefix(f"{port.of}/")
-                present = member.state.get(old, {}).get(name)
-                held = _hold(store, port, parameter, name, slots.get((parameter.key, name)), present)
+                slot = slots.get((parameter.key, name))
+                entries = member.state.get(old, {})
+                present = entries.get(name) if slot is None else in_form(slot, entries, partial(_whole, store))
+                held = _hold(store, port, parameter, name, slot, present)
                 held.optimizer = weakref.ref(member)
             states[id(member)].setdefault(parameter.live, {})[held.slot] = held.live
     for member in members:
@@ -67,7 +73,37 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
         attach_state(member, replaced, states[id(member)])
         if first:
             ownership.own_optimizer(member, store)
+    forget_other_forms(store, members)
     _tell_wrappers(store, optimizer)
+
+
+def in_another_form(store: Store, held: Held) -> object | None:
+    """What the optimizer has by now in place of a state that is gone: the same in more bits, or in fewer. Its entries go once all that is
+    made of them has been."""
+    optimizer = None if held.optimizer is None else held.optimizer()
+    if optimizer is None or held.fresh is None:
+        return None
+    return in_form(held.fresh, optimizer.state.get(store.held[held.of].live, {}), partial(_whole, store))
+
+
+def forget_other_forms(store: Store, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """After a loader: optimizers hold each state once."""
+    slots: dict[str, list[Slot]] = defaultdict(list)
+    for held in store.held.values():
+        if held.fresh is not None:
+            slots[held.of].append(held.fresh)
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            for slot in slots.get(store.parameter_key(parameter) or "", ()):
+                for name in other_names(slot) if slot.name in entries else ():
+                    entries.pop(name, None)
+
+
+def _whole(store: Store, value: Tensor) -> Tensor:
+    """What an optimizer holds, whole on every rank; of plain tensors rank 0's, as where they are taken over as they are."""
+    if isinstance(value, DTensor):
+        return store.transfers.full(value).to(store.device)
+    return store.transfers.scatter(value, layouts.whole_sharding(tuple(value.shape)), value.dtype)
 
 
 def _tell_wrappers(store: Store, optimizer: AnyOptimizer) -> None:
@@ -108,6 +144,6 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
         tile = (parameter.home if port.shape else store.transfers).scatter(whole, sharding, port.dtype)
     if not port.shape and not (isinstance(present, Tensor) and present.device.type != "cpu"):
         tile = tile.cpu()  # where torch keeps counts of steps
-    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), parked=port.host)
+    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), parked=port.host, on_disk=port.disk)
     held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
     return held

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
 from meshc.ir.keys import key_of
+from meshc.optimizer.forms import in_form
 from meshc.optimizer.optimizer import FIRST, HIDDEN
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 
 if TYPE_CHECKING:
-    from meshc.runtime.state.store import Held, Store
+    from meshc.runtime.state.held import Held
+    from meshc.runtime.state.store import Store
 
 VERSION = 1
 _EXTRA = "_extra_state"
@@ -236,31 +239,38 @@ def _groups(store: Store) -> list[dict[str, Any]]:
 
 
 def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, Tensor]) -> None:
-    found = {}
-    stepped = set()
+    entries: dict[str, Mapping[str, object]] = {}
     for name, slots in optim["state"].items():
-        for slot, value in slots.items():
-            held = _state(store, name, slot)
-            if held is not None and value is not None:
-                found[held.key] = value
-                stepped.add(held.of)
-    for held in [held for held in store.held.values() if held.of]:
+        parameter = store.find(key_of("parameter", name))
+        if parameter is not None:
+            entries[parameter.key] = slots
+    states = [state for state in store.held.values() if state.of]
+    found = {state.key: _in_form(state, entries.get(state.of, {})) for state in states if not state.slot.startswith(HIDDEN)}
+    stepped = {state.of for state in states if found.get(state.key) is not None}
+    for held in states:
+        value = found.pop(held.key, None)
         if held.slot.startswith(HIDDEN) and held.name in hidden:
             store.write(held, hidden[held.name])
         elif held.slot == FIRST and held.of in stepped:
             store.write(held, torch.zeros(held.shape, dtype=held.dtype))
-        elif held.key in found:
-            value = found[held.key]
+        elif value is not None:
             store.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
         else:
             store.reset(held)
     for group in _groups(store):
         keys = {store.parameter_key(parameter) for parameter in group["params"]}
         for theirs in optim["param_groups"]:
-            if any((held := store.find(key_of("parameter", name))) is not None and held.key in keys for name in theirs["params"]):
+            if any((mine := store.find(key_of("parameter", name))) is not None and mine.key in keys for name in theirs["params"]):
                 for name, value in theirs.items():
                     if name not in ("params", "param_names"):
                         group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+
+def _in_form(held: Held, entries: Mapping[str, object]) -> object | None:
+    """A state by what a checkpoint holds for its parameter, be that in more bits or in fewer."""
+    if held.fresh is None:
+        return entries.get(held.slot)
+    return in_form(held.fresh, entries, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _held(store: Store, name: str) -> Held | None:

@@ -17,8 +17,8 @@ Every method that may move data is called on all ranks, in the same order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,66 +33,16 @@ from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
-from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, Slot, members_of
+from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
+from meshc.optimizer.spec import CODES
 from meshc.program.program import Port
-from meshc.runtime.comm import host
+from meshc.runtime.comm import disk, host
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
 from meshc.runtime.state import adoption, optimizer_state, ownership, state_dicts
-
-
-@dataclass(eq=False)
-class Held:
-    """One stored tensor.
-
-    `live` is what the user sees, `local` its memory on this rank: a view of `buffer` if `shared`. `places` are the module dicts it stands
-            return held.current()
-        optimizer = None if held.optimizer is None else held.optimizer()
-    """
-
-    key: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sharding: Sharding
-    buffer: Tensor
-    live: Tensor
-    local: Tensor
-    placements: tuple[Placement, ...]
-    shared: bool
-    home: Transfers
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    of: str = ""
-    slot: str = ""
-    fresh: Slot | None = None
-    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-    stale: bool = False
-    lags: bool = False
-    parked: bool = False
-    seen: tuple[int, int] = (0, 0)
-    memory: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.remember()
-
-    def remember(self) -> None:
-        """From now on the DTensor that is seen is the one whose memory is looked for."""
-        self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
-
-    def current(self) -> object:
-        """What stands in the model where the live tensor was put; of optimizer state the live tensor."""
-        return next((members.get(name) for members, name in self.places if members.get(name) is not self.live), self.live)
-
-    @property
-    def swapped(self) -> bool:
-        """Whether something else has been put into the DTensor that the user sees, as `module.half()` does."""
-        return isinstance(self.live, DTensor) and self.live._local_tensor is not self.memory
-
-    def version(self) -> tuple[int, int]:
-        """Changes with every write through the DTensor, or through what its `to_local` gave."""
-        return (self.live._version, self.live._local_tensor._version if isinstance(self.live, DTensor) else 0)
+from meshc.runtime.state.held import Held
 
 
 class Store:
@@ -227,31 +177,33 @@ class Store:
                     held.home.to_all(held.buffer)
                     held.stale = False
                 elif held.stale:
-                    _check_untouched(held)
+                    held.check_untouched()
                     self._refresh(held)
 
     def adopt_changes(self) -> None:
         """Before a program runs: reads back what was changed from outside since the last time."""
-        with torch.no_grad():
+        with torch.no_grad(), self._taking() as taken:
             for held in self.held.values():
                 current = self._current(held)
                 if held.swapped:
                     self._reclaim(held)
                 if current is not held.live:
                     self._take(held, current)
+                    taken.append(held)
                 elif not held.shared and held.version() != held.seen:
                     if held.stale:
-                        _check_untouched(held)
+                        held.check_untouched()
                     self._read_back(held)
 
     def read_back(self, *kinds: Kind) -> None:
         """After a loader: takes what it replaced and what it wrote in place, seen or not."""
-        with torch.no_grad():
+        with torch.no_grad(), self._taking() as taken:
             for key, held in self.held.items():
                 if is_a(key, *kinds):
                     current = self._current(held)
                     if current is not held.live:
                         self._take(held, current)
+                        taken.append(held)
                     else:
                         self._read_back(held)
 
@@ -304,6 +256,8 @@ class Store:
 
     def write(self, held: Held, value: Tensor) -> None:
         """Gives a stored tensor a value: a DTensor as it lies, or a plain tensor that is whole and the same on all ranks."""
+        if held.fresh is not None and held.fresh.part == CODES and value.is_floating_point():
+            value = value.to(held.dtype)  # torch's loader has cast them to the parameter's dtype, in which they are exact
         if tuple(value.shape) != held.shape or value.dtype.is_floating_point != held.dtype.is_floating_point:
             raise StateError(
                 f"{held.name} is {held.dtype} of shape {list(held.shape)}; it cannot become {value.dtype} of shape {list(value.shape)}"
@@ -351,10 +305,10 @@ class Store:
 
     def hold(
         self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
-        parked: bool = False,
+        parked: bool = False, on_disk: bool = False,
     ) -> Held:  # fmt: skip
         """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `parked`: its memory, and
-        that of its copy in torch's layout, is the host's."""
+        that of its copy in torch's layout, is the host's, or in files `on_disk`."""
         strangers = sharding.split_axes() - set(self.mesh.names)
         if strangers or sharding.pending or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
@@ -367,21 +321,21 @@ class Store:
             local_tile = (0,) if there else layouts.local_shape(sharding, home.sizes)
             tile = torch.zeros(local_tile, dtype=dtype, device=self.device)
         if parked:
-            tile = host.moved(tile, self.device)
+            tile = self._put(tile, key, on_disk)
         live = local = tile
         placements: tuple[Placement, ...] = ()
         if distributed:
             placements = layouts.torch_placements(sharding, home.mesh)
             local = home.to_chunk(tile, sharding)
             if not layouts.shares_memory(sharding, home.mesh):
-                local = host.moved(local, self.device) if parked else local.clone(memory_format=torch.contiguous_format)
+                local = self._put(local, key, on_disk) if parked else local.clone(memory_format=torch.contiguous_format)
             stride = torch.empty(shape, device="meta").stride()
             under = local.to("meta") if local.device.type != self.device.type else local  # torch would move it to the mesh's device
             live = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
             live._local_tensor = local
         shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
         held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shared, home)
-        held.parked = parked
+        held.parked, held.on_disk = parked, on_disk
         held.lags = not distributed and isinstance(home, StageTransfers)
         if unfilled:
             adoption.mark_empty(local)
@@ -391,6 +345,10 @@ class Store:
         self.held[key] = held
         return held
 
+    def _put(self, value: Tensor, key: str, on_disk: bool) -> Tensor:
+        """A copy on the rank's host, in memory or in a file."""
+        return disk.moved(value, name_of(key)) if on_disk else host.moved(value, self.device)
+
     def check_storage(self, ports: Iterable[Port]) -> None:
         """Raises StateError where a port asks for another storage than the one there is."""
         faults = []
@@ -398,8 +356,8 @@ class Store:
             held = self.find(port.key)
             if held is None:
                 faults.append(f"    {port.name}: was not there when the model was first compiled")
-            elif port.kind in ("parameter", "state") and port.host != held.parked:
-                there, wanted = ("device", "host") if port.host else ("host", "device")
+            elif port.kind in ("parameter", "state") and (port.host, port.disk) != (held.parked, held.on_disk):
+                there, wanted = _where(held.parked, held.on_disk), _where(port.host, port.disk)
                 faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
             elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, self.mesh):
                 faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
@@ -431,8 +389,18 @@ class Store:
             return held.live
         return optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
 
+    @contextmanager
+    def _taking(self) -> Iterator[list[Held]]:
+        """A context in which things are taken, which are put into what it gives: afterwards an optimizer holds each state once."""
+        taken: list[Held] = []
+        yield taken
+        if any(held.of for held in taken):
+            optimizer_state.forget_other_forms(self, self.optimizers)
+
     def _take(self, held: Held, value: object) -> None:
         """Copies what somebody put in the live tensor's place, and puts the live one back."""
+        if value is None and held.of:
+            value = optimizer_state.in_another_form(self, held)
         if value is not None:
             self.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
         elif held.of:
@@ -474,14 +442,9 @@ class Store:
         held.stale, held.seen = False, held.version()
 
 
+def _where(parked: bool, on_disk: bool) -> str:
+    return "disk" if on_disk else "host" if parked else "device"
+
+
 def _is_parameter(key: str) -> bool:
     return is_a(key, "parameter")
-
-
-def _check_untouched(held: Held) -> None:
-    if held.version() != held.seen:
-        raise StateError(
-            f"{held.name} was changed in place while it was older than the program's own values, so one of the two would be lost\n"
-            f"  why: its storage {held.sharding} is no layout of torch's, so what you see is a copy, brought up to date on demand\n"
-            "  what to do: call program.sync() before you change parameters or optimizer state between steps"
-        )

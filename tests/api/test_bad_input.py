@@ -41,7 +41,7 @@ def test_data_dependent_control_flow_names_the_line() -> None:
     "mesh, plan, said",
     [
         ("dp=2", "dq: batch", "dq"),
-        ("dp=2,ep=2", None, "axis ep=2: not yet: experts are not split over ranks"),
+        ("dp=2,ep=2", None, "`ep: experts > batch` (role ep, recipe experts): the model has no routed experts"),
         ("dp=2", "dp: bach", "the model has no factor 'bach'; did you mean batch"),
         ("dp=2", "zero9", "there is no recipe 'zero9'; recipes are ddp,"),
         ("dp=2", "dp: batch\npin down.bais: -/dp", "down.bais"),

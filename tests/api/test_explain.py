@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
 import meshc
+from meshc.cost import memory
 from tests import models
 from tests.passes.depth.stacks import Stack, compiled
 
@@ -104,3 +106,30 @@ def test_why_a_value_is_kept_and_the_line_that_it_names_changes_it() -> None:
 def test_a_name_without_values_is_refused() -> None:
     with pytest.raises(meshc.PlanError, match="nothing in this program is called 'value:9'"):
         remembered("value:9")
+
+
+def staged(lines: str = "", **options: Any) -> meshc.Program:
+    """Two stages, of which the first has two microbatches between its forward and its backward."""
+    layers = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Softplus(), torch.nn.Linear(16, 16)) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    made = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.mse_loss, microbatches=4)
+    inputs = {"args": (torch.zeros(256, 16),), "kwargs": {"target": torch.zeros(256, 16)}}
+    asked = meshc.Options(schedule="1f1b", pp_splits=["2"], **options)
+    return meshc.compile(made, meshc.Mesh("pp=2"), plan=lines, options=asked, **inputs)
+
+
+def test_over_a_pipeline_each_stage_says_of_its_own_values_and_the_line_changes_it() -> None:
+    told = staged(remat="none").explain("value:3.1")
+    assert "softplus_default_3, aten.softplus: float32 [batch 256/mb, ffn 16], 4.1 kB on a rank" in told, told
+    assert "backward   kept: the policy 'none'" in told
+    line = re.search(r"else       (remat .*): it is made again", told)
+    assert line is not None
+    assert f"backward   made again: `{line[1]}` in the plan" in staged(line[1]).explain("value:3.1")
+
+
+def test_over_a_pipeline_a_budget_is_told_of_the_rank_that_makes_values_again_for_it() -> None:
+    first, second = (one.total for one in memory.by_rank(staged(remat="none").compiled))
+    program = staged(memory_budget=(first + second) // 2)
+    why = f"Options(memory_budget={(first + second) // 2}), for which as little as can be is made again"
+    assert f"backward   made again: {why}" in program.explain("value:0.1")
+    assert f"backward   kept: {why}" in program.explain("value:3.1")

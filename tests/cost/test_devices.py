@@ -31,7 +31,7 @@ def test_the_table_has_every_figure_of_every_device() -> None:
 
 def test_every_figure_says_where_it_comes_from() -> None:
     lines = [line for line in TABLE.read_text().splitlines() if "=" in line and not line.startswith(("source", "#"))]
-    assert len(lines) == len(NAMES) * (6 + 4 + 4 + 2 + 2) + (len(NAMES) - 1) * 2  # a CPU is its own host
+    assert len(lines) == len(NAMES) * (6 + 4 + 4 + 2 + 2) + (len(NAMES) - 1) * (2 + 3) + 2  # a CPU is its own host, and has a disk
     assert [line for line in lines if not re.search(r"  # (https://|chosen|the |tuning\.cc)", line)] == []
     for section in re.split(r"\n(?=\[\w+\]\n)", TABLE.read_text())[2:]:  # of a GPU
         assert section.count("https://") >= 2, section
@@ -60,6 +60,15 @@ def test_the_link_to_the_host_is_kept_where_there_is_one(tmp_path: Path) -> None
     assert found["cpu"].host is None and found["cpu"].host_link is None
     assert found["h100"].host == device("h100").host == Link(10e-6, 64e9)
     assert found["h100"].host_link == Link(10e-6, pytest.approx(0.8 * 64e9))
+
+
+def test_operators_on_the_host_have_its_figures(tmp_path: Path) -> None:
+    one = device("h100")
+    assert one.there.bytes_per_s == pytest.approx(device("cpu").efficiency.memory * 76.8e9)
+    assert one.there.rate(torch.float64) == one.there.rate(torch.bfloat16) == pytest.approx(0.75 * 1.8e12)
+    write([one, replace(one, name="other", processor=None)], tmp_path / "devices.toml")
+    found = read(tmp_path / "devices.toml")
+    assert found["h100"].processor == one.processor and found["other"].there == device("cpu") == device("cpu").there
 
 
 def test_the_device_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

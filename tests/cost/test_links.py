@@ -87,3 +87,14 @@ def test_a_halo_moves_what_is_missing() -> None:
     window = b.call(spmd.halo, x, ["cp"], 1, 16, [16, 1, -1, 10], 0.0, made=(4, 10, 16))
     assert payload(window, {"cp": 2}) == 4 * 4 * 16
     assert collective_seconds(window, Mesh("cp=2"), ROUND) == pytest.approx(1e-6 + 1e-5 + 256 / 1e9)
+
+
+def test_a_shift_along_a_ring_is_one_message_and_leaves_the_node_by_one_port() -> None:
+    b = Building()
+    x = b.given(1000, 1000)
+    near, far = (b.call(spmd.ring_shift, x, [axis], 1, made=(1000, 1000)) for axis in ("tp", "dp"))
+    mesh = Mesh("dp=2,tp=4")
+    assert collective_seconds(near, mesh, ROUND) == pytest.approx(1e-6 + 1e-5 + 4e-3)
+    assert collective_seconds(far, mesh, ROUND) == pytest.approx(1e-6 + 1e-4 + 4e-3 / 0.1)
+    both = b.call(spmd.ring_shift, x, ["dp", "tp"], 1, made=(1000, 1000))
+    assert collective_seconds(both, mesh, ROUND) == collective_seconds(far, mesh, ROUND), "four ports, of which one carries it"

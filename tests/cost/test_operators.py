@@ -118,6 +118,26 @@ def test_attention_moves_no_scores() -> None:
     assert seconds(back, fast_memory) == pytest.approx(2.5 * flops * share / 0.25e12)
 
 
+def test_a_block_of_a_ring_takes_what_the_rank_takes_that_sees_most_of_it() -> None:
+    """1024 positions over 4 ranks: of its own keys each sees a triangle, of those of the rank before it all; a window cuts that."""
+    b = Building()
+    q, k, v = (b.given(2, 4, 256, 64) for _ in range(3))
+    here = b.call(spmd.coordinate, "cp", dtype=None)
+    before = b.call(spmd.ring_place, here, 1, 4, dtype=None)
+    start, first = (b.call(spmd.tile_start, 1024, [4], [place], dtype=None) for place in (here, before))
+    fast_memory = replace(ROUND, memory_Bps=1e18, launch_s=0.0)
+
+    def takes(window: int, first: object, causal: bool = True) -> float:
+        numbers = window, 0, start, first, 256
+        made = [(2, 4, 256, 64), (2, 4, 256)]
+        return seconds(b.call(torch.ops.meshc.attention_block.default, q, k, v, None, causal, 0.125, *numbers, made=made), fast_memory)
+
+    whole = 4 * 2 * 4 * 256 * 256 * 64 / 0.25e12
+    assert takes(0, start) == pytest.approx(whole * (256 + 128) / 2 / 256)
+    assert takes(0, first) == takes(0, first, causal=False) == pytest.approx(whole)
+    assert takes(65, first) == pytest.approx(whole * 64 * 64 / 256**2), "64 queries, which with one mask go through 64 keys"
+
+
 def test_an_update_reads_four_and_writes_three_of_each_parameter() -> None:
     b = Building()
     columns = [[b.given(100, 100), b.given(50)] for _ in range(4)]

@@ -10,10 +10,10 @@ import torch
 import meshc
 from meshc.cost import memory
 from meshc.cost.clock import Clock
-from meshc.cost.devices import Link, device
+from meshc.cost.devices import Link, Processor, device
 from meshc.cost.program import Seconds, program_seconds, stage_seconds
 from meshc.errors import CompileError
-from meshc.ir import spmd
+from meshc.ir import spmd, update
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Stage
@@ -179,6 +179,32 @@ def test_memory_of_a_rank_is_what_the_summary_adds_up() -> None:
     program = step("dp=2").compiled
     kept = sum(memory.port_bytes(port, {"dp": 2}) for port in program.inputs if port.kind in memory.KEPT)
     assert memory.worst(program).total == kept + memory.peak(program).total > kept
+
+
+def test_what_runs_on_the_host_has_a_lane_there() -> None:
+    """x leaves (5 ms), while the device computes; on the host relu(x) takes 8 MB at 0.8 * 2 GB/s and 1 ms of overhead; then it comes back.
+    What stands before the host's operator goes on meanwhile, what stands behind it is not begun before it is done."""
+    b = Building()
+    x = b.given(1000, 1000)
+    out = b.call(spmd.to_host, x, made=(1000, 1000))
+    before = [b.call(aten.relu.default, x, made=(1000, 1000)) for _ in range(3)]
+    update(out, host=True)
+    there = b.call(aten.relu.default, out, made=(1000, 1000))
+    update(there, host=True)
+    back = b.call(spmd.from_host, there, made=(1000, 1000))
+    behind = b.call(aten.relu.default, x, made=(1000, 1000))
+    b.graph.output([*before, back, behind])
+    linked = replace(ROUND, host=Link(1e-3, 1e9), processor=Processor(2e9, 1e12, 1e-3))
+    copied, on_host = 4e-3 + 1e-3, 8e6 / (0.8 * 2e9) + 1e-3
+    one = stage_seconds(b.graph, Mesh("dp=2"), linked)
+    assert one.there == pytest.approx(on_host) and one.compute == pytest.approx(4 * RELU)
+    assert 3 * RELU > copied + on_host  # so the host is done while the device has still what it was handed before
+    assert one.total == pytest.approx(3 * RELU + max(RELU, copied))
+    slow = replace(linked, processor=Processor(0.2e9, 1e12, 1e-3))
+    late = copied + 8e6 / (0.8 * 0.2e9) + 1e-3
+    assert stage_seconds(b.graph, Mesh("dp=2"), slow).total == pytest.approx(late + max(RELU, copied))
+    itself = stage_seconds(b.graph, Mesh("dp=2"), ROUND)  # a device that is the host computes all, copies too
+    assert itself.there == 0 and itself.compute == pytest.approx(5 * RELU)
 
 
 def test_copies_to_the_host_go_beside_computing_each_way_in_a_lane_of_its_own() -> None:

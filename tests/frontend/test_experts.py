@@ -75,7 +75,10 @@ def test_all_arithmetic_of_the_experts_is_split_by_tokens_and_by_their_hidden_di
 
 def test_no_token_leaves_its_rank_for_an_expert() -> None:
     uses = [use for use in summary.collectives(program("dp=2,tp=2")) if ".mlp" in use.source.module and use.phase != "update"]
-    assert uses and all("dp" not in use.axes for use in uses)
+    between = [use for use in uses if "dp" in use.axes]
+    assert len(between) < len(uses)
+    for use in between:  # how often each of four experts was chosen, of at most two layers at once
+        assert use.kind == "all_reduce" and use.reason.count("for the program's output") in (1, 2) and use.bytes_per_rank <= 2 * 4 * 8, use
 
 
 class Grouped(nn.Module):

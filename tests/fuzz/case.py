@@ -14,12 +14,14 @@ class How:
     microbatches  of a training step; with `mean_of_parts` the step is the mean of what each gives alone
     inputs        "local": each rank has its part of the batch
     reparse       what runs is what the program's own text says
+    attention     "ring": keys pass round wherever they can
     """
 
     microbatches: int = 1
     mean_of_parts: bool = False
     inputs: str = "global"
     reparse: bool = False
+    attention: str | None = None
 
     @property
     def parts(self) -> int:
@@ -55,4 +57,5 @@ class Case:
 
     def script(self, title: str) -> str:
         """A file that shows the failure, as far as `meshc.verify` does: it reads no text, and gives every rank the whole batch."""
-        return script(self.sketch, self.mesh, "\n".join(self.plan), title, self.how.step if self.train else None, self.how.inputs)
+        how = self.how
+        return script(self.sketch, self.mesh, "\n".join(self.plan), title, how.step if self.train else None, how.inputs, how.attention)

@@ -83,7 +83,8 @@ class Captured:
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:
-        request = replace(self.request, mesh=mesh, plan=plan, microbatches=how.microbatches, inputs=how.inputs)
+        asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention)
+        request = replace(self.request, mesh=mesh, plan=plan, **asked)  # type: ignore[arg-type]
         with torch.set_grad_enabled(request.grad):
             return finish(compile.lowered(self.placed.again(request)))
 

@@ -42,7 +42,9 @@ def draw_how(chance: random.Random, sketch: Sketch, train: bool, how: How, repar
         how = replace(how, microbatches=chance.randint(2, 4))
     # with both, a microbatch is a range of every rank's part: what it means depends on the mesh
     local = sketch.batch > 0 and not how.mean_of_parts and bool(sketch.of_kind("input")) and chance.random() < 0.4
-    return replace(how, inputs="local" if local else "global", reparse=reparse)
+    attends = any("attention" in step.op for step in sketch.steps)
+    passes = "ring" if attends and chance.random() < 0.5 else None
+    return replace(how, inputs="local" if local else "global", reparse=reparse, attention=passes)
 
 
 def draw_mesh(chance: random.Random, batch: int = 0) -> Mesh:

@@ -165,7 +165,10 @@ def module(sketch: Sketch) -> nn.Module:
     return made
 
 
-def script(sketch: Sketch, mesh: str, plan: str, title: str, step: Mapping[str, Any] | None = None, inputs: str = "global") -> str:
+def script(
+    sketch: Sketch, mesh: str, plan: str, title: str, step: Mapping[str, Any] | None = None, inputs: str = "global",
+    attention: str | None = None,
+) -> str:  # fmt: skip
     """A file to run with Python that compiles and verifies; `step` are the arguments of a TrainStep, if it is one."""
     given = ", ".join(f"{leaf.name!r}: {leaf.text}" for leaf in sketch.of_kind("input"))
     what = "model"
@@ -173,10 +176,11 @@ def script(sketch: Sketch, mesh: str, plan: str, title: str, step: Mapping[str, 
         extra = "".join(f", {key}={value!r}" for key, value in step.items())
         what = f"meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9){extra})"
     local = ", inputs='local'" if inputs == "local" else ""
+    options = "" if attention is None else f", options=meshc.Options(attention={attention!r})"
     return "\n".join([
         *(f"# {line}" for line in title.splitlines()), "import torch", "import torch.nn.functional as F", "from torch import nn", "",
         "import meshc", "", "", text(sketch), "", "model = Model()", f"inputs = {{{given}}}",
-        f"program = meshc.compile({what}, meshc.Mesh({mesh!r}), kwargs=inputs, plan={plan!r}{local})",
+        f"program = meshc.compile({what}, meshc.Mesh({mesh!r}), kwargs=inputs, plan={plan!r}{local}{options})",
         "print(program)", "print(meshc.verify(program, inputs, dtype=torch.float64))", "",
     ])  # fmt: skip
 

@@ -115,7 +115,7 @@ def test_roles() -> None:
     ]
     assert [role(name) for name in ("tp", "sp", "cp", "ep", "pp")] == ["tp", "sp", "cp", "ep", "pp"]
     assert role("TP") is None and role("model") is None
-    assert DATA_ROLES == {"dp", "dp_replicate", "dp_shard"}
+    assert DATA_ROLES == {"dp", "dp_replicate", "dp_shard", "ep"}
 
 
 def test_bad_text_marks_every_fault() -> None:

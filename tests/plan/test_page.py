@@ -40,7 +40,6 @@ def _words(plan: str | None = None) -> None:
 FAULTS: list[Callable[[], Any]] = [
     lambda: meshc.Plan("tp heads\n\ndp: batch; store param"),
     lambda: meshc.Plan("tpp: heads\npin a: ffn/tp, _\npin a: ffn!, _").check(meshc.Mesh("dp=2,tp=2")),
-    lambda: resolve(None, meshc.Mesh("dp=2,ep=2")),
     lambda: _words("dp: batch\ntp: vocab\nstore head.weight: _, ffn/dp\nstore embed.weight: vocab/dp"),
 ]
 

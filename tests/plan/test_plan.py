@@ -424,7 +424,9 @@ def test_pins_that_agree() -> None:
         ("dp=2,tp=2,cp=2", "ulysses+megatron+ddp", "dp: batch\ntp: heads, ffn, vocab > features@products\ncp: heads@attention > seq"),
         ("dp=2,tp=2", "tp: ffn", "dp: batch\ntp: ffn"),
         ("dp=2,x=2", {"x": "-"}, "dp: batch\nx: -"),
-        ("dp=2,ep=1,pp=1", None, "dp: batch\nep: -\npp: -"),
+        ("dp=2,ep=1,pp=1", None, "dp: batch\nep: experts > batch\npp: -"),
+        ("dp=2,ep=4", None, "dp: batch\nep: experts > batch"),
+        ("dp=2,ep=4", "auto", "dp: auto\nep: experts > batch"),
     ],
 )
 def test_every_axis_gets_an_entry(mesh: str, plan: str | dict[str, str] | None, expected: str) -> None:
@@ -438,11 +440,13 @@ def test_every_axis_gets_an_entry(mesh: str, plan: str | dict[str, str] | None, 
     ("mesh", "plan", "message"),
     [
         ("dp=2", "megatron+hsdp", "recipe megatron needs an axis tp\n  recipe hsdp needs an axis dp_replicate and dp_shard/fsdp"),
-        ("dp=2,tp=2", "fdsp", "there is no recipe 'fdsp'; recipes are ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp, ulysses"),
+        (
+            "dp=2,tp=2", "fdsp",
+            "there is no recipe 'fdsp'; recipes are ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp, ulysses, experts",
+        ),
         ("dp=2", "ddp+ddp", "recipe ddp is there twice"),
         ("dp=2", "zero1+fsdp", "axis dp would take each of the recipes zero1, fsdp: keep one"),
         ("dp=2", "ddp+fsdp", "recipe fsdp has no axis left: another recipe of ddp+fsdp has taken dp/batch or dp_shard/fsdp"),
-        ("pp=2,ep=4", None, "axis ep=4: not yet: experts are not split over ranks"),
         ("dp=2", "tp: heads", "line 1, `tp: heads`: the mesh has no axis tp"),
     ],
 )

@@ -33,7 +33,11 @@ def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
 
 
 def test_state_in_fewer_bits_is_saved_and_loaded() -> None:
-    assert run("kept", 2).split() == ["float64", "masters"]
+    assert run("kept", 2).split() == ["float64", "masters", "8bit", "forms"]
+
+
+def test_heads_in_chunks() -> None:
+    assert run("chunked", 2, "dp=2", "never_whole", "budgeted").split() == ["never_whole", "budgeted"]
 
 
 def test_module_mode_on_two_ranks() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import meshc
 from meshc.cost import memory
+from meshc.ir import is_getitem, runs_on_host, spmd
 from meshc.optimizer.optimizer import numbers
 from meshc.pipelining import draw, trace
 from meshc.pipelining.events import Item, Run
@@ -106,8 +107,42 @@ def module(mesh: Any) -> None:
         assert computed(read(3)[0], 1) == [Run("forward")] and computed(read(4)[0], 1) == [Run("backward")]
 
 
+def copies(mesh: Any) -> None:
+    """Call 5: gradients leave while backward runs, an update runs on the host once its gradient is there, its parameter comes back behind
+    it. A rank of CPUs does all of it itself: within the stage, one after another."""
+    program, inputs = parked(device_mesh("dp=2"))
+    program(**inputs)
+    if dist.get_rank() == 0:
+        line, _ = read(5)
+        stage = program.compiled.stage.graph
+        for rank in (0, 1):
+            (run,) = line.ran[rank]
+            mine = sorted((event for event in line.events if event.rank == rank and event is not run), key=lambda event: event.start_s)
+            assert all(run.start_s <= event.start_s <= event.end_s <= run.end_s for event in mine)
+            assert all(one.end_s <= next.start_s + 1e-9 for one, next in zip(mine, mine[1:], strict=False))
+            names = [str(event.instruction) for event in mine]
+            ops = {spmd.to_host: "OUT", spmd.from_host: "IN"}
+            wanted = [
+                f"{ops.get(node.target, 'HOST')}:main.{node.name}" for node in stage.nodes
+                if spmd.is_host_copy(node.target) or (runs_on_host(node) and not is_getitem(node))
+            ]  # fmt: skip
+            assert names == wanted and {name.partition(":")[0] for name in names} == {"OUT", "IN", "HOST"}
+            updates = [place for place, name in enumerate(names) if "sgd" in name]
+            assert len(updates) > 1  # windows: a later gradient leaves behind the first update
+            assert any(name.startswith("OUT") for name in names[updates[0] : updates[-1]])
+            assert trace.read(trace.write(line)).events and "to the host" in trace.write(line)
+
+
+def parked(mesh: Any) -> tuple[meshc.Program, dict[str, Any]]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = meshc.TrainStep(model, optimizer=optimizer, loss=torch.nn.functional.mse_loss)
+    inputs = {"input": torch.randn(4, 512), "target": torch.randn(4, 512)}
+    return meshc.compile(step, mesh, plan="offload state, update", kwargs=inputs), inputs
+
+
 def failure(mesh: Any) -> None:
-    """Call 6 fails on rank 1 in its second backward: what both have recorded is written."""
+    """Call 7 fails on rank 1 in its second backward: what both have recorded is written."""
     program, inputs = made(mesh, schedule="1f1b")
     session = program.compilations.last.session
     assert session is not None
@@ -128,7 +163,7 @@ def failure(mesh: Any) -> None:
         return
     with pytest.raises(meshc.PeerError, match="on purpose"):
         program(**inputs)
-    line, _ = read(6)
+    line, _ = read(7)
     assert [str(item) for item in computed(line, 1) if isinstance(item, Action)] == ["F1.0", "B1.0", "F1.1", "B1.1"]
     assert "F0.0" in map(str, computed(line, 0))
 
@@ -149,4 +184,4 @@ def memory_of_ranks(mesh: Any) -> None:
 
 
 def run(mesh: str, *names: str) -> None:
-    run_checks([pipeline, no_pipeline, module, memory_of_ranks, failure], mesh, names)
+    run_checks([pipeline, no_pipeline, module, copies, memory_of_ranks, failure], mesh, names)

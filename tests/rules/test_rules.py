@@ -156,6 +156,8 @@ def test_what_may_be_split() -> None:
     assert splittable(ours.attention.default, q, q, q, None, True, 0.5) == "b h q"
     assert splittable(ours.attention.default, q, q, q, None, True, 0.5, 3) == "b h q"
     assert splittable(ours.attention.default, q, k, k, None, True, 0.5, 0, 2) == "b h q"
+    assert splittable(ours.attention_block.default, q, k, k, None, True, 0.5, 0, 0, 5, 0, 7) == "b h"
+    assert splittable(ours.attention_merge.default, q, f(2, 3, 5), q, f(2, 3, 5)) == "b d h q"
     assert splittable(aten.convolution.default, f(3, 4, 6), f(5, 4, 3), None, [1], [1], [1], False, [0], 1) == "+i b o y0"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshc.errors import PeerError
-from meshc.runtime.comm import collectives
+from meshc.runtime.comm import collectives, rows
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.halo import Exchange
 from meshc.runtime.failure import watch
@@ -82,8 +82,8 @@ def halos(group: dist.ProcessGroup) -> None:
             real = whole.narrow(dim, min(rank * tile, size), max(0, min(tile, size - rank * tile)))
             mine.narrow(dim, 0, real.shape[dim]).copy_(real)
             indices = range(starts[rank], starts[rank] + window[3])
-            rows = [whole.select(dim, i) if 0 <= i < size else torch.full_like(whole.select(dim, 0), 5) for i in indices]
-            same(exchange.windows(mine, dim, 5).wait(), torch.stack(rows, dim), f"halo {size} {window} {dim} {dtype}")
+            read = [whole.select(dim, i) if 0 <= i < size else torch.full_like(whole.select(dim, 0), 5) for i in indices]
+            same(exchange.windows(mine, dim, 5).wait(), torch.stack(read, dim), f"halo {size} {window} {dim} {dtype}")
             shape[dim] = window[3]
             terms = [sample(place, tuple(shape), dtype) for place in range(ranks)]
             total = torch.zeros_like(mine)
@@ -93,6 +93,24 @@ def halos(group: dist.ProcessGroup) -> None:
                     total.select(dim, at % tile).add_(terms[place].select(dim, index))
             same(exchange.tiles(terms[rank], dim).wait(), total, f"halo_sum {size} {window} {dim} {dtype}")
             shape[dim] = size
+
+
+def rows_that_are_chosen(group: dist.ProcessGroup) -> None:
+    """Three choices a rank, against all rows with zeros in place of those without one: several a row, all of one rank, none, no rows."""
+    rank, size = group.rank(), group.size()
+    drawn = torch.randint(0, 3 * size, (size * 5, 2), generator=torch.Generator().manual_seed(7))
+    for choice in (drawn, torch.ones(size * 5, 1, dtype=torch.int64), torch.full((size * 5, 2), -1), drawn[:0].int()):
+        here = [torch.tensor([any(one // 3 == place for one in row) for row in choice.tolist()], dtype=torch.bool) for place in range(size)]
+        tokens = len(choice) // size
+        for dtype in (torch.float64, torch.bfloat16):
+            given = [sample(place, (tokens, 4), dtype) for place in range(size)]
+            wanted = torch.cat(given) * here[rank].unsqueeze(1)
+            same(rows.gather(given[rank], choice, each=3, group=group).wait(), wanted.unsqueeze(0), f"gather_rows {dtype}")
+            told = [sample(place, (1, size * tokens, 4), dtype) for place in range(size)]
+            total = sum(one[0] * mask.unsqueeze(1) for one, mask in zip(told, here, strict=True))
+            assert isinstance(total, Tensor)
+            wanted = total[rank * tokens : (rank + 1) * tokens].contiguous()
+            same(rows.scatter(told[rank], choice, each=3, group=group).wait(), wanted, f"scatter_rows {dtype}")
 
 
 def every_collective() -> None:
@@ -111,6 +129,9 @@ def every_collective() -> None:
         same(collectives.all_gather(x, world).wait(), torch.cat(xs), f"all_gather {dtype}")
         same(collectives.all_to_all(x, world).wait(), torch.cat([other.chunk(size)[rank] for other in xs]), f"all_to_all {dtype}")
         same(collectives.broadcast(x.clone(), world, 1).wait(), xs[1], f"broadcast {dtype}")
+        for steps in range(1, size):
+            shifted = collectives.ring_shift(x.transpose(0, 1), steps, world).wait()
+            same(shifted, xs[(rank - steps) % size].transpose(0, 1), f"ring_shift {steps} {dtype} of a transposed view")
         successor, predecessor = (rank + 1) % size, (rank - 1) % size
         received = collectives.recv(torch.empty_like(x), world, predecessor)
         sent = collectives.send(x, world, successor)
@@ -125,6 +146,7 @@ def every_collective() -> None:
             same(collectives.all_to_all_dims(x, split, concat, world).wait(), want, f"all_to_all_dims {split} {concat} {dtype}")
 
     halos(world)
+    rows_that_are_chosen(world)
     for dtype, op in itertools.product(REDUCED, ("sum", "max", "min")):
         for shape in ((4, 8, 12), (4, 128, 256), (0, 4, 4)):  # an exchange, a ring for 32-bit numbers and above, nothing
             xs = all_samples(shape, dtype)
@@ -224,6 +246,7 @@ def groups_of_a_mesh() -> None:
     # Nobody in a group of one.
     x = torch.arange(6.0).view(2, 3)
     assert collectives.all_reduce(x, None).wait() is x and collectives.scatter_dim(x, 1, None).wait() is x
+    assert collectives.ring_shift(x, 1, None).wait() is x
     assert collectives.gather_dim(x, 1, None).wait() is x and collectives.all_to_all_dims(x, 0, 1, None).wait() is x
     dist.destroy_process_group()
     print("done")

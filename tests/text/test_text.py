@@ -210,9 +210,8 @@ def records(draw: st.DrawFn, local: bool) -> Record:
     shape = local_shape(sharding, SIZES) if local else sharding.shape
     text = st.text(max_size=9)
     source = Source(draw(text), draw(st.integers(0, 99)), draw(text), draw(text))
-    return Record(
-        shape if draw(st.booleans()) else (3, 1), draw(dtypes), sharding, source, draw(text), draw(st.sampled_from(["forward", "update"]))
-    )
+    phase = draw(st.sampled_from(["forward", "update"]))
+    return Record(shape if draw(st.booleans()) else (3, 1), draw(dtypes), sharding, source, draw(text), phase, again=draw(st.booleans()))
 
 
 numbers = st.one_of(st.integers(), st.floats(), st.just(-0.0), st.booleans(), st.none(), st.just(math.inf))

@@ -15,6 +15,7 @@ from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import choose, compile, judge, pipeline
+from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
@@ -132,9 +133,9 @@ def test_more_microbatches_are_advised_where_they_would_do() -> None:
     ask = adam(captured)
     found = memory.worst(captured.program("dp=2", "fsdp", **ask))
     stays = sum(found.kept.values()) + found.peak.gradients
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(NothingFits) as caught:
         captured.program("dp=2", "auto", **ask, memory_budget=stays + (found.total - stays) // 3)
-    assert "what to do: TrainStep(microbatches=" in str(caught.value)
+    assert "TrainStep(microbatches=" in str(caught.value.tried()).partition("what to do: ")[2]
 
 
 def test_a_price_by_the_model_is_that_of_what_propagate_decides() -> None:

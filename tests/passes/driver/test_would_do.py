@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import meshc
 from meshc.cost import memory
 from meshc.errors import PlanError
+from meshc.passes.driver.nothing_fits import NothingFits
 
 
 class Words(nn.Module):
@@ -98,3 +100,52 @@ def test_what_no_change_does_alone_several_do_and_else_the_closest_is_told() -> 
         (said, size), *_ = changes(text).items()
         assert " and " in said and held(step(512, 1024, **{**with_change(said, **options), "memory_budget": None})) == size
         assert (size > options["memory_budget"]) == ("which is not enough, and the least of what was tried" in text) == (percent == 1)
+
+
+def deep(mesh: str, plan: str = "", microbatches: int = 1, **options: Any) -> meshc.Program:
+    """No head: most is what forward leaves to backward, with parameters and state."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    made = meshc.TrainStep(
+        model, optimizer=torch.optim.AdamW(model.parameters()), loss=nn.functional.mse_loss, microbatches=microbatches
+    )  # fmt: skip
+    x = torch.zeros(64, 16)
+    return meshc.compile(made, meshc.Mesh(mesh), plan=plan, options=meshc.Options(**options), args=(x,), kwargs={"target": x})
+
+
+def refused(**asked: Any) -> NothingFits:
+    with pytest.raises(NothingFits) as caught:
+        deep(**asked)
+    return caught.value
+
+
+def first_keeps_its_word(error: NothingFits, asked: dict[str, Any], make: Callable[..., meshc.Program] = deep) -> str:
+    """What is named first keeps the budget, and holds what is said."""
+    assert error.found is not None and error.least is not None and error.least > asked["memory_budget"]
+    first, *_ = error.found.fits
+    assert str(error).partition("what to do: ")[2].startswith(f"{first} (tried, by cpu's clock); or ")
+    assert held(make(**{**asked, "plan": first.plan, **first.asks})) == first.holds <= asked["memory_budget"]
+    return first.said
+
+
+def test_over_a_pipeline_what_holds_it_is_named_and_changes_are_tried() -> None:
+    """Of gpipe all microbatches are in flight, of 1f1b as many as there are ranks."""
+    asked: dict[str, Any] = {"mesh": "pp=2", "microbatches": 4, "schedule": "gpipe", "remat": "none", "memory_budget": 19_000}
+    error = refused(**asked)
+    lines = str(error).splitlines()
+    said = rf"a rank of the pipeline may hold 19,000 bytes .*, but gpipe with microbatches=4 holds {error.least:,} on rank"
+    assert re.match(said, lines[0]) and re.match(r"  most of it when that is most, at \w+", lines[2])
+    assert " x float32 [batch 64/mb, " in lines[3]
+    assert error.least == held(deep(**{**asked, "memory_budget": error.least}))
+    assert "Options(schedule='1f1b')" in first_keeps_its_word(error, asked)
+
+
+def test_over_a_pipeline_state_goes_to_the_host() -> None:
+    asked = {"mesh": "pp=2", "microbatches": 4, "memory_budget": 19_000}
+    assert "`offload state` in the plan" in first_keeps_its_word(refused(**asked), asked)
+
+
+def test_of_a_search_changes_are_searched_for_once_more() -> None:
+    asked = {"words": 512, "hidden": 64, "plan": "auto", "remat": "none", "memory_budget": 305_000}
+    with pytest.raises(NothingFits) as caught:
+        step(**asked)  # type: ignore[arg-type]
+    assert first_keeps_its_word(caught.value, asked, step) == "TrainStep(microbatches=2)"

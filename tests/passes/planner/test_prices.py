@@ -81,6 +81,21 @@ def test_a_split_log_softmax_is_priced_as_it_will_be_written() -> None:
     assert by_columns > by_rows + 2 * H100.collective_s
 
 
+@pytest.mark.parametrize("bias", [(512,), (256, 512), (256, 1)])
+def test_a_product_with_a_bias_is_priced_as_it_will_be_written(bias: tuple[int, ...]) -> None:
+    """Under every option: where the sum is split, each rank but the first adds zeros, which are made."""
+    graph = trace(torch.addmm, torch.randn(bias), torch.randn(256, 1024), torch.randn(1024, 512))
+    (node,) = [node for node in graph.nodes if op_name(node) == "aten.addmm"]
+    factors = factorize(graph)
+    instance = factors.instances[node]
+    operators = Operators(factors, Mesh("dp=8,tp=8"), SIZES, H100)
+    labels: dict[object, int] = {token: at for at, token in enumerate(instance.size)}
+    every = options(tuple(instance.size.values()), {axis: [None, *labels.values()] for axis in SIZES}, {}, (), SIZES)
+    written = [operators._lower(instance, {token: one.axes[labels[token]] for token in instance.size}) for one in every]
+    assert len(every) == 16
+    assert operators.seconds(node, labels, every).tolist() == pytest.approx(written, rel=1e-12)
+
+
 def test_equal_layers_are_decided_once_whatever_their_number() -> None:
     """The classes of a deep stack are those of one that has a first layer, some inner ones and a last."""
     counts = {}

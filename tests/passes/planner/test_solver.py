@@ -78,6 +78,20 @@ def test_within_a_budget_too(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
+def test_what_a_price_shows_to_fit_nowhere_is_asked_of_no_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear program takes minutes to say so where almost nothing fits."""
+    model, memory = drawn(seed, classes=4)
+    free = closed(narrow(Weighed(model, memory), everything(model)))
+    least = min(fullest(memory, pick) for pick in choices(model))
+    asked: list[int] = []
+    monkeypatch.setattr(Columns, "relaxed", lambda self: asked.append(1))
+    for budget, shown in ((0.3 * least, True), (least, False)):
+        picks, bound = within(model, memory, budget, free)
+        assert (bound > max(map(model.seconds, choices(model)))) == shown and bool(asked) <= (not shown)
+        assert any(fullest(memory, pick) <= budget for pick in picks) <= (not shown)
+
+
+@pytest.mark.parametrize("seed", range(15))
 def test_a_price_of_memory_gives_a_bound_within_the_budget(seed: int) -> None:
     model, memory = drawn(seed, classes=4)
     random = np.random.default_rng(seed)

@@ -8,7 +8,7 @@ from itertools import chain, combinations
 import pytest
 from torch.fx import Graph, Node
 
-from meshc.passes.recompute.least import least_kept
+from meshc.passes.recompute.least import all_kept, cheapest_kept, least_kept
 
 
 def drawn(seed: int) -> tuple[list[Node], dict[Node, list[Node]], dict[Node, int | None], set[Node]]:
@@ -53,3 +53,11 @@ def test_of_equal_bytes_what_is_made_last_is_kept() -> None:
     second = graph.call_function(print, (first,))
     assert least_kept([first, second], {second: [first]}, lambda node: 4, {second}) == {second}
     assert least_kept([first, second], {second: [first]}, lambda node: 4, set()) == set()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_keeping_costs_nothing_a_cut_keeps_the_same(seed: int) -> None:
+    values, operands, sizes, wanted = drawn(seed)
+    free = {node: None if sizes[node] is None else 0.0 for node in values}
+    making = {node: random.Random(f"{seed}{turn}").random() for turn, node in enumerate(operands)}
+    assert all_kept(operands, sizes.__getitem__, wanted) == cheapest_kept(values, operands, free, making, wanted)

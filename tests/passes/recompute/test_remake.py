@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.fx import Node
 
 import meshc
+from meshc import artifact
 from meshc.cost import memory
 from meshc.errors import PlanError
-from meshc.ir import record
+from meshc.ir import record, records
+from meshc.program.program import Stage
+from meshc.text.show import print_program
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt, resnet
 from tests.passes.stepped import around, changed
@@ -50,6 +56,20 @@ def test_a_pointwise_value_is_made_again_of_a_product_and_draws_what_it_drew() -
 + shard_2: "f32[batch 4/dp, up.0 3] pad(zero: 0.0)" = shard(x, 0, 2, coordinate_1)
 + t_default_2: "f32[up.0 3, batch 4/dp] pad(zero: 1.0)" = aten.t(shard_2)
 """)
+
+
+def made_in(stage: Stage) -> list[Node]:
+    return [node for node in stage.graph.nodes if node.op == "call_function"]
+
+
+def test_a_saved_program_says_what_it_makes_again(tmp_path: Path) -> None:
+    program = meshc.compile(Gated(), meshc.Mesh("dp=2"), kwargs={"x": torch.zeros(4, 3)}, options=CHEAP)
+    program.save(tmp_path / "p", weights=False)
+    for of in (program.compiled, artifact.load(tmp_path / "p")):
+        again = {node.name for stage in of.stages.values() for node in made_in(stage) if records(node)[0].again}
+        assert {"dropout_default_1", "coordinate_1"} <= again and "exp_default" not in again
+        assert {line.split(":")[0].strip() for line in print_program(of).splitlines() if line.endswith("; made again")} <= again
+    assert re.search(r"dropout_default_1: .* = meshc.dropout\(exp_default.*; made again$", str(program), re.MULTILINE)
 
 
 def test_nothing_changes_by_default_and_without_a_backward() -> None:

@@ -14,6 +14,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     creation,
     diagonal,
     elementwise,
+    experts,
     fourier,
     index,
     layout,

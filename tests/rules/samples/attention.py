@@ -21,3 +21,13 @@ for _keys, _how in ((5, (2, 0)), (5, (4, 0)), (7, (0, 2)), (7, (3, 2))):  # (win
     _out, _lse = ours.attention(_q, _k, _v, None, True, 0.5, *_how)
     sample(ours.attention.default, _q, _k, _v, None, True, 0.5, *_how)
     sample(ours.attention_backward.default, f(2, 3, 5, 4), _q, _k, _v, None, _out, _lse, True, 0.5, *_how)
+
+for _causal, _bias, _numbers in (
+    (False, None, (0, 0, 0, 0, 7)), (False, f(2, 3, 5, 7), (0, 0, 5, 0, 6)), (False, f(1, 1, 5, 7), (0, 0, 0, 7, 0)),
+    (True, None, (0, 0, 5, 0, 7)), (True, None, (0, 0, 5, 3, 4)), (True, None, (3, 2, 5, 7, 7)), (True, None, (0, 0, 0, 7, 7)),
+):  # (window, offset, start, first, real)  # fmt: skip
+    _q, _k, _v = f(2, 3, 5, 4), f(2, 3, 7, 4), f(2, 3, 7, 4)
+    _out, _lse = ours.attention(_q, f(2, 3, 5, 4), f(2, 3, 5, 4), None, True, 0.5)
+    sample(ours.attention_block.default, _q, _k, _v, _bias, _causal, 0.5, *_numbers)
+    sample(ours.attention_block_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5, *_numbers)
+sample(ours.attention_merge.default, f(2, 3, 5, 4), f(2, 3, 5), f(2, 3, 5, 4), f(2, 3, 5))

@@ -27,3 +27,17 @@ sample(ours.round_state.default, _state, f(6, 5), _seed, "w/exp_avg", [6, 5], [6
 sample(ours.round_state.default, f(2).to(torch.bfloat16), f(2), _seed, "b/exp_avg", [2], [2], [0])
 sample(ours.round_param.default, _state, f(6, 5))
 sample(ours.join_master.default, f(6, 5), _state)
+
+# of blocks that lie on several ranks, and of a last dim in two factors
+_tile = [3, 515], [3, 515], [0, 0], 1
+_codes = torch.randint(256, (3, 515), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+_scale = torch.ops.meshc.block_scale(f(3, 515), *_tile)
+sample(ours.block_scale.default, f(3, 515), *_tile)
+sample(ours.block_scale.default, f(514), [514], [514], [0], 1)
+sample(ours.block_scale.default, f(2, 6 * 128), [2, 768], [2, 768], [0, 0], 1, refine={0: (2, 6, 128)})
+sample(ours.decode_state.default, _codes, _scale, True, torch.float32, *_tile)
+sample(ours.decode_state.default, _codes, _scale, False, torch.float64, *_tile)
+sample(ours.encode_state.default, _codes, f(3, 515), _scale + 4, _seed, "w/exp_avg.codes", True, *_tile)
+_tile = [2, 768], [2, 768], [0, 0], 1
+_codes = _codes.flatten()[: 2 * 768].view(2, 768)
+sample(ours.encode_state.default, _codes, f(2, 768), f(2, 3).float().abs(), _seed, "w/v.codes", False, *_tile, refine={0: (2, 6, 128)})

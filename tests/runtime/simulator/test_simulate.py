@@ -61,6 +61,12 @@ def test_all_to_all() -> None:
     assert lists(found) == [[[1, 2, 5, 6]], [[3, 4, 7, 8]]]
 
 
+def test_ring_shift() -> None:
+    """From the rank two places before, of three: the one behind."""
+    found = run(Mesh("a=3"), lambda graph, x: call(graph, spmd.ring_shift, x, ["a"], 2), rows([1.0], [2.0], [3.0]))
+    assert lists(found) == [[2.0], [3.0], [1.0]]
+
+
 def test_halo() -> None:
     """Seven elements in tiles of four; windows of five, two on from each of two outputs: elements -1 to 3 and 3 to 7."""
     inputs = rows([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 99.0])

@@ -1,0 +1,118 @@
+"""What routed experts take at most, as `meshc.Options` says it, and what becomes of tokens that they do not take.
+
+    C = ceil(k T / E x capacity)     T tokens of a group choose k of E experts each; an expert takes C of them
+
+A group is a row of the batch, or as many tokens as `expert_group` says, in the order of the batch. So a token that is dropped is dropped on
+every mesh, with any number of microbatches, and on one device (`one_device`). GShard (Lepikhin et al., arXiv 2006.16668) and Switch
+Transformers (Fedus et al., arXiv 2101.03961) have the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import CaptureError, PlanError
+from meshc.ir import trees
+from meshc.ir.functions import Function
+from meshc.ops.capacity import first_choices, heaviest_choices
+
+OVERFLOW: Final = ("drop", "pass", "error")
+PRIORITY: Final = ("position", "weight")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """
+    factor    of what falls to an expert if all are chosen alike
+    overflow  "drop": what an expert does not take counts nothing; "pass": the token itself counts in the place of what the expert would
+              have made of it; "error": the step raises
+    group     tokens of a group; None: those of a row of the batch
+    priority  whom an expert takes: "position", the first in the group; "weight", those whose weight is highest
+    """
+
+    factor: float
+    overflow: str = "drop"
+    group: int | None = None
+    priority: str = "position"
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise PlanError(f"Options(expert_capacity={self.factor!r}): a number above 0, such as 1.25, or None")
+        for name, value, known in (("overflow", self.overflow, OVERFLOW), ("expert_priority", self.priority, PRIORITY)):
+            if value not in known:
+                raise PlanError(f"Options({name}={value!r}): use one of {', '.join(map(repr, known))}")
+        if self.group is not None and self.group < 1:
+            raise PlanError(f"Options(expert_group={self.group}): at least 1 token, or None, the tokens of a row of the batch")
+
+    def tokens(self, tokens: int, batch: int) -> int:
+        """Of a group, of so many tokens in so many rows of the batch. Raises CaptureError."""
+        each = self.group or tokens // batch
+        if tokens % batch or tokens % each:
+            what = f"groups of {each} tokens" if self.group else f"{batch} rows"
+            raise CaptureError(
+                f"Options(expert_capacity=) is of a group of tokens, and the {tokens} tokens of these experts are no number of {what}; "
+                "what to do: Options(expert_group=), a number of tokens that divides them"
+            )
+        return each
+
+    def places(self, tokens: int, chosen: int, experts: int) -> int:
+        """How many tokens of a group of so many an expert takes. Raises CaptureError."""
+        evenly = chosen * tokens / experts * self.factor
+        if evenly < 1:
+            least = experts / (chosen * tokens)
+            raise CaptureError(
+                f"Options(expert_capacity={self.factor:g}) lets an expert take {evenly:.3g} tokens of a group: {tokens} tokens choose "
+                f"{chosen} of {experts} experts; what to do: a capacity of {least:.3g} or more, or a larger Options(expert_group=)"
+            )
+        return ceil(evenly)
+
+    def taken(self, choice: Tensor, weights: Tensor, batch: int, experts: int) -> Tensor:
+        """Of choices [t, k] and their weights those that experts take; -1 for the others."""
+        tokens, chosen = choice.shape
+        each = self.tokens(tokens, batch)
+        places, strict = self.places(each, chosen, experts), self.overflow == "error"
+        rows = choice.reshape(tokens // each, each, chosen)
+        if self.priority == "weight":
+            made = heaviest_choices(rows, weights.detach().reshape(rows.shape), experts, places, strict, "")
+        else:
+            before = torch.zeros(tokens // each, experts, dtype=torch.int64, device=choice.device)
+            made = first_choices(rows, before, places, strict, "")
+        return made.reshape(tokens, chosen)
+
+
+def asked(factor: float | None, overflow: str, group: int | None, priority: str) -> Capacity | None:
+    """Of options. Raises PlanError."""
+    if factor is not None:
+        return Capacity(factor, overflow, group, priority)
+    alone = {"overflow": overflow != OVERFLOW[0], "expert_group": group is not None, "expert_priority": priority != PRIORITY[0]}
+    if said := [name for name, value in alone.items() if value]:
+        raise PlanError(f"Options({said[0]}=) says what becomes of a capacity\n  what to do: Options(expert_capacity=1.25) beside it")
+    return None
+
+
+def one_device(function: Function, capacity: Capacity | None) -> Function:
+    """A model's function as it means on one device: called as function(module, *args, **kwargs), with this capacity."""
+    if capacity is None:
+        return function
+    from meshc.frontend.stock_experts import formed_experts, unsorted_experts
+
+    def limited(module: nn.Module, *args: object, **kwargs: object) -> object:
+        with ExitStack() as stack:
+            stack.enter_context(unsorted_experts())
+            stack.enter_context(formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs))))
+            return function(module, *args, **kwargs)
+
+    return limited
+
+
+def rows_of(inputs: object) -> int:
+    """Rows of the batch: those of the first input."""
+    leaves: Sequence[Tensor] = [leaf for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    return leaves[0].shape[0] if leaves else 1

@@ -1,0 +1,36 @@
+"""What a training step tells of its routed experts: `program.metrics["experts"]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshc.frontend.train_step import DROPPED, ROUTED
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLoad:
+    """Of one layer in the last step, over the whole batch.
+
+    tokens   [experts], int64: how many tokens have chosen each expert
+    dropped  a number, int64: how many of these choices were not taken (`Options(expert_capacity=)`); None: all are
+    """
+
+    tokens: Tensor
+    dropped: Tensor | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """What the most chosen expert has, in multiples of what each would have if all were chosen alike: 1 to the number of experts."""
+        return float(self.tokens.max()) * self.tokens.numel() / max(float(self.tokens.sum()), 1.0)
+
+
+def with_loads(metrics: Mapping[str, Tensor]) -> dict[str, object]:
+    """A step's metrics; those of experts under one name, by the path of their module."""
+    found: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith((ROUTED, DROPPED))}
+    paths = [name.removeprefix(ROUTED) for name in metrics if name.startswith(ROUTED)]
+    if paths:
+        found["experts"] = {path: ExpertLoad(metrics[ROUTED + path], metrics.get(DROPPED + path)) for path in paths}
+    return found

@@ -1,0 +1,175 @@
+"""Groups of experts with no more rows than a bound leaves them, for each row of the batch (`expert_groups.py` has them for the worst case).
+
+    bounded_choices(choice [b, s, k], ...) -> expert [q, b, p], place [q, b, p]
+    to_places(x [b, s, h], place) -> [q, b, p, h]                  the token of each place; zeros where there is none
+    from_places(rows [q, b, p, h], place) -> [b, s, h]             the sum over all places of a token
+
+Of the s * k choices of a row of the batch those of one group take its places from the front, by expert. `place` says which choice one is,
+token * k + number, `expert` which expert of the group; -1 where there is none. More choices than places are an error, on all ranks that
+know them. `in_places` and `over_places` are the same of a group that has its tokens already, [q, b, s, h].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshc.errors import InputError
+from meshc.ops.expert_groups import INTEGERS
+from meshc.ops.operands import misfit
+
+
+@torch.library.custom_op("meshc::bounded_choices", mutates_args=())
+def bounded_choices(choice: Tensor, groups: int, each: int, places: int, first: int, all_groups: int, at: str) -> tuple[Tensor, Tensor]:
+    """Of `groups` groups from number `first` on, of `all_groups`; `at`: where in the model, for the error."""
+    _fit_choices(choice, groups, each, places)
+    rows, tokens, chosen = choice.shape
+    flat = choice.reshape(rows, tokens * chosen)
+    _refuse_more(flat, each, places, all_groups, at)
+    number = torch.arange(groups, device=choice.device, dtype=choice.dtype).view(-1, 1, 1) + first
+    own = flat.unsqueeze(0) - number * each
+    none = (own < 0) | (own >= each) | (flat < 0).unsqueeze(0)
+    ordered, order = torch.sort(torch.where(none, each, own), dim=2, stable=True)
+    ordered, order = ordered[:, :, :places], order[:, :, :places]
+    if order.shape[2] < places:
+        ordered = torch.nn.functional.pad(ordered, [0, places - order.shape[2]], value=each)
+        order = torch.nn.functional.pad(order, [0, places - order.shape[2]])
+    there = ordered < each
+    return torch.where(there, ordered, -1), torch.where(there, order, -1)
+
+
+@bounded_choices.register_fake
+def _(choice: Tensor, groups: int, each: int, places: int, first: int, all_groups: int, at: str) -> tuple[Tensor, Tensor]:
+    _fit_choices(choice, groups, each, places)
+    shape = (groups, choice.shape[0], places)
+    return choice.new_empty(shape), choice.new_empty(shape, dtype=torch.int64)
+
+
+def _fit_choices(choice: Tensor, groups: int, each: int, places: int) -> None:
+    if choice.dim() != 3 or choice.dtype not in INTEGERS or groups < 0 or each < 1 or places < 0:
+        rule = f"integers [b, s, k] choose among {groups} groups, 0 or more, of {each}, 1 or more, with {places} places, 0 or more"
+        raise misfit("bounded_choices", rule, choice=choice)
+
+
+def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> None:
+    """Raises InputError if a group has more choices than places in a row of the batch; on CUDA an assertion on the device."""
+    if flat.numel() == 0:
+        return
+    found = torch.where(flat < 0, groups, flat.div(each, rounding_mode="floor").clamp(max=groups))
+    counts = torch.zeros(flat.shape[0], groups + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(1, found.long(), torch.ones_like(found, dtype=torch.int64))[:, :groups]
+    if flat.is_cuda:
+        torch._assert_async((counts <= places).all(), f"{at}: more choices than Options(expert_bound=) leaves places")
+        return
+    if int(counts.max()) <= places:
+        return
+    row, group = divmod(int(counts.argmax()), groups)
+    mine = flat[row][found[row] == group]
+    most = int(mine.mode().values)
+    error = InputError(
+        f"{at or 'a layer'}: experts {group * each} to {(group + 1) * each - 1} are chosen {int(counts.max())} times in row {row} of the "
+        f"batch (expert {most} alone {int((mine == most).sum())} times), and have {places} places there\n"
+        "  what to do: a higher Options(expert_bound=); without one there are places for whatever is chosen"
+    )
+    error.of_all = True
+    raise error
+
+
+@torch.library.custom_op("meshc::to_places", mutates_args=())
+def to_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
+    _fit_to(x, place, chosen)
+    return _taken(x.unsqueeze(0).expand(place.shape[0], -1, -1, -1), place, chosen)
+
+
+@to_places.register_fake
+def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
+    _fit_to(x, place, chosen)
+    return x.new_empty((*place.shape, x.shape[2]))
+
+
+@torch.library.custom_op("meshc::in_places", mutates_args=())
+def in_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
+    """`to_places` of what each group has been handed already: [q, b, s, h] -> [q, b, p, h]."""
+    _fit_in(x, place, chosen)
+    return _taken(x, place, chosen)
+
+
+@in_places.register_fake
+def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
+    _fit_in(x, place, chosen)
+    return x.new_empty((*place.shape, x.shape[3]))
+
+
+@torch.library.custom_op("meshc::from_places", mutates_args=())
+def from_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
+    _fit_from(rows, place, tokens, chosen)
+    return _put(rows, place, tokens, chosen).sum(0)
+
+
+@from_places.register_fake
+def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
+    _fit_from(rows, place, tokens, chosen)
+    return rows.new_empty(rows.shape[1], tokens, rows.shape[3])
+
+
+@torch.library.custom_op("meshc::over_places", mutates_args=())
+def over_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
+    """`from_places`, each group's sum by itself: [q, b, p, h] -> [q, b, s, h]."""
+    _fit_from(rows, place, tokens, chosen)
+    return _put(rows, place, tokens, chosen)
+
+
+@over_places.register_fake
+def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
+    _fit_from(rows, place, tokens, chosen)
+    return rows.new_empty(*rows.shape[:2], tokens, rows.shape[3])
+
+
+def _taken(x: Tensor, place: Tensor, chosen: int) -> Tensor:
+    there = (place >= 0) & (place < x.shape[2] * chosen)
+    token = torch.where(there, place, 0).div(chosen, rounding_mode="floor").unsqueeze(3)
+    if x.shape[2] == 0:
+        return x.new_zeros(*place.shape, x.shape[3])
+    return torch.where(there.unsqueeze(3), x.gather(2, token.expand(-1, -1, -1, x.shape[3])), 0.0)
+
+
+def _put(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
+    made = rows.new_zeros(*rows.shape[:2], tokens, rows.shape[3])
+    if tokens == 0:
+        return made
+    there = (place >= 0) & (place < tokens * chosen)
+    token = torch.where(there, place, 0).div(chosen, rounding_mode="floor").unsqueeze(3)
+    return made.scatter_add_(2, token.expand(-1, -1, -1, rows.shape[3]), torch.where(there.unsqueeze(3), rows, 0.0))
+
+
+def _fit_to(x: Tensor, place: Tensor, chosen: int) -> None:
+    if x.dim() != 3 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[1] != x.shape[0] or chosen < 1:
+        raise misfit("to_places", f"tokens [b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
+
+
+def _fit_in(x: Tensor, place: Tensor, chosen: int) -> None:
+    if x.dim() != 4 or place.dim() != 3 or place.dtype != torch.int64 or place.shape[:2] != x.shape[:2] or chosen < 1:
+        raise misfit("in_places", f"tokens [q, b, s, h] have places [q, b, p] of {chosen} choices, 1 or more", x=x, place=place)
+
+
+def _fit_from(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> None:
+    if rows.dim() != 4 or rows.shape[:3] != place.shape or place.dtype != torch.int64 or tokens < 0 or chosen < 1:
+        rule = f"rows [q, b, p, h] have places [q, b, p] of {tokens} tokens, 0 or more, with {chosen} choices, 1 or more"
+        raise misfit("from_places", rule, rows=rows, place=place)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(inputs[1])
+    ctx.tokens, ctx.chosen = inputs[0].shape[1], inputs[-1]
+
+
+def _to_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return from_places(grad, ctx.saved_tensors[0], ctx.tokens, ctx.chosen), None, None
+
+
+def _from_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return to_places(grad, ctx.saved_tensors[0], ctx.chosen), None, None, None
+
+
+to_places.register_autograd(_to_backward, setup_context=_save)
+from_places.register_autograd(_from_backward, setup_context=_save)

@@ -1,0 +1,115 @@
+"""What routed experts take at most: of the tokens of a group those that come first, or those that weigh most.
+
+    counts_of_rows(choice [b, s, k], experts) -> [b, experts]                            how often each expert is chosen in a row
+    first_choices(choice [b, s, k], before [b, experts], capacity) -> [b, s, k]          by position; `before`: chosen in front of these
+    heaviest_choices(choice [b, s, k], weights [b, s, k], experts, capacity) -> same     by weight, then by position
+
+A row is a group of tokens. What an expert does not take is -1, as is what chooses none. `strict`: it is an error. A token chooses an expert
+once at most, so that an expert's tokens have one order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshc.errors import InputError
+from meshc.ops.expert_groups import INTEGERS
+from meshc.ops.operands import misfit
+
+
+@torch.library.custom_op("meshc::counts_of_rows", mutates_args=())
+def counts_of_rows(choice: Tensor, experts: int) -> Tensor:
+    _fit(choice, experts, 1, "counts_of_rows")
+    return _counts(choice.flatten(1), experts)
+
+
+@counts_of_rows.register_fake
+def _(choice: Tensor, experts: int) -> Tensor:
+    _fit(choice, experts, 1, "counts_of_rows")
+    return choice.new_empty(choice.shape[0], experts, dtype=torch.int64)
+
+
+@torch.library.custom_op("meshc::first_choices", mutates_args=())
+def first_choices(choice: Tensor, before: Tensor, capacity: int, strict: bool, at: str) -> Tensor:
+    """`at`: where in the model, for the error."""
+    _fit_first(choice, before, capacity)
+    flat, experts = choice.flatten(1), before.shape[1]
+    if strict:
+        _refuse_more(before + _counts(flat, experts), capacity, at)
+    order = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
+    nth = _nth(flat, order, experts) + before.gather(1, flat.clamp(0, experts - 1).long())
+    return _taken(flat, nth, experts, capacity).view(choice.shape)
+
+
+@first_choices.register_fake
+def _(choice: Tensor, before: Tensor, capacity: int, strict: bool, at: str) -> Tensor:
+    _fit_first(choice, before, capacity)
+    return torch.empty_like(choice, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("meshc::heaviest_choices", mutates_args=())
+def heaviest_choices(choice: Tensor, weights: Tensor, experts: int, capacity: int, strict: bool, at: str) -> Tensor:
+    """`at`: where in the model, for the error."""
+    _fit_heaviest(choice, weights, experts, capacity)
+    flat = choice.flatten(1)
+    if strict:
+        _refuse_more(_counts(flat, experts), capacity, at)
+    order = torch.sort(weights.flatten(1), dim=1, descending=True, stable=True).indices
+    return _taken(flat, _nth(flat, order, experts), experts, capacity).view(choice.shape)
+
+
+@heaviest_choices.register_fake
+def _(choice: Tensor, weights: Tensor, experts: int, capacity: int, strict: bool, at: str) -> Tensor:
+    _fit_heaviest(choice, weights, experts, capacity)
+    return torch.empty_like(choice, memory_format=torch.contiguous_format)
+
+
+def _counts(flat: Tensor, experts: int) -> Tensor:
+    found = torch.where((flat >= 0) & (flat < experts), flat, experts).long()
+    counts = torch.zeros(flat.shape[0], experts + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(1, found, torch.ones_like(found))[:, :experts].contiguous()
+
+
+def _nth(flat: Tensor, order: Tensor, experts: int) -> Tensor:
+    """Of each choice how many of the same expert stand in front of it in this order of its row."""
+    ranked, within = torch.sort(flat.gather(1, order), dim=1, stable=True)
+    first = torch.searchsorted(ranked, ranked, right=False)
+    places = torch.arange(flat.shape[1], device=flat.device).expand_as(flat) - first
+    return torch.empty_like(places).scatter_(1, order.gather(1, within), places)
+
+
+def _taken(flat: Tensor, nth: Tensor, experts: int, capacity: int) -> Tensor:
+    return torch.where((nth < capacity) & (flat >= 0) & (flat < experts), flat, -1)
+
+
+def _refuse_more(counts: Tensor, capacity: int, at: str) -> None:
+    """Raises InputError if an expert is chosen more often than it takes; on CUDA an assertion on the device."""
+    if counts.is_cuda:
+        torch._assert_async((counts <= capacity).all(), f"{at}: an expert is chosen more often than Options(expert_capacity=) lets it")
+        return
+    if counts.numel() == 0 or int(counts.max()) <= capacity:
+        return
+    row, expert = divmod(int(counts.argmax()), counts.shape[1])
+    raise InputError(
+        f"{at or 'a layer'}: expert {expert} is chosen by {int(counts.max())} tokens of group {row}, and takes {capacity}\n"
+        '  what to do: a higher Options(expert_capacity=), or overflow="drop" or "pass"'
+    )
+
+
+def _fit(choice: Tensor, experts: int, capacity: int, name: str) -> None:
+    if choice.dim() != 3 or choice.dtype not in INTEGERS or experts < 1 or capacity < 1:
+        rule = f"integers [b, s, k] choose one of {experts} experts, 1 or more, each for {capacity} tokens, 1 or more"
+        raise misfit(name, rule, choice=choice)
+
+
+def _fit_first(choice: Tensor, before: Tensor, capacity: int) -> None:
+    _fit(choice, before.shape[1] if before.dim() == 2 else 0, capacity, "first_choices")
+    if before.dtype != torch.int64 or before.shape[0] != choice.shape[0]:
+        raise misfit("first_choices", "choices [b, s, k] have counts [b, experts]", choice=choice, before=before)
+
+
+def _fit_heaviest(choice: Tensor, weights: Tensor, experts: int, capacity: int) -> None:
+    _fit(choice, experts, capacity, "heaviest_choices")
+    if weights.shape != choice.shape:
+        raise misfit("heaviest_choices", "each of the choices [b, s, k] has a weight", choice=choice, weights=weights)

@@ -1,0 +1,66 @@
+"""Begun: what the passes before `recompute` have left, for programs that differ in nothing but what backward makes again.
+
+    spare 0            annotate .. park_state   recompute   park .. memory
+    spare 1.2 GB              as before         recompute   park .. memory
+    remat "layer"             as before         recompute   park .. memory
+    chunks 8           annotate .. park_state   recompute   park .. memory
+
+Within a budget a program is lowered again and again, each time for a little less (`within_budget.py`); and so are changes that are tried
+where none keeps it (`would_do.py`). The last beginning is remembered. Passes after it write into a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from meshc.ir.graph import copied
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.heard import Heard
+from meshc.passes.driver.run import run, run_all
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.single import Hook
+
+ASKED_LATER = ("remat", "spare")
+"""What of a request nobody reads before `recompute`."""
+OWN = ("request", "plan", "sizes", "seconds", "pins", "chunked", "assignment")
+"""What of a phase follows from its request, is of no consequence, or is made by the passes from `annotate` on."""
+
+
+def begin(placed: Placed, hook: Hook | None) -> Lowered:
+    """From the plan on, all before `recompute`."""
+    partitioned = run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
+    return run_all(pipeline.GROWN, partitioned, hook)
+
+
+@dataclass
+class Begun:
+    """`placed`: what it began with, `left` what came of that, and `heard` what a hook is to hear of it."""
+
+    placed: Placed | None = None
+    left: Lowered | None = None
+    heard: Heard = field(default_factory=Heard)
+
+    def begin(self, placed: Placed, hook: Hook | None) -> Lowered:
+        """The same; of what was asked last, what is there."""
+        if self.left is None or self.placed is None or not _alike(placed, self.placed):
+            self.placed, self.left, self.heard = None, None, Heard()
+            self.left, self.placed = begin(placed, self.heard.hook), placed
+        self.heard.tell(hook)
+        left, request = self.left, placed.request
+        stages = {name: replace(stage, graph=copied(stage.graph)) for name, stage in left.stages.items()}
+        return replace(left, request=request, placed=replace(left.placed, request=request), stages=stages)
+
+
+def _alike(one: Placed, other: Placed) -> bool:
+    """Whether they begin alike: all but what is asked later is the same, or says the same."""
+    mine, others = ((each.request, each) for each in (one, other))
+    asked = [each.name for each in fields(Request) if each.name not in ASKED_LATER]
+    given = [each.name for each in fields(Placed) if each.name not in OWN]
+    return _equal(mine[0], others[0], asked) and _equal(mine[1], others[1], given) and str(one.plan) == str(other.plan)
+
+
+def _equal(one: object, other: object, names: list[str]) -> bool:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
+    return all(mine is its or (isinstance(mine, str | int | float) and mine == its) for mine, its in pairs)

@@ -1,0 +1,75 @@
+"""Refuse: nothing keeps the budget. What holds it is told from the program that holds least, and what would do is tried with it.
+
+    by a plan       the program that holds least of what came of it
+    over stages     the candidate that needs least: its schedule, its number of microbatches, its cuts
+    of a search     the choice whose program holds least; what looks as if it did is searched for once more
+
+Changes are tried when somebody asks for them (`NothingFits.tried`): whoever looks into many meshes asks for those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshc.cost import memory
+from meshc.cost.alive import alive
+from meshc.errors import MeshcError
+from meshc.passes.driver import pipeline, would_do
+from meshc.passes.driver.judge import Judge
+from meshc.passes.driver.nothing_fits import NothingFits, by_this_plan, of_stages
+from meshc.passes.driver.run import run, run_all
+from meshc.passes.driver.within_budget import within_budget
+from meshc.passes.driver.would_do import Lower
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.placed import Placed
+from meshc.passes.stages.fit import DoesNotFit, Need, may_hold
+from meshc.report.held import lines_of
+
+Again = Callable[[Placed], Lowered]
+"""The search, under another request."""
+
+
+def what_holds_more(placed: Placed, left: Lowered, lower: Lower) -> None:
+    """Raises NothingFits for a program that holds more than the user's budget, `left` of what was `placed` under the user's request."""
+    budget = left.request.memory_budget
+    if budget is None or left.request.double:
+        return
+    program = left.as_program()
+    held = memory.worst(program)
+    if held.total > budget:
+        trying = would_do.Trying(placed, left, budget, lower, _within(lower))
+        raise by_this_plan(left.placed, budget, held, lines_of(alive(program, holds=held)), trying.found)
+
+
+def no_stages(placed: Placed, error: DoesNotFit, lower: Lower) -> NothingFits:
+    """Of a pipeline of which no candidate fits."""
+    budget = may_hold(placed.request) or 0
+    left = closest_of(error.need)
+    trying = would_do.Trying(placed, left, budget, lower, _within(lower))
+    return of_stages(error, placed, budget, lines_of(alive(left.as_program())), trying.found)
+
+
+def nothing_found(judge: Judge, axes: tuple[str, ...], least: float | None, lower: Lower, again: Again) -> MeshcError:
+    """Of a search: why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found."""
+    closest = judge.closest
+    needs = [one.need for one in judge.refused if isinstance(one, DoesNotFit)]
+    if closest is None and needs:
+        closest = closest_of(min(needs, key=lambda need: need.most.total))
+    values = [] if closest is None else lines_of(alive(closest.as_program()))
+    if closest is None or judge.budget is None:
+        return judge.refusal(axes, least, values)
+    trying = would_do.Trying(judge.placed, closest, judge.budget, lower, lambda placed, _: again(placed), axes)
+    return judge.refusal(axes, least, values, trying.found)
+
+
+def _within(lower: Lower) -> Lower:
+    """With as much made again as keeps the budget."""
+    return lambda again, hook: within_budget(again, hook, lower)
+
+
+def closest_of(need: Need) -> Lowered:
+    """The program of a candidate that was cut and does not fit."""
+    assert need.cut is not None
+    cut = replace(need.cut, tried=())
+    return run_all(pipeline.LOWER, run(pipeline.CUT, cut))

@@ -1,0 +1,178 @@
+"""Rings: which attentions take their keys and values a block at a time, from rank to rank, and which have them gathered.
+
+    cp: seq      attention's queries are split by cp, and so are its keys where they are made:
+
+    gather       k, v = all_gather(k), all_gather(v)                  whole keys on each rank, the messages first, then the work
+    ring         n blocks, and n - 1 times a message beside one       a block of them at a time, the messages beside the work
+
+Where nothing is said, what the clock's figures make faster: short sequences are gathered, since n - 1 messages wait n - 1 times, long ones
+pass round. The two give the same up to the order of sums. Forward and backward of an attention are priced together, so they go alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+from torch.fx import Node
+
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import fastest, hop_of, link_of, send_seconds
+from meshc.ir import records
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.spmd import SEQUENTIAL
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Factors, Instance, Token, Value
+from meshc.passes.place.spread import spread
+from meshc.passes.place.written_out import written_out
+from meshc.passes.rules.attention import shape_of_mask
+from meshc.passes.rules.ring import steps
+
+Tokens = Mapping[Token, tuple[str, ...]]
+Given = Callable[[Value], Sharding | None]
+
+
+@dataclass
+class Rings:
+    """
+    how      "ring" where it can be, "gather" always, None: what is faster by the clock
+    grad     whether there is a backward
+    refused  where a ring cannot be: operators with the reason;  slower  where one can be, and would be slower
+    """
+
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    factors: Factors
+    how: str | None
+    grad: bool
+    refused: dict[Node, str] = field(default_factory=dict)
+    slower: set[Node] = field(default_factory=set)
+
+    def along(self, instance: Instance, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
+        """The axes of the tokens of keys, of an operator whose queries are split so; none where keys are gathered, or whole in any case."""
+        if self.how == "gather":
+            return {}
+        for letter, (other, keys) in instance.rule.rings.items():
+            axes = {token: axes for token, axes in chosen.items() if token[0] == letter and set(axes) - SEQUENTIAL}
+            if not axes or (other, 0) not in instance.size:
+                continue
+            lying = [_lies(given(instance.values[number]), instance.operands[number], other) for number in keys]
+            if not any(axis in split for split in lying for each in axes.values() for axis in each):
+                continue  # no rank has only a part of them
+            why = _why_not(letter, axes, lying)
+            if why:
+                self.refused[instance.node] = why
+                continue
+            ring: dict[Token, tuple[str, ...]] = {(other, 0): axes[(letter, 0)]}
+            if self.how == "ring" or self._is_faster(instance, keys, {**chosen, **ring}, axes[(letter, 0)][0]):
+                return ring
+            self.slower.add(instance.node)
+        return {}
+
+    def _is_faster(self, instance: Instance, keys: Sequence[int], split: Tokens, axis: str) -> bool:
+        device, ranks = for_mesh(self.mesh), self.sizes[axis]
+        link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
+        found = _Sizes.of(instance, self.factors, self.sizes, keys, split, device, ranks)
+
+        def gathered(kind: str, size: float) -> float:
+            return len(keys) * (device.collective_s + fastest(kind, ranks, ranks * size, link).seconds(link))
+
+        def passed(size: float) -> float:
+            return len(keys) * (device.collective_s + send_seconds(size, hop))
+
+        def beside(work: float, message: float) -> float:
+            return max(work + device.contention * message, message)
+
+        blocks = found.steps + 1
+        block, joined = found.work_s / blocks + device.launch_s, found.joined_s + device.launch_s
+        gather = gathered("all_gather", found.small) + found.work_s
+        ring = block + found.steps * (beside(block, passed(found.small)) + joined)
+        if self.grad:  # 2.5 times the work, keys again, and their gradients, which share a link with them
+            gather += gathered("all_gather", found.small) + 2.5 * found.work_s + gathered("reduce_scatter", found.large)
+            ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
+        return ring < gather
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of one rank: bytes of the keys that travel, before layout makes them larger and after it; seconds of the work and of joining two
+    parts; how often a block is passed on."""
+
+    small: float
+    large: float
+    work_s: float
+    joined_s: float
+    steps: int
+
+    @staticmethod
+    def of(
+        instance: Instance, factors: Factors, sizes: Mapping[str, int], keys: Sequence[int], split: Tokens, device: Device, ranks: int
+    ) -> _Sizes:
+        value, dims = instance.values[keys[0]], instance.operands[keys[0]]
+        asked, rows = instance.values[keys[0] - 1], instance.operands[keys[0] - 1]
+        made = records(value[0])[value[1]]
+        assert made.dtype is not None
+        tile, queries = _tile(value, dims, factors, sizes, split), _tile(asked, rows, factors, sizes, split)
+        whole, length = made.shape[2], records(asked[0])[asked[1]].shape[2]
+        causal, window, offset = shape_of_mask(instance.node)
+        passing = steps(length, whole, tile[2], ranks, causal, window, offset)
+        seen = min(whole, window + tile[2]) if window else whole
+        large = prod(tile) * made.dtype.itemsize
+        work_s = 4.0 * prod(queries) * seen / device.rate(made.dtype, attention=True)
+        joined_s = 4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s
+        return _Sizes(large * _made_larger(value, factors), large, work_s, joined_s, passing)
+
+
+def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, sizes: Mapping[str, int], split: Tokens) -> tuple[int, ...]:
+    """The local shape of an operand."""
+    whole = Sharding(tuple(tuple(Part("", factors.size[factor]) for factor in row) for row in factors.dims[value]))
+    return local_shape(spread(whole, dims, split), sizes)
+
+
+def _made_larger(value: Value, factors: Factors) -> float:
+    """What part of a value's bytes there is before layout alone repeats them."""
+    sizes = [prod(records(value[0])[value[1]].shape)]
+    while (instance := factors.instances.get(value[0])) is not None and instance.kind == "layout":
+        value = instance.values[0]
+        sizes.append(prod(records(value[0])[value[1]].shape))
+    return min(sizes) / max(1, sizes[0])
+
+
+def _lies(given: Sharding | None, row: Sequence[Sequence[Token]], letter: str) -> dict[str, int]:
+    """The axes that split a letter where the value is made, each with which of its factors it splits."""
+    if given is None:
+        return {}
+    return {axis: row[dim][place][1] for dim, place, part in given.parts() for axis in part.axes if row[dim][place][0] == letter}
+
+
+def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> str:
+    """Why keys cannot pass round."""
+    over = list(dict.fromkeys(axis for each in axes.values() for axis in each))
+    if len(over) > 1:
+        return f"its queries are split by several axes ({', '.join(over)}), and a ring is along one"
+    if (letter, 0) not in axes:
+        return f"{over[0]} splits an inner factor of its queries, which follow each other no more"
+    if any(split != {over[0]: 0} for split in lying):
+        return f"its keys and values are not both split by {over[0]} alone where they are made"
+    return ""
+
+
+
+
+WRITTEN_OUT: Final = "it is written out in several operators, as it is with dropout, a bias that has a gradient, or weights that it returns"
+
+
+def gathered_written_out(assignment: Assignment) -> list[Node]:
+    """Attention in several operators whose keys are split where they are made and whose queries are, too."""
+    found: list[Node] = []
+    for node, instance in assignment.factors.instances.items():
+        if "weighs" not in instance.rule.roles.values() or node not in assignment.chosen or records(node)[0].phase != "forward":
+            continue
+        around = written_out(instance, assignment.factors)
+        lies = assignment.given.get((node, 0))
+        if around is not None and lies is not None and len(lies.dims) > 1 and any(part.axes for part in lies.dims[-2]):
+            found.append(node)
+    return found

@@ -1,0 +1,21 @@
+"""Small numbers in order, each once, and marks by number: what `np.unique` and `np.isin` say of any numbers, sooner."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshc.passes.planner.space import Numbers
+
+
+def numbered(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """They in order, each once, and of each which of these it is. They are not negative."""
+    there = marked(int(numbers.max()) + 1 if len(numbers) else 0, numbers)
+    return np.flatnonzero(there), (there.cumsum() - 1)[numbers]
+
+
+def marked(count: int, numbers: Numbers) -> NDArray[np.bool_]:
+    """Which of so many numbers, from 0 on, are among these."""
+    found = np.zeros(count, dtype=bool)
+    found[numbers] = True
+    return found

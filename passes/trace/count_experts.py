@@ -1,0 +1,103 @@
+"""Count experts: a step tells how often each routed expert was chosen, and how many choices no expert took.
+
+    own, slot = group_choices(choice, ..)      beside it      metric `routed:PATH` = sum(counts_of_rows(choice))      [experts]
+
+Counts are sums over the batch like any other, so they are of the whole batch on every mesh. With a capacity they are of what was chosen,
+and `dropped:PATH` is how many of these choices found no place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from meshc.frontend.train_step import DROPPED, ROUTED
+from meshc.ir import Record, Source, record, records
+from meshc.ir.functions import Function
+from meshc.ir.graph import call, give
+from meshc.ir.nodes import is_getitem
+from meshc.passes.phases.traced import Traced
+from meshc.program.program import Port
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+CAPPED: Final = (meshc.first_choices.default, meshc.heaviest_choices.default)
+CHOOSING: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
+PRODUCTS: Final = (meshc.routed_mm.default, meshc.group_mm.default)
+"""(rows, matrices of all experts, choice of each row, ...)"""
+LAYOUT: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
+
+
+def count_experts(traced: Traced) -> Traced:
+    """Of a training step; a metric more for each layer of experts, two where an expert takes only so many."""
+    joint = traced.operators()
+    ports, results = list(joint.outputs), joint.results()
+    for path, (product, choice, experts) in _routed(list(joint.graph.nodes)).items():
+        add = _Beside(choice, record(product).source, traced.parts is not None)
+        if choice.target not in CAPPED:
+            counts, dropped = add.counts(choice, experts), None
+        else:
+            asked = choice.args[0]
+            assert isinstance(asked, Node)
+            counts = add.counts(asked, experts)
+            dropped = add.call(aten.sum.default, add.call(aten.sub.Tensor, counts, add.counts(choice, experts), shape=(experts,)))
+        for port, node in (
+            (Port("metric", ROUTED + path, (experts,), torch.int64), counts),
+            (Port("metric", DROPPED + path, (), torch.int64), dropped),
+        ):
+            if node is not None:
+                ports.append(port)
+                results.append(add.whole(node))
+    give(joint.graph, results)
+    return replace(traced, joint=replace(joint, outputs=tuple(ports)))
+
+
+def _routed(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
+    """By the path of a layer's experts: their first product, what is chosen there, and of how many."""
+    found: dict[str, tuple[Node, Node, int]] = {}
+    for node in nodes:
+        path = records(node)[0].source.module if node.target in PRODUCTS else ""
+        if path and path not in found and record(node).phase == "forward":
+            _, matrices, choice = node.args[:3]
+            assert isinstance(matrices, Node) and isinstance(choice, Node)
+            found[path] = node, _chosen(choice), record(matrices).shape[0]
+    return found
+
+
+def _chosen(node: Node) -> Node:
+    """What a model, or a capacity, has chosen, behind how it is laid out for products."""
+    while True:
+        made = node.args[0] if node.args else None
+        if node.target in LAYOUT and isinstance(made, Node):
+            node = made
+        elif is_getitem(node) and isinstance(made, Node) and made.target in CHOOSING:
+            assert isinstance(made.args[0], Node)
+            node = made.args[0]
+        else:
+            return node
+
+
+class _Beside:
+    """Integers that are written behind a node, as its layer's."""
+
+    def __init__(self, node: Node, source: Source, parts: bool) -> None:
+        self.last, self.source, self.parts = node, source, parts
+
+    def call(self, target: Function, *args: object, shape: tuple[int, ...] = ()) -> Node:
+        with self.last.graph.inserting_after(self.last):
+            self.last = call(self.last.graph, Record(shape, torch.int64, source=self.source, phase="forward"), target, *args)  # type: ignore[arg-type]
+        return self.last
+
+    def counts(self, choice: Node, experts: int) -> Node:
+        """How often each expert is chosen, [experts]."""
+        shape = record(choice).shape
+        rows = choice if len(shape) == 3 else self.call(aten.unsqueeze.default, choice, 0, shape=(1, *shape))
+        by_row = self.call(meshc.counts_of_rows.default, rows, experts, shape=(record(rows).shape[0], experts))
+        return self.call(aten.sum.dim_IntList, by_row, [0], shape=(experts,))
+
+    def whole(self, count: Node) -> Node:
+        """Of all microbatches, where a step is the mean of what each gives."""
+        return self.call(meshc.sum_of_parts.default, count, shape=record(count).shape) if self.parts else count

@@ -1,0 +1,63 @@
+"""Memory that is a file on the host's disk: what a plan keeps there (`offload state: disk`).
+
+    MESHC_DISK=/nvme    each tile is a file in that folder, mapped into memory: a copy to it writes, a copy from it reads, and the system
+                        decides what of it is in memory meanwhile
+
+A file has no name from the moment it is there, so that nothing is left when the process ends, whatever ends it; and it has its blocks from
+then on, so that no later write finds the disk full. Bytes are counted apart (`HELD`).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from meshc import environment
+from meshc.errors import StateError
+from meshc.runtime.comm.host import Held
+
+HELD: Final = Held()
+"""Of this process."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+    """A contiguous tensor in a file. `what`: of which messages speak. Raises StateError where the folder has no room for it."""
+    size = prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    folder = environment.disk_folder()
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="meshc-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            block = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise StateError(_no_room(folder, size, what, error)) from error
+    HELD.take(size)
+    weakref.finalize(block, HELD.give, size)
+    return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+def moved(tensor: Tensor, what: str) -> Tensor:
+    """A copy in a file."""
+    return empty(tensor.shape, tensor.dtype, what).copy_(tensor)
+
+
+def _no_room(folder: os.PathLike[str], size: int, what: str, error: OSError) -> str:
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        why = f"{folder} has no room for {size:,} bytes more: {shutil.disk_usage(folder).free:,} are free, and {HELD.now:,} have been taken"
+    return (
+        f"{what} cannot lie on the disk\n  why: {why}\n"
+        f"  what to do: {environment.DISK}=FOLDER, on a disk with room for all state of this machine's ranks; or `offload state`, which\n"
+        "  keeps it in the host's memory"
+    )

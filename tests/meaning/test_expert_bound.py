@@ -1,0 +1,61 @@
+"""`Options(expert_bound=)`: as without one where there are places for what is chosen; an error names the experts where there are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshc
+from meshc.cost import memory
+from meshc.ops.bounded_groups import bounded_choices, from_places, to_places
+from tests.broad import broad
+from tests.models import Case
+from tests.zoo.experts import FAMILIES
+
+
+def trained(found: Case, mesh: str, bound: float | None) -> meshc.Program:
+    optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2, eps=1e-6)
+    step = meshc.TrainStep(found.model, optimizer=optimizer, loss=lambda output: output.loss)
+    return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(expert_bound=bound), kwargs=found.call_kwargs)
+
+
+@pytest.mark.parametrize(
+    "family, mesh",
+    [
+        ("mixtral", "ep=4"),
+        broad("gpt_oss", "dp=2,ep=2"), broad("olmoe", "ep=3"), broad("deepseek_v3", "pp=2,ep=2"), broad("phimoe", "ep=2,tp=2"),
+    ],
+)  # fmt: skip
+def test_equals_one_device_where_there_is_room(family: str, mesh: str) -> None:
+    verified = meshc.verify(trained(FAMILIES[family].case(family), mesh, 1.9), dtype=torch.float64)
+    assert verified.ok, verified
+
+
+def test_a_rank_holds_less() -> None:
+    """Of four experts one a rank, two a token: the worst case is twice what falls to each."""
+    held = [memory.worst(trained(FAMILIES["mixtral"].case("mixtral"), "ep=4", bound).compiled).total for bound in (None, 1.0)]
+    assert held[1] < 0.85 * held[0]
+
+
+def test_what_has_no_place_is_refused_with_the_layer_and_the_expert() -> None:
+    found = trained(FAMILIES["mixtral"].case("mixtral"), "ep=4", 1.0)
+    said = r"model\.layers\.0\.mlp\.experts: experts \d to \d are chosen \d+ times in row \d of the batch \(expert \d alone \d+ times\)"
+    with pytest.raises(meshc.InputError, match=said) as raised:
+        meshc.verify(found, dtype=torch.float64)
+    assert "and have 6 places there" in str(raised.value) and "a higher Options(expert_bound=)" in str(raised.value)
+
+
+def test_places_are_taken_from_the_front_by_expert() -> None:
+    choice = torch.tensor([[[3, 0], [1, 2], [0, 3]]])
+    expert, place = bounded_choices(choice, 2, 2, 4, 0, 2, "")
+    assert expert.tolist() == [[[0, 0, 1, -1]], [[0, 1, 1, -1]]]
+    assert place.tolist() == [[[1, 4, 2, -1]], [[3, 0, 5, -1]]]
+    rows = to_places(torch.tensor([[[1.0], [2.0], [3.0]]]), place, 2)
+    assert rows[:, 0, :, 0].tolist() == [[1.0, 3.0, 2.0, 0.0], [2.0, 1.0, 3.0, 0.0]]
+    assert from_places(rows, place, 3, 2)[0, :, 0].tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("bound", [0, -1.5])
+def test_a_bound_of_nothing_is_refused(bound: float) -> None:
+    with pytest.raises(meshc.PlanError, match=r"Options\(expert_bound=.*\): a number above 0, such as 1.5, or None"):
+        meshc.Options(expert_bound=bound)

@@ -1,0 +1,348 @@
+"""Attention whose keys and values pass round a ring means what it means on one device, and moves and holds what the formulas say."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim
+
+import meshc
+from meshc import artifact
+from meshc.cost import memory
+from meshc.cost.devices import assumed, device
+from meshc.errors import PlanError
+from meshc.ir import records, spmd
+from meshc.ir.sizes import Dynamic, symbol
+from meshc.optimizer.optimizer import describe
+from meshc.passes import rules
+from meshc.passes.rules.ring import steps
+from meshc.program.program import PlainProgram
+from meshc.report import summary
+from tests.broad import broad
+from tests.captured import Captured
+from tests.models import FACTORIES
+from tests.zoo.run import adamw, case
+
+SEQ = 39
+"""Three ranks have 13 positions each, and two or four do not divide it; nothing else in the small models has this size."""
+RING = "cp: seq"
+
+
+@cache
+def captured(kind: str) -> Captured:
+    found = FACTORIES[kind](seq=SEQ, batch=4) if kind in FACTORIES else case(kind)
+    return Captured(found, train=True, double=True)
+
+
+def step(kind: str, mesh: str, plan: str, **how: Any) -> PlainProgram:
+    source = captured(kind)
+    source.restore()
+    spec = describe(torch.optim.SGD(source.reference.module.parameters(), lr=0.1))
+    return source.program(mesh, plan, optimizer=spec, **how)
+
+
+def kinds(program: PlainProgram) -> set[str]:
+    return {use.kind for use in summary.collectives(program) if "cp" in use.axes}
+
+
+CASES = [
+    ("nanogpt", "cp=2", RING),
+    ("llama", "cp=3", RING),
+    broad("llama", "cp=4", RING),
+    broad("nanogpt", "cp=3", RING),
+    broad("llama", "cp=8", RING),
+    broad("llama", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    ("llama", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    ("gemma3", "cp=3", RING),
+    broad("gemma3", "cp=4", RING),
+    broad("whisper", "cp=3", RING),
+    broad("whisper", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+]
+
+
+@pytest.mark.parametrize("kind, mesh, plan", CASES)
+def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> None:
+    """Loss, every gradient, and parameters after two steps. Eight ranks are twice as many as there are heads."""
+    source = captured(kind)
+    source.verify_training(mesh, plan, adamw, attention="ring")
+    assert "ring_shift" in kinds(source.latest)
+
+
+@pytest.mark.parametrize("kind, written_out", [broad("t5", 6), broad("gpt_oss", 2)])
+def test_models_that_write_attention_out_gather_its_keys(kind: str, written_out: int) -> None:
+    """T5 for its bias, which has a gradient, in four attentions of its layers and two across; GPT-OSS for its sinks."""
+    source = captured(kind)
+    source.verify_training("cp=3", RING, adamw, attention="ring")
+    assert "ring_shift" not in kinds(source.latest)
+    assert sum("it is written out in several operators" in note for note in source.latest.notes) == written_out
+
+
+def test_pipeline_stages_have_rings_of_their_own() -> None:
+    source = captured("llama")
+    source.verify_training("pp=2,cp=2", RING, adamw, attention="ring", microbatches=2)
+    assert "ring_shift" in kinds(source.latest)
+
+
+class Attends(nn.Module):
+    """Attention alone, with as many heads for keys as for queries: `how` is torch's."""
+
+    def __init__(self, hidden: int = 16, heads: int = 2, **how: Any) -> None:
+        super().__init__()
+        self.qkv, self.back, self.heads, self.how = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden), heads, how
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **self.how)
+        return self.back(mixed.transpose(1, 2).flatten(2))
+
+
+def trained(
+    model: nn.Module, mesh: str, inputs: dict[str, Tensor], attention: str | None = "ring", plan: str = RING, **how: Any
+) -> meshc.Program:
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    return meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs, plan=plan, options=meshc.Options(attention=attention), **how)
+
+
+def masked(rows: int = 3) -> Tensor:
+    """A bias for each example; from two queries all is hidden but the last key."""
+    bias = torch.randn(rows, 1, 7, 7).masked_fill(torch.rand(rows, 1, 7, 7) < 0.5, -torch.inf)
+    bias[:, :, 2:4] = -torch.inf
+    bias[..., -1] = 0.5
+    return bias
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=3", broad("cp=4")])
+@pytest.mark.parametrize("bias", [None, masked(), masked(1)[:, :, :1]])
+def test_masks_that_are_given_as_tensors(mesh: str, bias: Tensor | None) -> None:
+    """A rank has the rows of its queries; of these each block takes its columns. 7 positions over 4 ranks: the last has one."""
+    torch.manual_seed(0)
+    program = trained(Attends(), mesh, {"x": torch.randn(3, 7, 16)} | ({} if bias is None else {"bias": bias}))
+    assert "ring_shift" in kinds(program.compiled)
+    report = meshc.verify(program, dtype=torch.float64)
+    assert report.worst < 1e-10
+
+
+class Pixels(nn.Module):
+    """Attention over all positions of an image, of which rows are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(16, 16), Attends()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.attention(self.first(x).flatten(1, 2), bias).unflatten(1, x.shape[1:3])
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(2, 1, 12, 12)])
+def test_a_sequence_of_several_factors_passes_round_by_the_outer_one(bias: Tensor | None) -> None:
+    """Three rows of four over two ranks: tiles of 8 positions and of 4, where 12 over 2 would be tiles of 6."""
+    inputs = {"x": torch.randn(2, 3, 4, 16)} | ({} if bias is None else {"bias": bias})
+    program = trained(Pixels(), "cp=2", inputs, plan="cp: rows", names={"x": ("batch", "rows", "columns", None)})
+    assert "ring_shift" in kinds(program.compiled)
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+
+
+def test_in_bfloat16_parts_are_rounded_once() -> None:
+    program = trained(Attends(is_causal=True).bfloat16(), "cp=3", {"x": torch.randn(2, 13, 16).bfloat16()})
+    merged = [node for node in program.compiled.stages["main"].graph.nodes if "attention_merge" in str(node.target)]
+    assert len(merged) == 2 and all(records(node)[0].dtype == torch.float32 for node in merged)
+    assert meshc.verify(program).ok
+
+
+# ------------------------------------------------------------------------------------------------------- what is moved and what is held
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
+    """With a tile of ceil(S / n) positions: forward (n - 1) times keys and values of a tile, backward the same once more and their
+    gradients as often."""
+    program = step("nanogpt", f"cp={ranks}", RING, attention="ring")
+    layers, rows, heads, head = 2, 4, 4, 8
+    tile = rows * heads * -(-SEQ // ranks) * head * 8
+    for phase, values in (("forward", 2), ("backward", 4)):
+        found = [use for use in summary.collectives(program) if use.phase == phase and use.kind == "ring_shift"]
+        assert sum(use.bytes_per_rank * use.times for use in found) == layers * (ranks - 1) * values * tile
+    assert "all_gather" not in kinds(program)
+
+
+def test_keys_that_heads_share_travel_once_for_all_of_them() -> None:
+    """And their gradients, which the model adds up over these heads: 2 of 4 have keys of their own."""
+    program = step("llama", "cp=3", RING, attention="ring")
+    kv_heads = 2
+    tile = 4 * kv_heads * 13 * 8 * 8
+    for use in summary.collectives(program):
+        assert use.kind != "ring_shift" or use.bytes_per_rank == tile, use
+
+
+def test_gradients_that_are_read_head_by_head_travel_so() -> None:
+    """Keys of two heads for four, of which the model looks at the repeated ones too: no sum stands for these."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+            k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.kv(x).chunk(2, -1))
+            k = k.unsqueeze(2).expand(-1, -1, 2, -1, -1).reshape(q.shape) * 2
+            v = v.unsqueeze(2).expand(-1, -1, 2, -1, -1).reshape(q.shape)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    program = trained(Looks(), "cp=3", {"x": torch.randn(2, 7, 16)})
+    uses = [use for use in summary.collectives(program.compiled) if use.kind == "ring_shift"]
+    sizes = {(use.phase, use.bytes_per_rank // (2 * 3 * 4 * 4)) for use in uses}
+    assert sizes == {("forward", 4), ("forward", 2), ("backward", 4), ("backward", 2)}
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+
+
+def test_under_a_window_blocks_go_no_farther_than_it_reaches() -> None:
+    """Windows of 4 and tiles of 4 positions: a rank reads three keys of the one before it, whose gradients come home in one shift."""
+    program = step("gemma3", "cp=3", RING, attention="ring")
+    uses = [use for use in summary.collectives(program) if use.kind == "ring_shift"]
+    layers = 2
+    assert sum(use.times for use in uses if use.phase == "forward") == layers * 1 * 2
+    assert sum(use.times for use in uses if use.phase == "backward") == layers * 1 * 4
+
+
+def test_no_value_is_as_long_as_the_sequence() -> None:
+    """But for what is not computed with: positions, labels, tables of them. Gathered keys are."""
+
+    def long(attention: str) -> set[str]:
+        graph = step("nanogpt", "cp=3", RING, attention=attention).stages["main"].graph
+        made = (one for node in graph.nodes if node.op == "call_function" for one in records(node))
+        return {str(one.shape) for one in made if len(one.shape) == 4 and one.dtype == torch.float64 and SEQ in one.shape}
+
+    assert long("ring") == set()
+    assert "(4, 4, 39, 8)" in long("gather")
+
+
+def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
+    graph = step("llama", "cp=3", RING, attention="ring").stages["main"].graph
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    names = ("meshc.attention_block.default", "meshc.attention_block_backward.default")
+    blocks = [order[node] for node in graph.nodes if str(node.target) in names]
+    shifts = [node for node in graph.nodes if node.target is spmd.ring_shift]
+    beside = [any(order[node] < block < min(order[user] for user in node.users) for block in blocks) for node in shifts]
+    coming_home = 2 * 2
+    """Of each layer, gradients of keys and values behind the last block: nothing is left to compute beside them but what follows."""
+    assert beside.count(False) == coming_home
+
+
+def test_how_far_a_window_reaches() -> None:
+    """Tiles of 4: a window of 4 or 5 reaches into the next, one of 6 into the one behind it; no farther than all the way round."""
+    assert [steps(32, 32, 4, 8, True, window, 0) for window in (1, 2, 4, 5, 6, 29, 30, 99, 0)] == [0, 1, 1, 1, 2, 7, 7, 7, 7]
+    assert steps(32, 32, 4, 8, False, 0, 0) == steps(30, 32, 4, 8, True, 4, 2) == 7, "no window; keys before the first query"
+    tile = symbol(Dynamic("seq", 2, 64, 32))
+    assert steps(tile, tile, tile // 8, 8, True, 4, 0) == 7, "of another length tiles are shorter"
+
+
+class Near(nn.Module):
+    """Attention to the last four positions, by a mask that is made of positions; or to all before."""
+
+    def __init__(self, near: bool) -> None:
+        super().__init__()
+        self.near, self.attention = near, Attends(is_causal=not near)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        seen = (at <= at[:, None]) & (at > at[:, None] - 4)
+        return self.attention(x, torch.where(seen, 0.0, -torch.inf).to(x.dtype) if self.near else None)
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_one_program_passes_keys_round_for_sequences_of_all_lengths(near: bool) -> None:
+    """Of 5 positions a rank has 2, and the last of three one."""
+    options = meshc.Options(attention="ring", dynamic={"x": {1: Dim("seq", max=64)}})
+    model = Near(near).double()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    program = meshc.compile(step, meshc.Mesh("cp=3"), kwargs={"x": torch.randn(2, 12, 16).double()}, plan=RING, options=options)
+    assert "ring_shift" in kinds(program.compiled)
+    for length in (12, 13, 5):
+        assert meshc.verify(program, {"x": torch.randn(2, length, 16).double()}, dtype=torch.float64).worst < 1e-10
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- choice
+
+
+class Long(nn.Module):
+    """Attention over a sequence of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attends(256, 4, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
+@pytest.mark.parametrize("length, kind", [(64, "all_gather"), (32768, "ring_shift")])
+def test_short_sequences_are_gathered_and_long_ones_pass_round(length: int, kind: str) -> None:
+    with assumed(device("h100")):
+        program = trained(Long(), "cp=4", {"x": torch.empty(1, length, 256)}, None)
+    assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
+
+
+def test_keys_pass_round_where_gathered_ones_would_not_fit() -> None:
+    """Though it is slower: eight ranks with 64 positions each, of which h100s wait for messages alone."""
+    x = {"x": torch.randn(1, 512, 16)}
+    with assumed(device("h100")):
+        programs = [trained(Attends(is_causal=True), "cp=8", x, attention) for attention in (None, "ring")]
+        gathered, ring = (memory.worst(program.compiled).total for program in programs)
+        assert kinds(programs[0].compiled) >= {"all_gather"} and ring < 0.8 * gathered
+        model, budget = Attends(is_causal=True), meshc.Options(memory_budget=(ring + gathered) // 2)
+        step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+        program = meshc.compile(step, meshc.Mesh("cp=8"), kwargs=x, plan=RING, options=budget)
+    assert "ring_shift" in kinds(program.compiled)
+    assert any("keys pass round where gathering them would be faster" in note for note in program.compiled.notes)
+
+
+def test_what_is_asked_for_is_done() -> None:
+    x = {"x": torch.randn(1, 8, 16)}
+    for attention, kind in (("ring", "ring_shift"), ("gather", "all_gather")):
+        program = trained(Attends(is_causal=True), "cp=2", x, attention)
+        assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
+    with pytest.raises(PlanError, match=r"Options\(attention='rings'\): use 'ring' or 'gather', or None"):
+        meshc.Options(attention="rings")
+
+
+def test_attention_that_cannot_pass_round_says_why() -> None:
+    x = {"x": torch.randn(1, 8, 16)}
+    program = trained(Attends(dropout_p=0.1), "cp=2", x)
+    (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
+    assert "keys of attention are gathered" in note and "it is written out in several operators" in note and "test_rings.py" in note
+    assert "ring_shift" not in kinds(program.compiled)
+    program = trained(Attends(), "cp=2,tp=2", x, plan="cp: seq\ntp: seq")
+    (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
+    assert "its queries are split by several axes (cp, tp), and a ring is along one" in note
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+
+
+def test_keys_that_every_rank_has_are_not_sent_round() -> None:
+    """Of a cross attention to what is not split."""
+
+    class Crosses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q(x), *self.kv(memory).chunk(2, -1)))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    inputs = {"x": torch.randn(2, 8, 16), "memory": torch.randn(2, 5, 16)}
+    program = trained(Crosses(), "cp=2", inputs, names={"memory": ("batch", "remembered", "features")})
+    assert kinds(program.compiled) <= {"all_reduce"} and not [note for note in program.compiled.notes if "attention" in note]
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+
+
+def test_a_saved_program_is_read_and_checked(tmp_path: Any) -> None:
+    program = trained(Attends(is_causal=True), "cp=2", {"x": torch.randn(1, 7, 16)})
+    program.save(tmp_path / "ring.meshc")
+    read = artifact.load(tmp_path / "ring.meshc", rules=rules)
+    assert "ring_shift" in kinds(read)

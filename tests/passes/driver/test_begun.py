@@ -1,0 +1,53 @@
+"""Programs that differ in what backward makes again alone begin once, and are what they would be if each began anew."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import meshc
+from meshc.passes.driver import begun
+from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import Hook
+from tests.passes.driver.test_would_do import Words, cross_entropy, refusal, step
+
+
+def text(budget: int) -> str:
+    model = Words(64, 256)
+    made = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=cross_entropy)
+    ids = torch.zeros(16, 8, dtype=torch.int64)
+    options = meshc.Options(memory_budget=budget)
+    return str(meshc.compile(made, meshc.Mesh("dp=2"), options=options, args=(ids,), kwargs={"target": ids}))
+
+
+def test_a_program_is_the_same_and_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, asked = 0, 0
+    plain, remembering = begun.begin, begun.Begun.begin
+
+    def begin(placed: Placed, hook: Hook | None) -> Lowered:
+        nonlocal count
+        count += 1
+        return plain(placed, hook)
+
+    def once(self: begun.Begun, placed: Placed, hook: Hook | None) -> Lowered:
+        nonlocal asked
+        asked += 1
+        return remembering(self, placed, hook)
+
+    monkeypatch.setattr(begun, "begin", begin)
+    monkeypatch.setattr(begun.Begun, "begin", once)
+    said = refusal(64, 256, memory_budget=1)
+    assert asked > count > 0
+    (least,) = re.findall(r'memory_budget="?([\d.]+)"?\), where', said)
+    found = text(int(least))
+    monkeypatch.setattr(begun.Begun, "begin", lambda self, placed, hook: plain(placed, hook))
+    assert refusal(64, 256, memory_budget=1) == said and text(int(least)) == found
+
+
+def test_what_is_asked_otherwise_begins_anew() -> None:
+    """What differs in more than what is made again: here the number of chunks, of which each has its own program."""
+    texts = {str(step(64, 256, plan=f"dp: batch\nchunk head: {count}", memory_budget=10**9)) for count in (2, 4)}
+    assert len(texts) == 2

@@ -1,0 +1,43 @@
+"""Stock `transformers` families whose layers have routed experts: small, of every form in which that library writes them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.zoo.families import EXPERTS, LLAMA_LIKE, ROTARY, Stock, causal
+
+MOE: Final = {**LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT: Final = {
+    **LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+}  # fmt: skip
+
+FAMILIES: Final[dict[str, Stock]] = {
+    "mixtral": Stock("MixtralConfig", "MixtralForCausalLM", {**LLAMA_LIKE, **EXPERTS, "output_router_logits": True}, causal),
+    "olmoe": Stock("OlmoeConfig", "OlmoeForCausalLM", {**LLAMA_LIKE, "num_experts": 8, "num_experts_per_tok": 3}, causal),
+    "qwen2_moe": Stock("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**MOE, "shared_expert_intermediate_size": 40}, causal),
+    "qwen3_moe": Stock("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MOE, "decoder_sparse_step": 2}, causal),
+    "deepseek_v2": Stock("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "topk_method": "group_limited_greedy"}, causal),
+    "deepseek_v3": Stock("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT, causal),
+    "gpt_oss": Stock(
+        "GptOssConfig", "GptOssForCausalLM",
+        {**LLAMA_LIKE, **EXPERTS, "head_dim": 8, "sliding_window": 4, "rope_parameters": ROTARY}, causal,
+    ),
+    "granitemoe": Stock("GraniteMoeConfig", "GraniteMoeForCausalLM", {**LLAMA_LIKE, **EXPERTS}, causal),
+    "jamba": Stock(
+        "JambaConfig", "JambaForCausalLM",
+        {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}, causal,
+    ),
+    "phimoe": Stock("PhimoeConfig", "PhimoeForCausalLM", {**LLAMA_LIKE, **EXPERTS}, causal),
+    "glm4_moe": Stock(
+        "Glm4MoeConfig", "Glm4MoeForCausalLM",
+        {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, causal,
+    ),
+    "ernie4_5_moe": Stock(
+        "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM",
+        {**LLAMA_LIKE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
+         "moe_layer_start_index": 1}, causal,
+    ),
+}  # fmt: skip
