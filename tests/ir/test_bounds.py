@@ -1,12 +1,10 @@
-"""Files that ask for more than any program holds: each is refused within two seconds, by name, before memory is taken."""
+"""Files that ask for more than any program holds: each is refused by name, before memory and minutes are taken."""
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,20 +28,16 @@ from meshc.runtime.saved.checkpoint_folder import SavedState, save_state
 from meshc.text.parse import parse_sizes, parse_type
 from tests.models import mlp
 
+pytestmark = pytest.mark.timeout(60)
+
 POWERS = "((9 ** 7) ** 7)"
 
 
 def quickly(call: Callable[[], Any], kind: type[Exception], said: str) -> None:
-    """The call is refused within 2 s of this thread's time and 500 MB. Looking through the garbage of tests before it is not its work."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
-    gc.disable()
-    try:
-        with pytest.raises(kind, match=said):
-            call()
-        took = time.thread_time() - start
-    finally:
-        gc.enable()
-    assert took < 2
+    """The call is refused within 500 MB. What is not bounded takes minutes, or does not end: then this file's limit of a minute ends it."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(kind, match=said):
+        call()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
 
 

@@ -347,12 +347,12 @@ def waits_for_one_that_raised() -> None:
             elif board.rank == 2:
                 collectives.all_reduce(torch.ones(1000, 1000), pairs[1]).wait()
             else:
-                time.sleep(6)
+                time.sleep(15)
     except PeerError as error:
-        assert time.monotonic() - start < 5 or board.rank == 3, time.monotonic() - start
+        assert time.monotonic() - start < 12 or board.rank == 3, time.monotonic() - start
         print(f"PeerError: {error}", flush=True)
     except ValueError:
-        time.sleep(6)
+        time.sleep(14)
 
 
 def whose_store_stands_still() -> None:
