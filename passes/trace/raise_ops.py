@@ -28,6 +28,7 @@ from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.number_random_calls import number_random_calls
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
+from meshc.passes.trace.raise_sinks import raise_sinks
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
@@ -54,6 +55,7 @@ def raise_ops(traced: Traced) -> Traced:
     """Replaces the targets."""
     model = number_random_calls(traced.model)
     module, notes = model.module, list[str]()
+    raise_sinks(module)
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
