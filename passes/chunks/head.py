@@ -46,6 +46,23 @@ class Product:
         return prod(record(self.node).shape)
 
 
+MOST: Final = 32
+"""Chunks, where nobody says how many."""
+
+
+def unsaid(placed: Placed, count: int) -> Chunked | None:
+    """What would run in so many chunks, where nobody has said whether it is to. None: there is no such head."""
+    request = placed.request
+    if not request.train or request.chunks is not None or placed.plan.chunks:
+        return None
+    return chunked(placed.again(replace(request, chunks=count))).chunked
+
+
+def tall(placed: Placed, head: Chunked) -> frozenset[Node]:
+    """The operators of a head that make a value as tall as its product: of these there is a chunk at a time."""
+    return frozenset(node for node in head.nodes if _is_tall(node, head, placed.factors))
+
+
 def chunked(placed: Placed) -> Placed:
     """With what runs in chunks, as the request has it or the last line of the plan about a head. Raises PlanError for lines about none."""
     request, lines = placed.request, placed.plan.chunks
@@ -119,7 +136,7 @@ def _backward(graph: Graph, head: Product, factors: Factors) -> frozenset[Node]:
     return frozenset(node for node in made_of(reads, backward) if backward(node))
 
 
-def _is_tall(node: Node, head: Product, factors: Factors) -> bool:
+def _is_tall(node: Node, head: Product | Chunked, factors: Factors) -> bool:
     value = value_of(node) if is_getitem(node) else (node, 0)
     row = {factor for dim in factors.dims.get(value, ()) for factor in dim}
     return not row.isdisjoint(head.tokens) and not row.isdisjoint(head.features)

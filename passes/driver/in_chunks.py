@@ -12,7 +12,7 @@ Fewer logits leave room for what would be made again, and chunks take seconds of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,14 +22,14 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import calls, local_bytes, record, records, spmd
-from meshc.passes.chunks.head import chunked
+from meshc.passes.chunks.head import MOST, unsaid
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.program.program import Stage
 
 FEW: Final = 2
 SOME: Final = 8
-MANY: Final = 32
+MANY: Final = MOST
 TIMES: Final = 3
 """About how often a loss and its gradients have its logits in memory, in float32."""
 LARGE: Final = 0.05
@@ -41,15 +41,12 @@ LITTLE: Final = 0.005
 def logits(placed: Placed) -> int:
     """Bytes of a rank's logits in float32, if all ranks share them. 0 where there is no head that could run in chunks, or somebody has said
     whether it is to."""
-    request = placed.request
-    if not request.train or request.chunks is not None or placed.plan.chunks:
-        return 0
-    found = chunked(placed.again(replace(request, chunks=SOME))).chunked
+    found = unsaid(placed, SOME)
     if found is None:
         return 0
     product = record(found.product)
     wide = max(1, torch.float32.itemsize // (product.dtype or torch.float32).itemsize)
-    return wide * local_bytes(product) // (len(placed.mesh.ranks) * request.count)
+    return wide * local_bytes(product) // (len(placed.mesh.ranks) * placed.request.count)
 
 
 def more(count: int) -> int | None:

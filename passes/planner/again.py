@@ -6,6 +6,8 @@
 
 What may be made again is what a budget would choose from (`recompute/policies.py`): of layers what nothing else reads, beside them what is
 cheap. It is taken to be there from where backward first reads anything of its layer.
+
+A head and loss whose chunks nobody has counted may run in the most that are tried (`chunks/head.py`): of logits there is one chunk then.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TypeAlias
 from torch.fx import Node
 
 from meshc.ir import calls, records
+from meshc.passes.chunks.head import MOST, tall, unsaid
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed import Placed
 from meshc.passes.planner.space import Made
@@ -41,6 +44,12 @@ def gaps(values: Iterable[Made], placed: Placed) -> dict[Value, tuple[int, int]]
             group = _group(node)
             first[group] = min(first.get(group, late[0]), *late)
     return {value: (position, begin) for value, position in last.items() if (begin := first[_group(value[0])]) > position}
+
+
+def parts(placed: Placed) -> dict[Node, float]:
+    """Which share of what an operator of the head makes is there at a time."""
+    head = unsaid(placed, MOST)
+    return {} if head is None else dict.fromkeys(tall(placed, head), 1 / MOST)
 
 
 def _group(node: Node) -> object:

@@ -11,8 +11,8 @@ there from behind that layer's forward until before its backward, their gradient
 layer at a time. From layer to layer what is held grows or shrinks by the same, so that it is most at one end.
 
 Where values may be made again (`again`), those of a layer that nothing else reads are there for its forward and for its backward, and not
-between; so are cheap ones beside layers, each for itself. That is the least that a program can come to; what making them again takes is no
-part of the model, and said by the clock.
+between; so are cheap ones beside layers, each for itself. Of a head that may run in chunks there are the logits of one. That is the least
+that a program can come to; what making them again takes is no part of the model, and said by the clock.
 
 A pending value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
 integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The
@@ -29,7 +29,7 @@ import numpy as np
 from meshc.ir import records
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.placed import Placed
-from meshc.passes.planner.again import Span, apart, gaps
+from meshc.passes.planner.again import Span, apart, gaps, parts
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Copied, Floats, Made, Reading
 
@@ -43,6 +43,7 @@ class Memory:
     def __init__(self, model: Model, placed: Placed, again: bool = False) -> None:
         self.model = model
         self._gaps = gaps((value for group in model.groups for value in group.values), placed) if again else {}
+        self._parts = parts(placed) if again else {}
         self.length = len(placed.graph.nodes) + 1
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
@@ -105,12 +106,18 @@ class Memory:
 
     def _own(self, group: Group, value: Made) -> Iterator[Span]:
         gap = self._gaps.get(value.root)
-        yield from own_span(group, value, self.length) if gap is None else apart(_own_span(value, self.length, False), gap)
+        spans = own_span(group, value, self.length) if gap is None else apart(_own_span(value, self.length, False), gap)
+        yield from self._part(value, spans)
 
     def _form(self, group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int) -> Iterator[Span]:
         gap = self._gaps.get(value.root)
         spans = brought_span(group, value, legs, lies, wants, self.length, seams=gap is None)
-        yield from spans if gap is None else apart(spans, gap)
+        yield from self._part(value, spans if gap is None else apart(spans, gap))
+
+    def _part(self, value: Made, spans: Iterator[Span]) -> Iterator[Span]:
+        """Of what a head makes, which is there a chunk at a time."""
+        part = self._parts.get(value.root[0])
+        return spans if part is None else ((first, last, share * part) for first, last, share in spans)
 
 
 def _add(at: Floats, spans: Iterator[tuple[int, int, float]], size: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from meshc.cost import memory
 from meshc.cost.devices import Link, device, for_mesh
@@ -66,6 +67,23 @@ def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
     recipes = [one for one in table if one.name != choose.FOUND]
     assert len(recipes) == 13 and all(one.modelled is not None and one.holds for one in recipes)
     assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_what_fits_with_its_head_in_chunks_is_weighed(share: float) -> None:
+    """Whole logits are most of what a rank holds here, and no recipe keeps the budget with them."""
+    ids = torch.randint(640, (16, 32))
+    words = torch.nn.Sequential(torch.nn.Embedding(640, 16), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 640))
+    case = models.Case("words", words, {"input": ids}, lambda out, target: F.cross_entropy(out.mT, target), {"target": ids})
+    captured = Captured(case, train=True, double=False)
+    ask = adam(captured)
+    budget = int(share * memory.worst(captured.program("dp=2", "fsdp", **ask, remat="none")).total)
+    taken = left(captured, "dp=2", **ask, memory_budget=budget)
+    assert memory.worst(taken.as_program()).total <= budget and taken.weighed[0].seconds is not None
+    for name, entries in combinations(["dp"]):
+        program = captured.program("dp=2", Plan.of(entries), **ask, memory_budget=budget)
+        assert any("head and loss run in" in note for note in program.notes)
+        assert program_seconds(program, for_mesh(program.mesh)).total >= taken.weighed[0].seconds, name
 
 
 def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
