@@ -3,6 +3,7 @@
     python bench/long_context.py --write          # and docs/long-context.md carries it
 
 A training step of a Llama of two narrow layers, one sequence, float32, SGD, on eight ranks; what lies between steps lies split over them.
+*both*: heads over two ranks, and a ring of four.
 Nothing is allocated: weights and tokens are on the meta device.
 """
 
@@ -24,10 +25,13 @@ from meshc.cost import memory  # noqa: E402
 RANKS = 8
 LENGTHS = (8_192, 32_768, 131_072, 524_288, 1_048_576)
 STORED = "store params, grads, state"
+WHOLE = f"cp={RANKS}"
 WAYS = {
-    "ring": (f"cp: seq; {STORED}", meshc.Options(attention="ring")),
-    "gather": (f"cp: seq; {STORED}", meshc.Options(attention="gather")),
-    "Ulysses": (f"cp: heads@attention > seq; {STORED}", meshc.Options()),
+    "ring": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="ring")),
+    "zigzag": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="zigzag")),
+    "gather": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="gather")),
+    "Ulysses": (WHOLE, f"cp: heads@attention > seq; {STORED}", meshc.Options()),
+    "both": ("cp=4,hp=2", f"cp: seq; {STORED}\nhp: heads@attention > seq; {STORED}", meshc.Options(attention="ring")),
 }
 
 
@@ -52,7 +56,7 @@ def main() -> None:
     rows = []
     for length in LENGTHS:
         alone = held(length, "cp=1", "cp: seq", meshc.Options())
-        found = {name: held(length, f"cp={RANKS}", *way) for name, way in WAYS.items()}
+        found = {name: held(length, *way) for name, way in WAYS.items()}
         rows.append([f"{length:,}", f"{alone / 1e6:,.0f}"])
         rows[-1] += [text for value in found.values() for text in (f"{value / 1e6:,.0f}", f"{value * RANKS / alone:.3f}")]
         print(rows[-1], flush=True)

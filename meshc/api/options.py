@@ -49,7 +49,8 @@ class Options:
     master_weights  True: of parameters in 16 bits a float32 copy is kept beside the optimizer's state, and updated; the parameter is its
                    rounding
     attention      where an axis splits the sequence: "ring", keys and values pass round its ranks a block at a time, and none holds them
-                   all; "gather", each has all of them; default: of each attention what is predicted to be faster
+                   all; "zigzag", likewise, in an order that gives every rank as much to do under a causal mask; "gather", each has all;
+                   default: of each attention what is predicted to be faster
     expert_bound   where axes split routed experts: places that a rank has for rows of its experts, for each row of the batch, in multiples
                    of what falls to it if all are chosen alike (1.5); a step in which more are chosen raises. Default: for the worst case
     expert_capacity  what a routed expert takes of a group of tokens, in multiples of what falls to it if all are chosen alike (1.25): of T
@@ -104,8 +105,8 @@ class Options:
             raise PlanError(f"Options(optimizer_state={self.optimizer_state!r}): use {' or '.join(map(repr, KEPT))}, or None")
         if self.remat is not None and self.remat not in POLICIES:
             raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(POLICIES)}")
-        if self.attention not in (None, "ring", "gather"):
-            raise PlanError(f"Options(attention={self.attention!r}): use 'ring' or 'gather', or None")
+        if self.attention not in (None, "ring", "zigzag", "gather"):
+            raise PlanError(f"Options(attention={self.attention!r}): use 'ring', 'zigzag' or 'gather', or None")
         if self.expert_bound is not None and not self.expert_bound > 0:
             raise PlanError(f"Options(expert_bound={self.expert_bound!r}): a number above 0, such as 1.5, or None")
         capacity = self.capacity

@@ -117,6 +117,7 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.all_to_all: _all_to_all,
     spmd.broadcast: _same,
     spmd.ring_shift: _ring_shift,
+    spmd.mirror: _ring_shift,
     spmd.halo: _halo,
     spmd.halo_sum: _halo,
     spmd.gather_rows: _gather_rows,

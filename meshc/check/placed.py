@@ -129,6 +129,10 @@ def _ring_shift(x: Tensor, sizes: Mapping[str, int], axes: object, steps: object
     _integer(steps, "the number of places", 1, max(_group(axes, sizes) - 1, 1))
 
 
+def _mirror(x: Tensor, sizes: Mapping[str, int], axes: object) -> None:
+    _group(axes, sizes)
+
+
 def _window(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, held: int | None) -> None:
     """`held`: which of the window's numbers the operand's dim must have; None: a tile."""
     counts, place = _counts(axes, sizes), _dim(x, dim)
@@ -223,6 +227,7 @@ _CHECKS: Final[Mapping[object, Callable[..., None]]] = {
     spmd.broadcast: _broadcast,
     spmd.all_to_all: _all_to_all,
     spmd.ring_shift: _ring_shift,
+    spmd.mirror: _mirror,
     spmd.halo: _halo,
     spmd.halo_sum: _halo_sum,
     spmd.gather_rows: _gather_rows,

@@ -69,4 +69,6 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.attention_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
     "meshc.attention_block": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
     "meshc.attention_block_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
+    "meshc.attention_zigzag": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
+    "meshc.attention_zigzag_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
 }

@@ -8,6 +8,7 @@
     all_gather       ring    n - 1 steps        (n - 1) / n * S       reduce_scatter alike
     all_to_all       direct  1 step             (n - 1) / n * S
     ring_shift       direct  1 step             S                     one message out, one in
+    mirror           direct  1 step             S                     one message out, one in, as far away as the axis is long
     halo, halo_sum   direct  1 step             what moves; likewise gather_rows, scatter_rows
 
 Ring and tree are NCCL's (src/graph/tuning.cc counts their steps so), gloo's ring too; direct is what two ranks do. Thakur, Rabenseifner,

@@ -38,6 +38,7 @@ MAKE_NOTHING: Final = ("aten.empty.memory_format", "aten.empty_like", "aten.new_
 
 ATTENTION: Final = (
     "meshc.attention", "meshc.attention_backward", "meshc.attention_block", "meshc.attention_block_backward",
+    "meshc.attention_zigzag", "meshc.attention_zigzag_backward",
 )  # fmt: skip
 
 
@@ -193,6 +194,8 @@ def _seen(attention: Node, block: int) -> float:
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given.update({argument.name: value for argument, value in zip(schema, attention.args, strict=False)}, **attention.kwargs)
     queries, keys = ir.record(given["q"]).shape[2], ir.record(given["k"]).shape[2]
+    if "keys_of" in given:
+        return 0.5  # on every rank two pairs of halves of four
     if not given["causal"] or not queries * keys:
         return 1.0
     if "first" in given:

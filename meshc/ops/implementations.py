@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import attention, attention_block, check_index, grouped, norm, routed, take, upsample
+from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, routed, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -16,6 +16,7 @@ def _collect() -> None:
     for module, names in (
         (attention, ("attention", "attention_backward")),
         (attention_block, ("attention_block", "attention_block_backward", "attention_merge")),
+        (attention_zigzag, ("attention_zigzag", "attention_zigzag_backward")),
         (check_index, ("check_index",)),
         (take, ("take", "take_backward", "one_hot")),
         (norm, ("square_sum",)),

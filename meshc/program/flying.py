@@ -26,7 +26,9 @@ LEAST: Final = 1024 * 1024
 SHARE: Final = 8
 """Of small models: a part of all that a stage copies, or reduces so, at least `LEAST`."""
 
-_HOLD: Final = frozenset((spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, spmd.halo, spmd.halo_sum))
+_HOLD: Final = frozenset(
+    (spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, spmd.mirror, spmd.halo, spmd.halo_sum)
+)
 """Collectives that read their operand, or a copy of it, until they are done. An all-reduce writes over it, or makes a copy that becomes the
 result; so does a broadcast."""
 

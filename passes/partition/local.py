@@ -34,6 +34,7 @@ class Lowering(Local):
         results: Sequence[Sharding],
         chosen: dict[Token, tuple[str, ...]],
         reason: str,
+        in_zigzag: bool = False,
     ) -> None:
         self.build = build
         self.instance = instance
@@ -41,6 +42,7 @@ class Lowering(Local):
         self.results = list(results)
         self.chosen = chosen
         self.reason = reason
+        self.in_zigzag = in_zigzag
 
     @property
     def node(self) -> Node:
@@ -182,6 +184,14 @@ class Lowering(Local):
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
         reason = f"{moved(self.node, {})}, block by block of {self._split(axes)}{lines(axes, self.build.entries)}"
         return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
+
+    def mirror(self, x: Node, axes: Sequence[str]) -> Node:
+        reason = f"{moved(self.node, {})}, in zigzag order of {self._split(axes)}{lines(axes, self.build.entries)}"
+        return self.emit(spmd.mirror, x, list(axes), reason=reason)
+
+    @property
+    def balanced(self) -> bool:
+        return self.in_zigzag
 
     def call(self, *operands: Node) -> Node:
         args, kwargs = _substitute(self.node, list(operands))

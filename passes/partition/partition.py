@@ -342,7 +342,7 @@ class Partitioner:
         masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
         if self.guards is not None:
             masked = self.guards.of_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
-        local = Lowering(self.build, instance, masked, results, dict(chosen), "")
+        local = Lowering(self.build, instance, masked, results, dict(chosen), "", node in self.assignment.zigzag)
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
         else:

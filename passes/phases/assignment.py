@@ -20,6 +20,7 @@ class Assignment:
     wanted   per operator: the sharding of each operand
     chosen   per operator: the axes of each token
     rings    per operator that takes blocks from rank to rank: the axes of the tokens that its rule's `rings` split beside those
+    zigzag   those of them whose blocks lie in an order that gives every rank as much to do
     gathered operators that could take them so, and for which it would be slower
     free     operators that are recomputed on demand
     entries  the plan's entry of each axis, as text, for reasons
@@ -33,6 +34,7 @@ class Assignment:
     wanted: dict[Node, tuple[Sharding, ...]] = field(default_factory=dict)
     chosen: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
     rings: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
+    zigzag: set[Node] = field(default_factory=set)
     gathered: set[Node] = field(default_factory=set)
     free: set[Node] = field(default_factory=set)
     storage: dict[tuple[str, str], Sharding] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class Request:
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     remat         what backward makes again of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
-    attention     "ring" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
+    attention     "ring", "zigzag" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
     expert_bound  places for rows of experts that a rank has, in multiples of what it has if all are chosen alike; None: the worst case
     expert_capacity  what an expert takes of the tokens that choose it; None: all
     chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says

@@ -14,7 +14,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Propagator
-from meshc.passes.place.rings import WRITTEN_OUT, Rings, gathered_written_out
+from meshc.passes.place.rings import PASSING, WRITTEN_OUT, Rings, gathered_written_out
 from meshc.passes.place.storage import CLAUSE, held_to
 
 Kind = TypeVar("Kind", bound=Propagator)
@@ -80,12 +80,12 @@ def _idle_store_lines(placed: Placed) -> list[str]:
 
 def _no_rings(placed: Placed, rings: Rings) -> list[str]:
     """Attention for which a ring was asked, and whose keys are gathered all the same."""
-    if rings.how != "ring":
+    if rings.how not in PASSING:
         return []
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
     found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.decided())]
     return [
-        f"Options(attention='ring'): the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}"
+        f"Options(attention='{rings.how}'): the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}"
         for record, why in found
     ]
 

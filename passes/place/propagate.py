@@ -144,6 +144,8 @@ class Propagator:
         ring = self.rings.along(instance, chosen, self.given) if self.rings is not None else {}
         if ring:
             self.result.rings[node] = ring
+            if self.rings is not None and node in self.rings.balanced:
+                self.result.zigzag.add(node)
         passing = instance.rule.passing if ring else ()
         wanted = []
         for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):

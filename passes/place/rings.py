@@ -5,6 +5,8 @@
     gather       k, v = all_gather(k), all_gather(v)                  whole keys on each rank, the messages first, then the work
     ring         n blocks, and n - 1 times a message beside one       a block of them at a time, the messages beside the work
 
+    zigzag       the ring in an order that gives every rank as much to do (rules/zigzag.py): two exchanges of halves, and half of the work
+
 Where nothing is said, what the clock's figures make faster: short sequences are gathered, since n - 1 messages wait n - 1 times, long ones
 pass round. The two give the same up to the order of sums. Forward and backward of an attention are priced together, so they go alike.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Final
 
 from torch.fx import Node
@@ -30,16 +32,20 @@ from meshc.passes.place.spread import spread
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.attention import shape_of_mask
 from meshc.passes.rules.ring import steps
+from meshc.passes.rules.zigzag import can_balance
 
 Tokens = Mapping[Token, tuple[str, ...]]
 Given = Callable[[Value], Sharding | None]
+PASSING: Final = ("ring", "zigzag")
+"""What asks for rings."""
 
 
 @dataclass
 class Rings:
     """
-    how      "ring" where it can be, "gather" always, None: what is faster by the clock
+    how      "ring" where it can be, "zigzag" where that can be and else a ring, "gather" always, None: what is faster by the clock
     grad     whether there is a backward
+    balanced rings in zigzag order: under a causal mask, where it is asked for or is faster
     refused  where a ring cannot be: operators with the reason;  slower  where one can be, and would be slower
     """
 
@@ -48,6 +54,7 @@ class Rings:
     factors: Factors
     how: str | None
     grad: bool
+    balanced: set[Node] = field(default_factory=set)
     refused: dict[Node, str] = field(default_factory=dict)
     slower: set[Node] = field(default_factory=set)
 
@@ -62,23 +69,33 @@ class Rings:
             lying = [_lies(given(instance.values[number]), instance.operands[number], other) for number in keys]
             if not any(axis in split for split in lying for each in axes.values() for axis in each):
                 continue  # no rank has only a part of them
-            why = _why_not(letter, axes, lying)
+            elsewhere = {axis for token, split in chosen.items() if token[0] != letter for axis in split}
+            why = _why_not(letter, axes, [{axis: at for axis, at in split.items() if axis not in elsewhere} for split in lying])
             if why:
                 self.refused[instance.node] = why
                 continue
             ring: dict[Token, tuple[str, ...]] = {(other, 0): axes[(letter, 0)]}
-            if self.how == "ring" or self._is_faster(instance, keys, {**chosen, **ring}, axes[(letter, 0)][0]):
-                return ring
-            self.slower.add(instance.node)
+            takes = self._seconds(instance, keys, {**chosen, **ring}, axes[(letter, 0)][0])
+            if self.how not in PASSING and min(takes, key=lambda way: takes[way]) == "gather":
+                self.slower.add(instance.node)
+                continue
+            if takes["zigzag"] < (inf if self.how == "zigzag" else takes["ring"]):
+                self.balanced.add(instance.node)
+            return ring
         return {}
 
-    def _is_faster(self, instance: Instance, keys: Sequence[int], split: Tokens, axis: str) -> bool:
+    def _seconds(self, instance: Instance, keys: Sequence[int], split: Tokens, axis: str) -> dict[str, float]:
+        """What each way takes, forward and backward together; of one that cannot be infinity."""
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
         found = _Sizes.of(instance, self.factors, self.sizes, keys, split, device, ranks)
 
         def gathered(kind: str, size: float) -> float:
             return len(keys) * (device.collective_s + fastest(kind, ranks, ranks * size, link).seconds(link))
+
+        def exchanged(*sizes: float) -> float:
+            """Halves, each put beside the other half of its tile."""
+            return sum(device.collective_s + send_seconds(size / 2, link) + 2 * size / device.bytes_per_s for size in sizes)
 
         def passed(size: float) -> float:
             return len(keys) * (device.collective_s + send_seconds(size, hop))
@@ -90,22 +107,29 @@ class Rings:
         block, joined = found.work_s / blocks + device.launch_s, found.joined_s + device.launch_s
         gather = gathered("all_gather", found.small) + found.work_s
         ring = block + found.steps * (beside(block, passed(found.small)) + joined)
+        part = found.work_s / blocks / 2 + device.launch_s
+        zigzag = exchanged(found.asked, found.asked, found.small, found.small) + part
+        zigzag += found.steps * (beside(part, passed(found.small)) + joined)
         if self.grad:  # 2.5 times the work, keys again, and their gradients, which share a link with them
             gather += gathered("all_gather", found.small) + 2.5 * found.work_s + gathered("reduce_scatter", found.large)
             ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
-        return ring < gather
+            zigzag += exchanged(*[found.asked] * 4, *[found.small] * 4) + 2.5 * part + passed(found.small)
+            zigzag += found.steps * (beside(2.5 * part, 2 * passed(found.small)) + joined)
+        return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances else inf}
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of one rank: bytes of the keys that travel, before layout makes them larger and after it; seconds of the work and of joining two
-    parts; how often a block is passed on."""
+    """Of one rank: bytes of the keys that travel, before layout makes them larger and after it, and of the queries; seconds of the work and
+    of joining two parts; how often a block is passed on; whether the order may be zigzag."""
 
     small: float
     large: float
+    asked: float
     work_s: float
     joined_s: float
     steps: int
+    balances: bool
 
     @staticmethod
     def of(
@@ -123,7 +147,9 @@ class _Sizes:
         large = prod(tile) * made.dtype.itemsize
         work_s = 4.0 * prod(queries) * seen / device.rate(made.dtype, attention=True)
         joined_s = 4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s
-        return _Sizes(large * _made_larger(value, factors), large, work_s, joined_s, passing)
+        balances = can_balance(length, whole, tile[2], causal, window, offset)
+        asked_bytes = prod(queries) * made.dtype.itemsize
+        return _Sizes(large * _made_larger(value, factors), large, asked_bytes, work_s, joined_s, passing, balances)
 
 
 def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, sizes: Mapping[str, int], split: Tokens) -> tuple[int, ...]:
@@ -149,7 +175,7 @@ def _lies(given: Sharding | None, row: Sequence[Sequence[Token]], letter: str) -
 
 
 def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> str:
-    """Why keys cannot pass round."""
+    """Why keys cannot pass round. `lying`: of keys and of values, the axes that split them and that no other letter takes here."""
     over = list(dict.fromkeys(axis for each in axes.values() for axis in each))
     if len(over) > 1:
         return f"its queries are split by several axes ({', '.join(over)}), and a ring is along one"
@@ -158,8 +184,6 @@ def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> s
     if any(split != {over[0]: 0} for split in lying):
         return f"its keys and values are not both split by {over[0]} alone where they are made"
     return ""
-
-
 
 
 WRITTEN_OUT: Final = "it is written out in several operators, as it is with dropout, a bias that has a gradient, or weights that it returns"

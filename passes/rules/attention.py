@@ -15,6 +15,7 @@ from torch.fx import Node
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.passes.rules.ring import Ring, mask_of
 from meshc.passes.rules.rule import Made, Rule, RuleFunction, einsum
+from meshc.passes.rules.zigzag import Zigzag
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -55,7 +56,7 @@ def _lower(local: Local) -> Made:
     node = local.node
     causal = CAUSAL[node.target]
     if local.axes("k"):
-        ring = Ring(local, BIASES[node.target], causal)
+        ring = (Zigzag if local.balanced else Ring)(local, BIASES[node.target], causal)
         return ring.forward() if node.target is meshc.attention.default else ring.backward()
     if not local.axes("q") or not node.args[causal]:
         return local.call(*local.operands)
@@ -78,6 +79,14 @@ def _block_backward(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(operands)} -> b h q! d! | {K} | {K}", node, tensors)
 
 
+def _zigzag(node: Node, tensors: list[Node]) -> Rule:
+    return einsum(f"b h q! d!, {K}, {K} -> b h q! d! | b h q!", node, tensors)
+
+
+def _zigzag_backward(node: Node, tensors: list[Node]) -> Rule:
+    return einsum(f"b h q! d!, b h q! d!, {K}, {K}, b h q! d!, b h q! -> b h q! d! | {K} | {K}", node, tensors)
+
+
 def _merge(node: Node, tensors: list[Node]) -> Rule:
     return einsum("b h q d, b h q, b h q d, b h q -> b h q d | b h q", node, tensors)
 
@@ -88,4 +97,6 @@ RULES: dict[object, RuleFunction] = {
     meshc.attention_block.default: _block,
     meshc.attention_block_backward.default: _block_backward,
     meshc.attention_merge.default: _merge,
+    meshc.attention_zigzag.default: _zigzag,
+    meshc.attention_zigzag_backward.default: _zigzag_backward,
 }

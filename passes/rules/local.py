@@ -89,6 +89,13 @@ class Local(Protocol):
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
         """What the rank so many places before this one has as x, round the ring."""
 
+    def mirror(self, x: Node, axes: Sequence[str]) -> Node:
+        """What the rank has as x that is as far from the end as this one is from the beginning."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether what passes round is to lie in an order that gives every rank as much to do."""
+
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node: ...
 
     def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:

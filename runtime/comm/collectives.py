@@ -159,11 +159,25 @@ def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Pending:
     """`x` goes to the rank `steps` places on, round the ring; waiting gives what the rank as many places before has sent, of x's shape."""
     if group is None:
         return Pending(x)
-    size, rank, x = group.size(), group.rank(), x.contiguous()
+    size, rank = group.size(), group.rank()
+    return _one_message(x, (rank + steps) % size, (rank - steps) % size, group)
+
+
+def mirror(x: Tensor, group: ProcessGroup | None) -> Pending:
+    """`x` goes to the rank that is as far from the end of the group as this one is from its beginning, whose own comes, of x's shape."""
+    if group is None:
+        return Pending(x)
+    there = group.size() - 1 - group.rank()
+    return _one_message(x, there, there, group)
+
+
+def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Pending:
+    """`x` goes to one rank of the group, and one of its shape comes from another; every rank has one to send to and one to receive from."""
+    x = x.contiguous()
     found = torch.empty_like(x)
     mine, theirs = _flat(x), _flat(found)
-    sends, receives = [0] * size, [0] * size
-    sends[(rank + steps) % size] = receives[(rank - steps) % size] = mine.numel()
+    sends, receives = [0] * group.size(), [0] * group.size()
+    sends[to] = receives[source] = mine.numel()
     return Pending(found, (dist.all_to_all_single(theirs, mine, receives, sends, group, async_op=True),), held=x)
 
 

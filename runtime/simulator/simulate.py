@@ -218,6 +218,10 @@ def _ring_shift(tensors: Sequence[torch.Tensor], counts: Sequence[int], steps: i
     return [tensors[(place - steps) % len(tensors)].clone() for place in range(len(tensors))]
 
 
+def _mirror(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in reversed(tensors)]
+
+
 def _halo(
     tiles: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int], fill: float
 ) -> list[torch.Tensor]:
@@ -270,8 +274,8 @@ def _scatter_rows(
 
 _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all, "ring_shift": _ring_shift, "halo": _halo, "halo_sum": _halo_sum, "gather_rows": _gather_rows,
-    "scatter_rows": _scatter_rows,
+    "all_to_all": _all_to_all, "ring_shift": _ring_shift, "mirror": _mirror, "halo": _halo, "halo_sum": _halo_sum,
+    "gather_rows": _gather_rows, "scatter_rows": _scatter_rows,
 }  # fmt: skip
 """By kind: what the members' tensors give, the sizes of the axes, and what else the collective was called with."""
 

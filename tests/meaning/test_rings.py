@@ -67,6 +67,11 @@ CASES = [
     broad("gpt_oss", "cp=4", RING),
     broad("gpt_oss", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("gpt_oss", "cp=2,tp=2", "cp: seq\ntp: heads"),
+    ("llama", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
+    broad("llama", "cp=3,hp=2", "cp: seq\nhp: heads@attention > seq"),
+    broad("nanogpt", "cp=2,hp=4", "cp: seq\nhp: heads@attention > seq"),
+    broad("gpt_oss", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
+    broad("llama", "dp=2,cp=2,hp=2", "dp: batch\ncp: seq\nhp: heads@attention > seq"),
 ]
 
 
@@ -313,7 +318,7 @@ def test_what_is_asked_for_is_done() -> None:
     for attention, kind in (("ring", "ring_shift"), ("gather", "all_gather")):
         program = trained(Attends(is_causal=True), "cp=2", x, attention)
         assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
-    with pytest.raises(PlanError, match=r"Options\(attention='rings'\): use 'ring' or 'gather', or None"):
+    with pytest.raises(PlanError, match=r"Options\(attention='rings'\): use 'ring', 'zigzag' or 'gather', or None"):
         meshc.Options(attention="rings")
 
 

@@ -104,6 +104,12 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "block: out is shorter", ops.attention_block_backward, (
         whole, whole, whole, whole, None, heads(2, 2, 1), x(2, 2, 128), False, 1.0, *block,
     )  # fmt: skip
+    yield "zigzag: keys of one head", ops.attention_zigzag, (heads(4, 8, 128), heads(1, 1, 128), heads(1, 1, 128), 1.0, 0, 0, 2, 256)
+    yield "zigzag: fewer keys", ops.attention_zigzag, (whole, heads(2, 2, 1), heads(2, 2, 1), 1.0, 0, 0, 2, 256)
+    yield "zigzag: one sum", ops.attention_zigzag_backward, (whole, whole, whole, whole, whole, x(1, 1, 1), 1.0, 0, 0, 2, 256)
+    yield "zigzag: fewer keys backward", ops.attention_zigzag_backward, (
+        whole, whole, heads(2, 2, 1), heads(2, 2, 1), whole, x(2, 2, 128), 1.0, 0, 0, 2, 256,
+    )  # fmt: skip
     yield "merge: fewer sums", ops.attention_merge, (whole, x(2, 2, 1), whole, x(2, 2, 128))
     yield "merge: a part is shorter", ops.attention_merge, (whole, x(2, 2, 128), heads(2, 2, 1), x(2, 2, 128))
     yield "merge: sums are bfloat16", ops.attention_merge, (whole, x(2, 2, 128).bfloat16(), whole, x(2, 2, 128).bfloat16())

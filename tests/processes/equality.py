@@ -79,6 +79,8 @@ MORE_OF_FOUR = (
     Sample("bert", "dp_replicate=2,dp_shard=2"),
     Sample("resnet", "dp=4", optimizer="sgd"),
     Sample("nanogpt", "cp=4", "cp: seq", attention="ring"),
+    Sample("llama", "cp=4", "cp: seq", attention="zigzag"),
+    Sample("nanogpt", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq", attention="ring"),
     Sample("llama", "pp=2,cp=2", "cp: seq", microbatches=2, attention="ring"),
     Sample("mixtral", "dp=2,ep=2"),
     Sample("deepseek_v3", "ep=4"),

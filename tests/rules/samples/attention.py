@@ -30,4 +30,10 @@ for _causal, _bias, _numbers in (
     _out, _lse = ours.attention(_q, f(2, 3, 5, 4), f(2, 3, 5, 4), None, True, 0.5)
     sample(ours.attention_block.default, _q, _k, _v, _bias, _causal, 0.5, *_numbers)
     sample(ours.attention_block_backward.default, f(2, 3, 5, 4), _q, _k, _v, _bias, _out, _lse, _causal, 0.5, *_numbers)
+
+for _numbers in ((0, 0, 2, 10), (1, 0, 3, 13), (0, 2, 3, 12), (2, 2, 4, 19)):  # (queries_of, keys_of, ranks, length)
+    _q, _k, _v = f(2, 3, 5, 4), f(2, 3, 5, 4), f(2, 3, 5, 4)
+    _out, _lse = ours.attention(_q, _k, _v, None, True, 0.5)
+    sample(ours.attention_zigzag.default, _q, _k, _v, 0.5, *_numbers)
+    sample(ours.attention_zigzag_backward.default, f(2, 3, 5, 4), _q, _k, _v, _out, _lse, 0.5, *_numbers)
 sample(ours.attention_merge.default, f(2, 3, 5, 4), f(2, 3, 5), f(2, 3, 5, 4), f(2, 3, 5))

@@ -67,6 +67,12 @@ def test_ring_shift() -> None:
     assert lists(found) == [[2.0], [3.0], [1.0]]
 
 
+def test_mirror() -> None:
+    """The first has the last one's, and the one in the middle its own."""
+    found = run(Mesh("a=3"), lambda graph, x: call(graph, spmd.mirror, x, ["a"]), rows([1.0], [2.0], [3.0]))
+    assert lists(found) == [[3.0], [2.0], [1.0]]
+
+
 def test_halo() -> None:
     """Seven elements in tiles of four; windows of five, two on from each of two outputs: elements -1 to 3 and 3 to 7."""
     inputs = rows([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 99.0])

@@ -1,0 +1,111 @@
+"""Attention over a block of the keys where queries and keys lie in zigzag order: what a ring is made of that gives all ranks as much to do.
+
+    tiles of 4 ranks, halves by number       natural  0 1 | 2 3 | 4 5 | 6 7         zigzag  0 7 | 2 5 | 4 3 | 6 1
+
+Under a causal mask a query sees the keys before it, so the last of the natural tiles sees all and the first next to nothing. In zigzag
+order rank r has the first half of its own tile and the second half of tile n - 1 - r: of any rank's keys it sees as much as any other rank
+does, two of the four pairs of halves, or one and two triangles of its own.
+
+    q, k, v  [batch, heads, tile, head], the tiles of the ranks `queries_of` and `keys_of` of `ranks`, of a sequence of `length` positions
+    out      like q: of the keys of that tile alone; lse [batch, heads, tile]; joined by `attention_merge` as blocks are
+
+Of a tile of odd length the first half is the longer one. What is behind position `length` is padding, which nothing reads. A query that
+sees no key of the tile has out 0 and lse minus infinity there. Backward takes `out` and `lse` of all tiles together.
+
+Brandon et al.: Striped Attention (arXiv:2311.09431) says why a causal ring wants another order. The Llama 3 Herd of Models
+(arXiv:2407.21783) pairs a chunk from the front with one from the back, as is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshc.ops.attention import _empty, _fit, _fit_backward, _like
+from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
+from meshc.ops.operands import misfit
+
+_block, _block_backward, _merge = attention_block._init_fn, attention_block_backward._init_fn, attention_merge._init_fn
+
+
+@torch.library.custom_op("meshc::attention_zigzag", mutates_args=())
+def attention_zigzag(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int, length: int
+) -> tuple[Tensor, Tensor]:
+    _fit_tiles("attention_zigzag", q, k, v)
+    _check(queries_of, keys_of, ranks)
+    out, lse = _empty(q, v)
+    out.zero_(), lse.fill_(-torch.inf)
+    for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
+        asked = q[:, :, rows]
+        parts = [_block(asked, k[:, :, keys], v[:, :, keys], None, True, scale, 0, 0, start, *at) for keys, *at in seen]
+        if parts:
+            out[:, :, rows], lse[:, :, rows] = parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1])
+    return out, lse
+
+
+def _pairs(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) -> Iterator[tuple[slice, int, list[tuple[slice, int, int]]]]:
+    """Of each half of the queries its rows, where it begins, and the halves of the keys of which it sees some: (rows, first, real)."""
+    keys = [(rows, first, min(max(length - first, 0), rows.stop - rows.start)) for rows, first in halves(tile, keys_of, ranks)]
+    for rows, start in halves(tile, queries_of, ranks):
+        yield rows, start, [one for one in keys if one[2] and one[1] < start + rows.stop - rows.start]
+
+
+def halves(tile: int, place: int, ranks: int) -> list[tuple[slice, int]]:
+    """Of both halves of what a rank has in zigzag order: the rows, and the position of the first of them."""
+    keep = tile - tile // 2
+    return [(slice(0, keep), place * tile), (slice(keep, tile), (ranks - 1 - place) * tile + keep)]
+
+
+def _fit_tiles(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    _fit(operator, q, k, v, None)
+    if q.shape[2] != k.shape[2]:
+        raise misfit(operator, "tiles of queries and of keys are as long", q=q, k=k)
+
+
+def _check(queries_of: int, keys_of: int, ranks: int) -> None:
+    if not (0 <= queries_of < ranks and 0 <= keys_of < ranks):
+        raise ValueError(f"meshc::attention_zigzag: {queries_of} and {keys_of} are places among {ranks} ranks")
+
+
+@attention_zigzag.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *how: object) -> tuple[Tensor, Tensor]:
+    _fit_tiles("attention_zigzag", q, k, v)
+    return _empty(q, v)
+
+
+@torch.library.custom_op("meshc::attention_zigzag_backward", mutates_args=())
+def attention_zigzag_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    queries_of: int,
+    keys_of: int,
+    ranks: int,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _fit_backward(grad, q, k, v, None, out, lse)
+    _fit_tiles("attention_zigzag_backward", q, k, v)
+    _check(queries_of, keys_of, ranks)
+    dq, dk, dv = (_like(x).zero_() for x in (q, k, v))
+    for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
+        known, made, sums = (x[:, :, rows] for x in (grad, out, lse))
+        for keys, *at in seen:
+            given = known, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, made, sums
+            for total, part in zip((dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]), _block_backward(*given, True, scale, 0, 0, start, *at),
+                                   strict=True):  # fmt: skip
+                total += part
+    return dq, dk, dv
+
+
+@attention_zigzag_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: object) -> tuple[Tensor, Tensor, Tensor]:
+    _fit_backward(grad, q, k, v, None, out, lse)
+    _fit_tiles("attention_zigzag_backward", q, k, v)
+    return _like(q), _like(k), _like(v)
