@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshc.api import module_mode
+from meshc.api.apart import with_parts
 from meshc.api.asked import Asked
 from meshc.api.handle import Program
 from meshc.api.options import Options
@@ -55,6 +56,9 @@ def compile(
     with together(board, "compile"):
         admission.refuse_examples(args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
+        mesh, plan = with_parts(
+            what, mesh, plan, args, kwargs, inputs=inputs, outputs=outputs, backend=backend, names=names, options=options
+        )
         asked = Asked(what, mesh, plan, inputs, outputs, backend, names, options)
         program = Program(asked, World(asked.mesh, board))
         if not args and not kwargs and asked.step is None:

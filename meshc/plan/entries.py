@@ -21,17 +21,22 @@ PENDING: Final = "pending"
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A factor that an axis may take: everywhere, or in one region (``attention``, or a glob of module paths)."""
+    """A factor that an axis may take: everywhere, or in one region (``attention``, or a glob of module paths).
+
+    With ``rest`` the axis is taken apart (``heads*seq``): this factor has as many of its ranks as it can, and ``rest`` the others.
+    """
 
     factor: str
     region: str | None = None
+    rest: str | None = None
 
     def covers(self, name: str) -> bool:
         """Whether the term means the factor of this name; in a factor's path ``*`` stands for any text."""
         return fnmatchcase(name, self.factor)
 
     def __str__(self) -> str:
-        return self.factor if self.region is None else f"{self.factor}@{self.region}"
+        named = self.factor if self.rest is None else f"{self.factor}*{self.rest}"
+        return named if self.region is None else f"{named}@{self.region}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,8 +196,11 @@ def _read_rank(line: Line, axis: str, seen: set[Term]) -> tuple[Term, ...]:
         factor = line.expect(FACTOR, f"a factor belongs here, as in `{axis}: heads, ffn > seq`; `{axis}: -` uses the axis for nothing")
         if factor == AUTO:
             line.fail(f"{AUTO} is no factor: `{axis}: {AUTO}` alone leaves an axis to the search", start)
+        rest = line.expect(FACTOR, f"a second factor follows *: `{factor}*seq` takes the axis apart") if line.accept(r"\*") else None
+        if rest == factor:
+            line.fail(f"{factor} and {rest} are one factor: `{factor}` alone takes all of the axis", start)
         region = line.expect(GLOB, f"a region follows @: `{factor}@attention`, or a glob of module paths") if line.accept("@") else None
-        term = Term(factor, region)
+        term = Term(factor, region, rest)
         if term in seen:
             line.fail(f"{term} is there twice: keep one", start)
         seen.add(term)

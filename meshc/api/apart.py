@@ -1,0 +1,100 @@
+"""Axes that a plan takes apart: before anything is compiled, the mesh gets two axes for one.
+
+    Mesh("cp=8"), "cp: heads*seq@attention > seq"        of a model of 4 heads        Mesh("cp_seq=2,cp_heads=4"), and an entry for each
+
+How many heads there are is known when the model has been traced, so it is traced once more than without. All ranks do that alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshc.api.asked import Asked
+from meshc.errors import PlanError
+from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
+from meshc.passes.driver import compile as driver
+from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.plan import Plan
+from meshc.plan.products import parts_of, taken_apart
+from meshc.plan.recipes import PlanLike, resolve
+from meshc.runtime.state.ownership import calls_allowed
+
+
+def with_parts(
+    what: Any, mesh: Mesh | DeviceMesh, plan: PlanLike, args: Sequence[object], kwargs: Mapping[str, object], **how: Any
+) -> tuple[Mesh | DeviceMesh, PlanLike]:
+    """The mesh and the plan with two axes for each that the plan takes apart; themselves if it takes none.
+
+    how: the rest of what `Asked` takes. With a DeviceMesh every rank calls this at once, and its groups are made.
+    Raises PlanError for what cannot be taken apart.
+    """
+    given = Mesh.of(mesh)
+    resolved = resolve(plan, given)
+    apart = taken_apart(resolved)
+    if not apart:
+        return mesh, plan
+    for entry, term in apart:
+        _refuse(given, entry, term, bool(args or kwargs))
+    sizes = _sizes(what, given, resolved, args, kwargs, how)
+    axes: list[Axis] = []
+    entries: list[AxisEntry] = []
+    terms = {entry.axis: term for entry, term in apart}
+    for axis, entry in zip(given.axes, resolved.axes, strict=True):
+        if axis.name not in terms:
+            axes.append(axis)
+            entries.append(entry)
+            continue
+        term = terms[axis.name]
+        if not sizes.get(term.factor):
+            known = ", ".join(sorted(name for name in sizes if "." not in name))
+            raise PlanError(f"{entry.where}: the model has no factor {term.factor!r}; it has {known}")
+        for part, own in parts_of(entry, term, axis.size, sizes[term.factor]):
+            axes.append(part)
+            entries.append(own)
+    return mesh if tuple(axes) == given.axes else _finer(given, axes), resolved.having(entries)
+
+
+def _refuse(mesh: Mesh, entry: AxisEntry, term: Term, has_examples: bool) -> None:
+    if role(entry.axis) in (*DATA_ROLES, "pp"):
+        does = "has stages" if role(entry.axis) == "pp" else "splits the batch"
+        raise PlanError(
+            f"{entry.where}: {entry.axis} {does} by its name, and {term} makes two axes of it that have other names\n"
+            "  what to do: give the axis another name, such as cp"
+        )
+    taken = [name for name in (f"{entry.axis}_{term.factor}", f"{entry.axis}_{term.rest}") if name in mesh.names]
+    if taken:
+        raise PlanError(f"{entry.where}: {term} makes an axis {taken[0]}, which the mesh {mesh} has already; give that one another name")
+    if not has_examples:
+        raise PlanError(
+            f"{entry.where}: how many ranks {term.factor} take is known when the model has been traced\n  what to do: pass example "
+            f"inputs to meshc.compile (args=, kwargs=), or write two axes, as in a mesh of {entry.axis}=2,hp=4"
+        )
+
+
+def _sizes(
+    what: Any, mesh: Mesh, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], how: Mapping[str, Any]
+) -> dict[str, list[int]]:
+    """By what dims of the model are called: their sizes."""
+    without = plan.having([AxisEntry(entry.axis) for entry in plan.axes], stores=(), operators=())
+    asked = Asked(what, mesh, Plan.of(without.axes), **how)
+    examples = asked.whole(asked.by_name(tuple(args), dict(kwargs)))
+    request = asked.request(*examples, None, None, depth="whole")
+    with calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
+        placed = driver.place(request)
+    found: dict[str, list[int]] = {}
+    for factor, names in placed.names.also.items():
+        for name in names:
+            found.setdefault(name, []).append(placed.factors.size[factor])
+    return found
+
+
+def _finer(mesh: Mesh, axes: Sequence[Axis]) -> Mesh | DeviceMesh:
+    """The same ranks in the same order, along more axes."""
+    if mesh.device_mesh is None:
+        return Mesh.from_axes(axes, mesh.device_type, mesh.ranks)
+    table = mesh.device_mesh.mesh.reshape([axis.size for axis in axes])
+    return DeviceMesh(mesh.device_type, table, mesh_dim_names=tuple(axis.name for axis in axes))

@@ -1,0 +1,49 @@
+"""Entries that take an axis apart: `cp: heads*seq@attention > seq` is two axes, one for each factor, with the ranks of one.
+
+    cp: heads*seq@attention > seq       8 ranks, 4 heads        becomes on 4 ranks     cp_heads: heads@attention > seq
+                                                                and on 2               cp_seq: seq@attention > seq
+
+The first factor goes as far as it goes evenly: as many ranks as divide both the axis and every dim that the model calls so. The rest is the
+second's. The axis of the first is the inner one: its ranks follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import gcd
+
+from meshc.errors import PlanError
+from meshc.ir.mesh import Axis
+from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.plan import Plan
+
+
+def taken_apart(plan: Plan) -> list[tuple[AxisEntry, Term]]:
+    """The entries that take their axis apart, each with the term that says so. Raises PlanError for an entry with two of them."""
+    found = []
+    for entry in plan.axes:
+        terms = [term for term in entry.terms if term.rest is not None]
+        if len(terms) > 1:
+            raise PlanError(f"{entry.where}: {terms[0]} and {terms[1]} both take {entry.axis} apart; keep one of them")
+        found += [(entry, term) for term in terms]
+    return found
+
+
+def parts_of(entry: AxisEntry, term: Term, ranks: int, sizes: Iterable[int]) -> list[tuple[Axis, AxisEntry]]:
+    """The axes that stand for one of so many ranks, major to minor, with their entries. `sizes`: of all dims that are called as the first
+    factor is. One axis, with its name, where one of the two factors takes all ranks."""
+    first = gcd(ranks, *sizes)
+    assert term.rest is not None
+    halves = [(term.rest, ranks // first), (term.factor, first)]
+    several = 1 < first < ranks
+    found = []
+    for factor, size in halves:
+        if size == 1 and ranks > 1:
+            continue
+        name = f"{entry.axis}_{factor}" if several else entry.axis
+        ways = tuple(tuple(Term(factor, one.region) if one is term else one for one in rank) for rank in entry.ranks)
+        found.append((Axis(name, size), replace(entry, axis=name, ranks=ways)))
+        if ranks == 1:
+            break
+    return found

@@ -1,0 +1,83 @@
+"""`heads*seq` takes an axis apart: as many ranks for heads as divide both, the rest for the second factor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshc
+from meshc.errors import PlanError
+from meshc.plan.plan import Plan
+from meshc.report import summary
+from tests.broad import broad
+from tests.meaning.test_rings import Attends
+
+BOTH = "cp: heads*seq@attention > seq"
+
+
+def kinds(program: meshc.Program) -> set[tuple[str, tuple[str, ...]]]:
+    return {(use.kind, tuple(use.axes)) for use in summary.collectives(program.compiled)}
+
+
+def compiled(mesh: str, heads: int = 2, plan: str = BOTH, **how: Any) -> meshc.Program:
+    options = meshc.Options(attention="ring")
+    model = Attends(16, heads, is_causal=True)
+    return meshc.compile(model, meshc.Mesh(mesh), kwargs={"x": torch.randn(2, 13, 16)}, plan=plan, options=options, **how)
+
+
+def test_the_line_is_read_and_printed() -> None:
+    plan = Plan(f"{BOTH}; store params")
+    (term, _) = plan.axes[0].terms
+    assert (term.factor, term.rest, term.region) == ("heads", "seq", "attention")
+    assert str(plan) == f"{BOTH}; store params" and Plan(str(plan)) == plan
+    with pytest.raises(PlanError, match="a second factor follows"):
+        Plan("cp: heads*@attention")
+    with pytest.raises(PlanError, match="heads and heads are one factor"):
+        Plan("cp: heads*heads")
+
+
+@pytest.mark.parametrize("ranks, heads, mesh", [
+    (4, 2, "cp_seq=2,cp_heads=2"), (6, 4, "cp_seq=3,cp_heads=2"), (2, 4, "cp=2"), (3, 4, "cp=3"), (8, 4, "cp_seq=2,cp_heads=4"),
+])  # fmt: skip
+def test_heads_go_as_far_as_they_divide(ranks: int, heads: int, mesh: str) -> None:
+    """Of two ranks all have heads of their own; of three none, and it is a ring."""
+    program = compiled(f"cp={ranks}", heads)
+    assert str(program.compiled.mesh) == mesh
+    ways = {kind for kind, _ in kinds(program)} & {"all_to_all", "ring_shift"}
+    assert ways == {"cp=2": {"all_to_all"}, "cp=3": {"ring_shift"}}.get(mesh, {"all_to_all", "ring_shift"})
+    said = str(program.compiled.plan)
+    assert ("cp_seq: seq@attention > seq\ncp_heads: heads@attention > seq" in said) == ("cp_seq" in mesh)
+
+
+@pytest.mark.parametrize("mesh, options", [
+    ("cp=4", meshc.Options(attention="ring")),
+    broad("cp=4", meshc.Options(attention="zigzag")),
+    broad("dp=2,cp=4", meshc.Options(attention="ring")),
+])  # fmt: skip
+def test_a_training_step_is_the_models_own(mesh: str, options: meshc.Options) -> None:
+    """13 positions over four ranks, of two heads: twice as many ranks as heads."""
+    plan = BOTH if mesh == "cp=4" else f"dp: batch\n{BOTH}"
+    model = Attends(16, 2, is_causal=True)
+    step = meshc.TrainStep(model.double(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    program = meshc.compile(step, meshc.Mesh(mesh), kwargs={"x": torch.randn(4, 13, 16).double()}, plan=plan, options=options)
+    assert {("all_to_all", ("cp_heads",)), ("ring_shift", ("cp_seq",))} <= kinds(program)
+    report = meshc.verify(program, dtype=torch.float64)
+    assert report.worst < 1e-10 and {"gradient", "parameter after step 2"} <= {kind for kind, _, _ in report.rows}
+
+
+def test_what_cannot_be_taken_apart_says_why() -> None:
+    for plan, mesh, text in (
+        ("cp: tails*seq@attention > seq", "cp=4", "the model has no factor 'tails'; it has .*heads.*seq"),
+        ("cp: heads*sek@attention > seq", "cp=4", "line 1, .*the model has no factor 'sek'"),
+        ("dp: heads*seq", "dp=4", "dp splits the batch by its name"),
+        ("pp: heads*seq", "pp=2", "pp has stages by its name"),
+        (f"{BOTH}\ncp_seq: batch", "cp=4,cp_seq=2", "makes an axis cp_seq, which the mesh .* has already"),
+        ("cp: heads*seq > ffn*seq", "cp=4", "both take cp apart; keep one of them"),
+        (f"{BOTH}\npin qkv.weight: _, features/cp", "cp=4", "the mesh has no axis cp"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            compiled(mesh, plan=plan)
+    with pytest.raises(PlanError, match="pass example inputs to meshc.compile"):
+        meshc.compile(Attends(16, 2), meshc.Mesh("cp=4"), plan=BOTH)
