@@ -28,7 +28,6 @@ STORED = "store params, grads, state"
 WHOLE = f"cp={RANKS}"
 WAYS = {
     "ring": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="ring")),
-    "zigzag": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="zigzag")),
     "gather": (WHOLE, f"cp: seq; {STORED}", meshc.Options(attention="gather")),
     "Ulysses": (WHOLE, f"cp: heads@attention > seq; {STORED}", meshc.Options()),
     "both": ("cp=4,hp=2", f"cp: seq; {STORED}\nhp: heads@attention > seq; {STORED}", meshc.Options(attention="ring")),
