@@ -43,7 +43,8 @@ def draw_how(chance: random.Random, sketch: Sketch, train: bool, how: How, repar
     # with both, a microbatch is a range of every rank's part: what it means depends on the mesh
     local = sketch.batch > 0 and not how.mean_of_parts and bool(sketch.of_kind("input")) and chance.random() < 0.4
     attends = any("attention" in step.op for step in sketch.steps)
-    passes = "ring" if attends and chance.random() < 0.5 else None
+    roll = chance.random() if attends else 1.0
+    passes = None if roll >= 0.5 else "ring" if roll < 0.25 else "zigzag"
     return replace(how, inputs="local" if local else "global", reparse=reparse, attention=passes)
 
 

@@ -181,6 +181,20 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     assert "all_gather" not in kinds(program)
 
 
+@pytest.mark.parametrize("ring", [2, 3])
+def test_bytes_of_heads_and_a_ring_together_are_those_of_the_formulas(ring: int) -> None:
+    """Heads over two ranks: each hands over all it has of q, k, v and of the output, and passes round keys of half the heads."""
+    program = step("nanogpt", f"cp={ring},hp=2", "cp: seq\nhp: heads@attention > seq", attention="ring")
+    layers, rows, heads, head = 2, 4, 4, 8
+    tile = -(-SEQ // ring)
+    position = rows * heads * head * 8
+    for phase, times in (("forward", 1), ("backward", 2)):
+        found = [use for use in summary.collectives(program) if use.phase == phase]
+        moved = {kind: sum(use.bytes_per_rank * use.times for use in found if use.kind == kind) for kind in ("ring_shift", "all_to_all")}
+        assert moved["all_to_all"] == layers * 4 * -(-tile // 2) * position
+        assert moved["ring_shift"] == times * layers * 2 * (ring - 1) * tile * position // 2
+
+
 def test_keys_that_heads_share_travel_once_for_all_of_them() -> None:
     """And their gradients, which the model adds up over these heads: 2 of 4 have keys of their own."""
     program = step("llama", "cp=3", RING, attention="ring")
