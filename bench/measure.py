@@ -44,6 +44,7 @@ class Row:
     mode: str
     fused: bool
     remat: str | None = None
+    way: str | None = None
     problem: str | None = None
     losses: list[float] = field(default_factory=list)
     loss_error: float | None = None
@@ -133,7 +134,7 @@ class Bench:
 
     def run(self, pairs: int) -> None:
         for contender in self.contenders:
-            row = Row(contender.title(self.plan), contender.system, contender.mode, contender.fused, contender.remat)
+            row = Row(contender.title(self.plan), contender.system, contender.mode, contender.fused, contender.remat, contender.way)
             self.rows.append(row)
             self._prepare(contender, row)
         gc.collect()
@@ -183,7 +184,7 @@ class Bench:
         if row.problem is not None:
             return
         row.losses = reports[0][1]
-        if built is not None and built.mean_of_ranks or contender.system == "peer" and self.plan in ("ddp", "fsdp"):
+        if built is not None and built.mean_of_ranks or contender.system == "peer" and self.plan in ("ddp", "fsdp", "cp", "ep"):
             row.losses = [statistics.mean(values) for values in zip(*(report[1] for report in reports), strict=True)]
         row.peak_bytes_per_rank = max(report[2] for report in reports)
         row.predicted_bytes_per_rank = max(report[3] for report in reports) or None

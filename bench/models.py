@@ -1,4 +1,4 @@
-"""The three models that the benchmark trains, each with its data, from fixed seeds.
+"""The models that the benchmarks train, each with its data, from fixed seeds.
 
 Dropout is off: peers draw other random numbers than meshc, and every row must show the single process's losses.
 """
@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 Batch = dict[str, Tensor]
 
@@ -131,11 +131,11 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """nanoGPT's shape: learned positions, fused QKV, embedding and head tied. Called with targets it returns the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = GPT_LAYERS, seq: int = GPT_SEQ) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCAB, GPT_HIDDEN)
-        self.wpe = nn.Embedding(GPT_SEQ, GPT_HIDDEN)
-        self.h = nn.ModuleList(DecoderBlock(GPT_HIDDEN, GPT_HEADS) for _ in range(GPT_LAYERS))
+        self.wpe = nn.Embedding(seq, GPT_HIDDEN)
+        self.h = nn.ModuleList(DecoderBlock(GPT_HIDDEN, GPT_HEADS) for _ in range(layers))
         self.ln_f = nn.LayerNorm(GPT_HIDDEN)
         self.lm_head = nn.Linear(GPT_HIDDEN, VOCAB, bias=False)
         for parameter in self.parameters():
@@ -152,14 +152,24 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1))
 
 
-def _decoder() -> nn.Module:
+def _decoder(layers: int = GPT_LAYERS, seq: int = GPT_SEQ) -> nn.Module:
     torch.manual_seed(0)
-    return Decoder()
+    return Decoder(layers, seq)
 
 
-def _decoder_batch(generator: torch.Generator, rows: int = 4) -> Batch:
-    ids = torch.randint(VOCAB, (rows, GPT_SEQ + 1), generator=generator)
+def _decoder_batch(generator: torch.Generator, rows: int = 4, seq: int = GPT_SEQ) -> Batch:
+    ids = torch.randint(VOCAB, (rows, seq + 1), generator=generator)
     return {"ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+
+LONG_LAYERS, LONG_SEQ = 2, 4096
+
+
+def _mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512)
+    routing = dict(num_local_experts=8, num_experts_per_tok=2)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB, num_hidden_layers=3, use_cache=False, **sizes, **routing))
 
 
 class WideMLP(nn.Module):
@@ -200,6 +210,16 @@ WORKLOADS: dict[str, Workload] = {
             "nanogpt8",  # for eight microbatches
             _decoder,
             partial(_decoder_batch, rows=8),
+        ),
+        Workload(
+            "long",
+            partial(_decoder, LONG_LAYERS, LONG_SEQ),
+            partial(_decoder_batch, rows=1, seq=LONG_SEQ),
+        ),
+        Workload(
+            "mixtral",
+            _mixtral,
+            _llama_batch,
         ),
         Workload(
             "mlp",

@@ -5,6 +5,8 @@
     fsdp        fully_shard on each block and on the whole (FSDP2): gathers in forward and again in backward
     megatron    parallelize_module; vocabulary-parallel embedding, head and loss (`loss_parallel`); one gathered input a block
     megatron_sp the same with the sequence split between the blocks
+    ring, gather  attention over a split sequence by hand (`sequence_peers.py`)
+    all-to-all  experts over ranks by hand (`expert_peers.py`)
     meshc       the program compiled under the plan of that name, through the public interface alone
 
 All use AdamW with the same hyperparameters. meshc's update is one fused kernel, so peers get `fused=True` too unless `fused` is False.
@@ -37,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PIPELINES = ("gpipe-4", "gpipe-8", "1f1b-4", "1f1b-8")
 """A schedule and how many microbatches."""
-AXIS_OF = {"ddp": "dp", "fsdp": "dp_shard", "megatron": "tp", "megatron_sp": "tp", **dict.fromkeys(PIPELINES, "pp")}
+AXIS_OF = {"ddp": "dp", "fsdp": "dp_shard", "megatron": "tp", "megatron_sp": "tp", **dict.fromkeys(PIPELINES, "pp"), "cp": "cp", "ep": "ep"}
 ADAMW = {"lr": 3e-4, "weight_decay": 0.1}
 
 Step = Callable[[Batch], Tensor]
@@ -52,12 +54,15 @@ class Contender:
     fused: bool = True
     remat: str | None = None
     """meshc's policy; None: its default."""
+    way: str | None = None
+    """Of a peer by hand, how it is done; of meshc another plan than that of the row."""
 
     def title(self, plan: str) -> str:
         peers = {"ddp": "DDP", "fsdp": "FSDP2", "megatron": "parallelize_module", "megatron_sp": "parallelize_module, sequence"}
-        peers |= dict.fromkeys(PIPELINES, "torch pipelining")
+        peers |= dict.fromkeys(PIPELINES, "torch pipelining") | dict.fromkeys(("cp", "ep"), f"by hand, {self.way}")
         name = {"single": "single process", "peer": peers[plan], "meshc": "meshc"}[self.system]
         name += "" if self.remat is None else f", remat {self.remat}"
+        name += f", {self.way}" if self.system == "meshc" and self.way is not None else ""
         return name if self.fused else f"{name}, default AdamW"
 
     @property
@@ -83,7 +88,7 @@ def build(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh)
         return _trainer(model, workload, contender)
     if plan in PIPELINES:
         return _pipelined(contender, workload, plan, mesh)
-    make = {"ddp": _ddp, "fsdp": _fsdp}.get(plan, _tensor_parallel)
+    make = {"ddp": _ddp, "fsdp": _fsdp, "cp": _sequence, "ep": _experts}.get(plan, _tensor_parallel)
     return make(contender, workload, plan, mesh)
 
 
@@ -96,7 +101,8 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
     step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss, microbatches=int(count or 1))
     options = meshc.Options(schedule=schedule if count else None, remat=contender.remat)
     backend = "inductor" if contender.compiled else "eager"
-    program = meshc.compile(step, mesh, plan=None if count else plan, backend=backend, options=options)
+    text = contender.way or (None if count or plan in ("cp", "ep") else plan)
+    program = meshc.compile(step, mesh, plan=text, backend=backend, options=options)
     return Built(lambda batch: program(**batch), program=program)
 
 
@@ -111,6 +117,19 @@ def _fsdp(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _trainer(model, workload, contender, part=_part)
+
+
+def _sequence(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh) -> Built:
+    from sequence_peers import split
+
+    model, part = split(workload.build(), contender.way or "", mesh.get_group())
+    return _trainer(model, workload, contender, part=part)
+
+
+def _experts(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh) -> Built:
+    from expert_peers import split
+
+    return _trainer(split(workload.build(), mesh.get_group()), workload, contender, part=_part)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -44,11 +44,16 @@ def contenders(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(model: str, plan: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one model and plan. A contender that takes the ranks down is a row that says so, and the others run again without it."""
-    wanted, broken = contenders(options), []
+    """The rows of one model and plan."""
+    return launched(model, plan, contenders(options), options.pairs, options.verbose)
+
+
+def launched(model: str, plan: str, wanted: list[dict[str, Any]], pairs: int, verbose: bool = False) -> list[dict[str, Any]]:
+    """A contender that takes the ranks down is a row that says so, and the others run again without it."""
+    broken: list[dict[str, Any]] = []
     while True:
-        rows, log, status = launch({"model": model, "plan": plan, "pairs": options.pairs, "contenders": wanted})
-        if options.verbose or status != 0:
+        rows, log, status = launch({"model": model, "plan": plan, "pairs": pairs, "contenders": wanted})
+        if verbose or status != 0:
             print(log, file=sys.stderr, flush=True)
         if status == 0:
             return rows + broken
