@@ -23,6 +23,7 @@ from meshc.frontend import stock, untraceable
 from meshc.frontend.double import wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
+from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import observed, unchecked
 from meshc.frontend.sources import source_of
@@ -116,7 +117,7 @@ class JointGraph:
 def prepared(module: nn.Module) -> Iterator[None]:
     """Inside, the code of a model runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
-    with stock.prepared(module), trees.known(), unsorted_experts(), traced_flex():
+    with stock.prepared(module), trees.known(), unsorted_experts(), listed_experts(module), traced_flex():
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
@@ -221,6 +222,7 @@ def torch_graph(
         fake_tensors(module, mode, grad, double) as (tensors, aliases),
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
+        listed_experts(module),
         apart(),
         unasked(),
         unwritten(),

@@ -6,8 +6,10 @@ A model of another origin needs none of this, and `transformers` is not imported
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
     try:
         for child in stock:
             _install_hooks(child)
-        with stock_caches.known(stock):
+        with stock_caches.known(stock), _own_masks():
             yield
     finally:
         for child, known, installed in before:
@@ -44,6 +46,14 @@ def prepared(module: nn.Module) -> Iterator[None]:
                     del table[key]
             if not installed:
                 child.__dict__.pop(INSTALLED, None)
+
+
+@contextlib.contextmanager
+def _own_masks() -> Iterator[None]:
+    """Switch Transformers makes the mask that it needs, where none is given, unless it is compiled."""
+    loaded = sys.modules.get("transformers.models.switch_transformers.modeling_switch_transformers")
+    with mock.patch.object(loaded, "is_torchdynamo_compiling", lambda: False) if loaded else contextlib.nullcontext():
+        yield
 
 
 def learn_trees(module: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from meshc.frontend.listed_experts import is_listed
 from meshc.passes.depth.classes import Layers, Run, alike
 from meshc.passes.depth.probe import LEAST, UNKNOWN, Log, Origin, Row, probe
 from meshc.passes.depth.said import Said
@@ -74,10 +75,11 @@ def _log(request: Request, lists: list[str], otherwise: str) -> Log:
 
 def _lists(module: nn.Module) -> Iterator[str]:
     """Paths of the lists of layers, without those inside others. Raises Unequal if one layer stands in several places."""
-    within: list[str] = []
+    within = [path for path, each in module.named_modules() if is_listed(each)]  # lists of experts are none
     places: dict[nn.Module, str] = {}
     for path, each in module.named_modules():
-        if isinstance(each, nn.ModuleList) and len(each) >= LEAST and not any(path.startswith(f"{outer}.") for outer in within):
+        inside = any(path.startswith(f"{outer}." if outer else "") for outer in within)
+        if isinstance(each, nn.ModuleList) and len(each) >= LEAST and not inside:
             within.append(path)
             for number, layer in enumerate(each):
                 place = places.setdefault(layer, f"{path}.{number}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 from torch.fx.node import Argument
 
@@ -38,7 +39,7 @@ def _fuse(stage: Stage) -> Stage:
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
     window = turns(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in MANY:
+        if node.op == "call_function" and node.target in MANY and not _kept_apart(node):
             operands = 1 + len(WRITTEN[node.target])
             groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, window.get(node))].append(node)
     written: dict[Node, Argument] = {}
@@ -58,6 +59,13 @@ def _fuse(stage: Stage) -> Stage:
     read_operands(graph, written)
     keep_in_place(graph, narrowed)
     return stage
+
+
+def _kept_apart(member: Node) -> bool:
+    """Whether what it would write is read once more: of an expert that nobody has chosen (`passes/trace/keep_unchosen.py`)."""
+    written = [x for x in member.args[: 2 + len(WRITTEN[member.target])] if isinstance(x, Node)]  # type: ignore[index]
+    held = {x for value in written for x in (value, *value.all_input_nodes)}
+    return any(user.target is torch.ops.aten.where.self and user.args[2] in held for x in held for user in x.users)
 
 
 def _results(member: Node) -> dict[Node, Argument]:

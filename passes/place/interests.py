@@ -31,6 +31,10 @@ class Interest:
                 best = rank
         return best
 
+    def only_behind(self, factor: int) -> bool:
+        """Whether the axis takes this factor where it finds none that comes before it in the plan: batch, in `ep: experts > batch`."""
+        return min((rank for rank, _ in self.ranks.get(factor, ((0, None),))), default=0) > 0
+
     def only_in_region(self, factor: int) -> bool:
         return all(region is not None for _, region in self.ranks.get(factor, ((0, None),)))
 

@@ -235,9 +235,20 @@ class Propagator:
         return kept | {instance.tied[token] for token in kept if token in instance.tied}
 
     def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
-        """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order."""
+        """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order.
+
+        Within a microbatch those that leave it for another factor (`ep: experts > batch`): what they then gather is of one microbatch.
+        """
         order = list(self.sizes)
-        found = sorted(axes, key=lambda a: (a != CHUNK and self.interest[a].only_in_region(factor), order.index(a)))
+        parts = self.sizes.get(MICROBATCH, 1) > 1 and factor in self.interest[MICROBATCH].ranks
+
+        def place(axis: str) -> tuple[bool, bool, int]:
+            if axis == CHUNK:
+                return False, False, order.index(axis)
+            interest = self.interest[axis]
+            return interest.only_in_region(factor), parts and interest.only_behind(factor), order.index(axis)
+
+        found = sorted(axes, key=place)
         return tuple(found) if self.chunks is None else self.chunks.ordered(found)
 
     def _fits(self, instance: Instance, token: Token, chosen: Mapping[Token, Sequence[str]]) -> bool:

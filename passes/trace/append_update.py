@@ -21,6 +21,7 @@ from torch.fx.node import Argument
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import SEED_STEP
+from meshc.frontend.listed_experts import unchosen
 from meshc.ir import Record, Source, record, set_record
 from meshc.ir import update as set_reason
 from meshc.ir.functions import Function
@@ -33,6 +34,7 @@ from meshc.optimizer.spec import MASTER
 from meshc.passes.depth.slice import sliced
 from meshc.passes.depth.standing import whole_names
 from meshc.passes.phases.traced import Traced
+from meshc.passes.trace.keep_unchosen import Unchosen
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -99,6 +101,7 @@ def append_update(traced: Traced) -> Traced:
     gradients = {port.name: node for port, node in results if port.kind == "gradient"}
     with sliced(traced.request.module, traced.depth):
         modules = dict(traced.request.module.named_parameters())
+        uncalled = unchosen(traced.request.module)
     if not gradients:
         _refuse_frozen(list(modules))
     total = _global_norm(add, gradients, updates)
@@ -111,6 +114,7 @@ def append_update(traced: Traced) -> Traced:
     numbers = _number_inputs(add, inputs, spec)
     seed_step = cache(lambda: _seed_input(add, inputs, entered))
     unwritten: dict[str, str] = {}
+    experts = Unchosen(add.call, uncalled, kept)
     for name, gradient in gradients.items():
         parameter = modules[name]
         group = _group_of(spec, parameter)
@@ -125,6 +129,7 @@ def append_update(traced: Traced) -> Traced:
         new, after = kept_update(group, name, mine, gradient, state, numbers[group.index], add.call, like, parameter, seed_step)
         if new is mine:
             unwritten[name] = group.optimizer
+        new, after = experts.kept(name, mine, new, state, after)
         kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
         for slot in group.slots_of(parameter):
             value = after[slot.name]

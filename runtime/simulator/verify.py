@@ -292,6 +292,7 @@ def compare_gradients(program: PlainProgram, reference: Reference, report: Repor
     _compare_metrics(found, metrics, report)
     gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
     given = _kind(found, "gradient")
+    given = {name: value for name, value in given.items() if name in gradients or bool(value.any())}
     report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
     _compare_buffers(found, reference, report)
     reference.module.zero_grad(set_to_none=True)

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-from tests.zoo.families import EXPERTS, LLAMA_LIKE, ROTARY, Stock, causal
+import torch
+
+from tests.models import Case
+from tests.zoo.families import BART_LIKE, EXPERTS, LLAMA_LIKE, ROTARY, T5_LIKE, Stock, causal, translated
+
+
+@dataclass(frozen=True)
+class Wide(Stock):
+    """In float64, routers too, which cast to a dtype of their own that their configuration does not let be float64."""
+
+    def case(self, name: str) -> Case:
+        found = super().case(name)
+        found.model.double()
+        for each in found.model.modules():
+            if type(each).__name__.endswith("Router") and hasattr(each, "dtype"):
+                each.dtype = torch.float64
+        return found
+
 
 MOE: Final = {**LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT: Final = {
@@ -39,5 +57,21 @@ FAMILIES: Final[dict[str, Stock]] = {
         "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM",
         {**LLAMA_LIKE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
          "moe_layer_start_index": 1}, causal,
+    ),
+    "switch_transformers": Wide(
+        "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration",
+        {**T5_LIKE, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4,
+         "expert_capacity": 4, "dropout_rate": 0.0}, translated,
+    ),
+    "nllb_moe": Wide(
+        "NllbMoeConfig", "NllbMoeForConditionalGeneration",
+        {**BART_LIKE, "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "moe_token_dropout": 0.0, "dropout": 0.0,
+         "attention_dropout": 0.0, "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, translated,
+    ),
+    "dbrx": Stock(
+        "DbrxConfig", "DbrxForCausalLM",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 65,
+         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}}, causal,
     ),
 }  # fmt: skip

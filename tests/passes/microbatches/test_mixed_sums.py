@@ -72,12 +72,14 @@ def test_a_schedule_that_runs_a_backward_earlier_is_refused() -> None:
     assert 'what to do: Options(schedule="gpipe")' in str(raised.value)
 
 
-@pytest.mark.broad
-def test_a_stock_auxiliary_loss_over_a_pipeline_equals_one_device() -> None:
+@pytest.mark.parametrize("mesh", [broad("pp=2"), "ep=2", broad("pp=2,ep=2"), broad("ep=4")])
+def test_a_stock_auxiliary_loss_equals_one_device(mesh: str) -> None:
+    """Along `ep` choices are gathered: those of one microbatch, whose rows stand together where `ep` splits them within it."""
     found = FAMILIES["mixtral"].case("mixtral")
-    found.model.config.output_router_logits = True
+    assert found.model.config.output_router_logits  # type: ignore[union-attr]
+    found.kwargs = {name: torch.cat([value, value.flip(0)]) for name, value in found.kwargs.items()}
     optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(found.model, optimizer=optimizer, loss=lambda output: output.loss, clip_grad_norm=1.0, microbatches=2)
-    options = meshc.Options(schedule="gpipe")
-    verified = meshc.verify(meshc.compile(step, meshc.Mesh("pp=2"), options=options, kwargs=found.call_kwargs), dtype=torch.float64)
+    options = meshc.Options(schedule="gpipe") if "pp" in mesh else meshc.Options()
+    verified = meshc.verify(meshc.compile(step, meshc.Mesh(mesh), options=options, kwargs=found.call_kwargs), dtype=torch.float64)
     assert verified.ok, verified

@@ -1,0 +1,248 @@
+"""What one expert does with its rows, as a list of calls, proved to be the same for each row by itself.
+
+    class Expert(nn.Module):                                  linear(x, w1.weight)
+        def forward(self, x):                                 silu(0)
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))   linear(x, w3.weight) ..
+
+The forward runs once on rows without values. Torch's functions are noted as they are called, and of the operators below them each must be
+one that keeps rows apart: pointwise, a product with a weight, a view or a reduction within a row. Played on rows of all experts, a
+product is by the weight of the expert that a row has chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshc.ir.functions import Function
+
+aten = torch.ops.aten
+
+ROWS: Final = 7919
+"""Rows of the run: a prime, larger than what a dim of a model is likely to be by chance."""
+VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+DIM: Final[Mapping[object, int]] = {
+    aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
+    aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cat.default: 1,
+    aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.amax.default: 1,
+}  # fmt: skip
+"""Operators that work along a dim, and where among their operands they say which."""
+EACH: Final = (
+    aten.clone.default, aten.detach.default, aten._to_copy.default, aten.alias.default, aten.native_dropout.default, aten.bernoulli_.float,
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+)  # fmt: skip
+DRAWS: Final = (aten.native_dropout.default, aten.bernoulli_.float)
+
+
+class NotRows(Exception):
+    """Why an expert's forward is not known to be the same for each row by itself."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of the tape: 0 is the rows that the expert is given."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the expert, by the attributes that lead to it."""
+
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    function: Function
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
+    result: object
+
+
+@dataclass(frozen=True)
+class Tape:
+    """
+    steps    in order
+    result   of the expert
+    weights  paths of its parameters that are read
+    draws    it has dropout that is on
+    """
+
+    steps: tuple[Step, ...]
+    result: Ref
+    weights: tuple[tuple[str, ...], ...]
+    draws: bool
+
+
+def record(expert: nn.Module) -> Tape:
+    """Raises NotRows."""
+    widths = dict.fromkeys(each.in_features for each in expert.modules() if isinstance(each, nn.Linear))
+    first: Exception | None = None
+    for width in widths:
+        try:
+            return _run(expert, width)
+        except NotRows:
+            raise
+        except Exception as error:  # of another width than what it is given
+            first = first or error
+    raise NotRows(f"it does not run on rows: {first}" if first else "it has no nn.Linear")
+
+
+def _run(expert: nn.Module, width: int) -> Tape:
+    for name, each in expert.named_modules():
+        if any(getattr(each, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")):
+            raise NotRows(f"{name or 'it'} has a hook")
+    blank = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_parameters()}
+    blank |= {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_buffers()}
+    dtype = next(iter(blank.values())).dtype
+    noted, proof = _Noted({id(blank[name]): name for name, _ in expert.named_parameters()}), _Proof()
+    with torch.no_grad(), proof:
+        rows = torch.empty(ROWS, width, dtype=dtype, device="meta")
+        noted.give(rows)
+        with noted:
+            made = functional_call(expert, blank, (rows,))
+    if not isinstance(made, Tensor) or made.dim() != 2 or made.shape[0] != ROWS or id(made) not in noted.numbers:
+        raise NotRows("it gives something else than a row for each row")
+    return Tape(tuple(noted.steps), Ref(noted.numbers[id(made)]), tuple(dict.fromkeys(noted.read)), proof.draws)
+
+
+class _Noted(TorchFunctionMode):
+    """Notes the functions that make tensors."""
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.numbers: dict[int, int] = {}
+        self.kept: list[Tensor] = []
+        self.steps: list[Step] = []
+        self.read: list[tuple[str, ...]] = []
+
+    def give(self, made: Tensor) -> Ref:
+        self.kept.append(made)  # an id is of what is still there
+        self.numbers[id(made)] = len(self.kept) - 1
+        return Ref(len(self.kept) - 1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        found = list(_tensors(made))
+        if not found or getattr(func, "__name__", "") == "__get__":  # a size, a dtype
+            if found:
+                raise NotRows("it reads an attribute of a tensor that is a tensor")
+            return made
+        whole = func in (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+        given = tuple(self._noted(value, func, whole and place > 0) for place, value in enumerate(args))
+        named = tuple((name, self._noted(value, func, whole)) for name, value in (kwargs or {}).items())
+        result = [self.give(each) for each in found]
+        self.steps.append(Step(func, given, named, result[0] if isinstance(made, Tensor) else tuple(result)))
+        return made
+
+    def _noted(self, value: object, func: Any, weight: bool) -> object:
+        if isinstance(value, Tensor):
+            if id(value) in self.numbers:
+                return Ref(self.numbers[id(value)])
+            name = self.parameters.get(id(value))
+            if name is None or not weight:
+                what = f"its parameter {name}" if name else "a tensor of its own"
+                raise NotRows(f"{getattr(func, '__name__', func)} reads {what}; weights are those of nn.Linear and F.linear")
+            path = tuple(name.split("."))
+            self.read.append(path)
+            return Weight(path)
+        if isinstance(value, list | tuple):
+            return tuple(self._noted(each, func, False) for each in value)
+        if isinstance(value, int) and not isinstance(value, bool) and value == ROWS:
+            if getattr(func, "__name__", "") not in ("view", "reshape"):
+                raise NotRows(f"{getattr(func, '__name__', func)} reads how many rows there are")
+            return -1
+        return value
+
+
+def _tensors(made: object) -> Iterator[Tensor]:
+    if isinstance(made, Tensor):
+        yield made
+    elif isinstance(made, list | tuple):
+        for each in made:
+            yield from _tensors(each)
+
+
+class _Proof(TorchDispatchMode):
+    """Refuses what may let one row know of another."""
+
+    draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        rows = [each for each in _tensors(args) if _is_rows(each)]
+        if rows:
+            self.draws = self.draws or func in DRAWS
+            if not _apart(func, args) or not all(_is_rows(each) for each in _tensors(made)):
+                raise NotRows(f"{func} is not known to keep its rows apart")
+        return made
+
+
+def _is_rows(x: Tensor) -> bool:
+    return x.dim() > 0 and x.shape[0] == ROWS
+
+
+def _apart(func: Any, args: Sequence[Any]) -> bool:
+    if torch.Tag.pointwise in func.tags or func in EACH:
+        dims = max(each.dim() for each in _tensors(args))
+        return all(each.dim() < dims or each.shape[0] in (1, ROWS) for each in _tensors(args)) and all(
+            each.dim() == dims for each in _tensors(args) if _is_rows(each)
+        )
+    if func in (aten.mm.default, aten.linear.default):
+        return _is_rows(args[0]) and not any(map(_is_rows, args[1:]))
+    if func is aten.addmm.default:
+        return _is_rows(args[1]) and not _is_rows(args[0]) and not _is_rows(args[2])
+    if func in VIEWS:
+        return True  # of rows, and rows: what comes first of a row stays first
+    if func is aten.native_layer_norm.default:
+        return len(args[1]) < args[0].dim()
+    if func in DIM:
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        said: Any = args[DIM[func]] if len(args) > DIM[func] else 0
+        along: Sequence[int] = said if isinstance(said, list | tuple) else [said]
+        return bool(along) and all(dim % (first.dim() + (func is aten.unsqueeze.default)) != 0 for dim in along)
+    return False
+
+
+def play(
+    tape: Tape, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Callable[[Weight], Tensor]
+) -> Tensor:
+    """What the expert makes of rows [n, h]. `product(rows, matrices, bias)` is of matrices [experts, in, out] and biases [experts, out]."""
+    values: dict[int, Any] = {0: rows}
+    for step in tape.steps:
+        args = [_found(each, values, weight) for each in step.args]
+        kwargs = {name: _found(each, values, weight) for name, each in step.kwargs}
+        if any(isinstance(each, Weight) for each in (*step.args, *(value for _, value in step.kwargs))):
+            x, matrices = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            made: Any = product(x, matrices.transpose(1, 2) if step.function is F.linear else matrices, bias)
+        else:
+            made = step.function(*args, **kwargs)
+        if isinstance(step.result, Ref):
+            values[step.result.number] = made
+        else:
+            assert isinstance(step.result, tuple)
+            for ref, each in zip(step.result, made, strict=True):
+                values[ref.number] = each
+    found: Tensor = values[tape.result.number]
+    return found
+
+
+def _found(value: object, values: Mapping[int, Any], weight: Callable[[Weight], Tensor]) -> Any:
+    if isinstance(value, Ref):
+        return values[value.number]
+    if isinstance(value, Weight):
+        return weight(value)
+    if isinstance(value, tuple):
+        return tuple(_found(each, values, weight) for each in value)
+    return value

@@ -1,0 +1,233 @@
+"""Experts that are modules in a list or a dict, which the model's code loops over: traced as one product for all of them.
+
+    model:      for each expert: where it is chosen, its rows, its forward, added where they came from
+    traced:     stack the weights of all experts; rows of all choices, products by the expert of each, sum over the choices of a token
+
+A loop is taken if every statement of it is known (`expert_loops.py`), the experts are of one making, and their forward treats each row by
+itself (`expert_tape.py`). Parameters stay the experts' own, and lie as the plan stores them; where axes split the experts, a rank takes
+its own of the stack. So are dbrx's, whose experts are rows of one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshc.errors import CaptureError
+from meshc.frontend.expert_loops import CALL, Loop, loop_of
+from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
+from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
+
+DBRX: Final = "transformers.models.dbrx.modeling_dbrx.DbrxExperts"
+ROUTERS: Final = (
+    "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
+    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
+)
+"""They cast a layer of theirs in forward."""
+PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
+
+
+def is_listed(module: nn.Module) -> bool:
+    """Whether it loops over experts that this file takes."""
+    return _name(module) == DBRX or loop_of(module) is not None
+
+
+@contextmanager
+def listed_experts(module: nn.Module) -> Iterator[None]:
+    """Inside, loops over experts are one product. Raises CaptureError for experts that cannot be: their loop cannot be traced either."""
+    marked: list[nn.Module] = []
+    try:
+        for path, each in module.named_modules():
+            if _name(each) in ROUTERS:
+                marked.append(_settled(each))
+            function = _forward(path, each)
+            if function is not None and "forward" not in each.__dict__:
+                each.__dict__["forward"] = MethodType(function, each)
+                marked.append(each)
+        yield
+    finally:
+        for each in marked:
+            for name in ("forward", "to", CALL):
+                each.__dict__.pop(name, None)
+
+
+def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Parameters that have no gradient where their expert is not chosen: (path of a module that loops over it, its number there)."""
+    places: dict[int, list[tuple[str, int]]] = {}
+    within: set[int] = set()
+    for path, each in module.named_modules():
+        loop = loop_of(each)
+        for number, expert in enumerate(loop.experts(each) if loop is not None and loop.skips else ()):
+            within |= {id(inner) for inner in expert.modules()}
+            for parameter in expert.parameters():
+                places.setdefault(id(parameter), []).append((path, number))
+    others = {id(p) for each in module.modules() if id(each) not in within for p in each.parameters(recurse=False)}
+    names = [(name, id(parameter)) for name, parameter in module.named_parameters()]
+    return {name: tuple(places[which]) for name, which in names if which in places and which not in others}
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
+    """What stands for a module's forward while it is traced."""
+    if _name(module) == DBRX:
+        return _dbrx
+    loop = loop_of(module)
+    if loop is None:
+        return None
+    experts = loop.experts(module)
+    tape = _tape(path, module, loop, experts)
+    if tape is None:
+        return None
+    module.__dict__[CALL] = partial(_summed, loop, tape, module)
+    return loop.forward
+
+
+def _settled(router: Any) -> nn.Module:
+    """The layer that a router casts in forward, which is of that dtype already. Raises CaptureError."""
+    layer: nn.Module = router.classifier
+    if any(each.dtype != router.dtype for each in layer.parameters()):
+        raise CaptureError(
+            f"a router casts its classifier to {router.dtype} in forward, in the middle of training; "
+            f"what to do: model.{{..}}.router.classifier.to({router.dtype}) before meshc.compile, or a config with the model's router_dtype"
+        )
+    layer.__dict__["to"] = lambda dtype: layer
+    return layer
+
+
+def _tape(path: str, module: nn.Module, loop: Loop, experts: list[nn.Module]) -> Tape | None:
+    for number, other in enumerate(experts[1:], 1):
+        if (difference := _differ(experts[0], other)) is not None:
+            raise CaptureError(_refusal(path, module, loop, f"expert 0 and expert {number} differ: {difference}"))
+    try:
+        return record(experts[0])
+    except NotRows as why:
+        raise CaptureError(_refusal(path, module, loop, f"of an expert's forward, {why}")) from why
+
+
+def _refusal(path: str, module: nn.Module, loop: Loop, why: str) -> str:
+    code = type(module).forward.__code__
+    return (
+        f"the loop over experts of {path or 'the model'} cannot be traced as one product\n  in your model: {code.co_filename}:{loop.line}\n"
+        f"  why: {why}\n"
+        "  what to do: experts of one class and size, made of nn.Linear and operators that treat each row by itself"
+    )
+
+
+def _differ(one: nn.Module, other: nn.Module) -> str | None:
+    """What two modules do not have alike."""
+    if type(one) is not type(other):
+        return f"a {type(one).__name__} and a {type(other).__name__}"
+    if one.extra_repr() != other.extra_repr() or one.training != other.training:
+        return f"{one.extra_repr()} and {other.extra_repr()}, training {one.training} and {other.training}"
+    for name in {*one.__dict__, *other.__dict__}:
+        values = [each.__dict__.get(name) for each in (one, other)]
+        if all(isinstance(value, PLAIN) for value in values) and values[0] != values[1]:
+            return f"{name} is {values[0]} and {values[1]}"
+        if callable(values[0]) and not isinstance(values[0], nn.Module) and values[0] is not values[1]:
+            return f"{name} is {values[0]} and {values[1]}"
+    kinds = [{name: (p.shape, p.dtype, p.requires_grad) for name, p in each.named_parameters(recurse=False)} for each in (one, other)]
+    if kinds[0] != kinds[1]:
+        return "their parameters"
+    mine, theirs = dict(one.named_children()), dict(other.named_children())
+    if list(mine) != list(theirs):
+        return "what they are made of"
+    return next((found for name in mine if (found := _differ(mine[name], theirs[name])) is not None), None)
+
+
+def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor, weights: Tensor | None, before: Tensor) -> Tensor:
+    """What stands for the loop: to the sum so far is added what experts make of x [.., h] that choices [.., k] say, by weight."""
+    experts = loop.experts(module)
+    form: Form = getattr(module, FORM, Form())
+    if tape.draws and form.count > 1:
+        raise CaptureError(
+            "these experts have dropout, and what a row of theirs draws would follow from how many ranks split them; "
+            "what to do: a dropout of 0 inside experts, or no axis that splits them"
+        )
+    tokens = x.reshape(-1, x.shape[-1])
+    choice, weights = _choices(loop, choice, weights, tokens, len(experts))
+
+    def made(x: Tensor, layout: Layout) -> Tensor:
+        return layout.back(_played(tape, experts, x, layout) * layout.weights)
+
+    out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True)
+    return before.add_(out.reshape(before.shape).to(before.dtype))  # in place, as the loop adds: another name may be a view of it
+
+
+def _choices(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Choices and weights [t, k] as the loop reads them: numbers that are of no expert choose none, and count 0."""
+    count = tokens.shape[0]
+    if loop.one_hot:
+        ones = choice.reshape(count, -1, choice.shape[-1])
+        choice = torch.where(ones.sum(-1) > 0, ones.argmax(-1), -1)
+    choice = choice.reshape(count, -1).to(torch.int64)
+    weights = _weights(loop, choice, weights, tokens, experts)
+    if choice.shape[1] == experts > 1:  # as many slots as experts, in which one may stand more than once
+        there = F.one_hot(torch.where((choice >= 0) & (choice < experts), choice, experts), experts + 1)[..., :experts]
+        weights = (there * weights.unsqueeze(-1)).sum(1)
+        choice = torch.where(there.sum(1) > 0, torch.arange(experts, device=choice.device), -1)
+    choice = torch.where((choice >= 0) & (choice < experts), choice, -1)
+    return choice, torch.where(choice < 0, 0.0, weights)
+
+
+def _weights(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor, experts: int) -> Tensor:
+    """Of each choice [t, k]. Raises CaptureError."""
+    if weights is None or loop.weights is None:
+        return torch.ones_like(choice, dtype=tokens.dtype)
+    wanted = {"choice": choice.numel(), "token": choice.shape[0], "expert": choice.shape[0] * experts}[loop.weights]
+    if weights.numel() != wanted or (loop.weights == "token" and choice.shape[1] != 1):
+        raise CaptureError(
+            f"the loop over experts at line {loop.line} has choices {list(choice.shape)} and weights {list(weights.shape)}; "
+            "what to do: a weight for each choice, weights[token, slot, None]"
+        )
+    if loop.weights == "expert":
+        return weights.reshape(-1, experts).gather(1, choice.clamp(0, experts - 1))
+    return weights.reshape(choice.shape)
+
+
+def _played(tape: Tape, experts: list[nn.Module], x: Tensor, layout: Layout) -> Tensor:
+    rows = layout.to(x)
+    groups = rows.shape[:-1]
+
+    def product(rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+        made = layout.product(rows.reshape(*groups, rows.shape[-1]), matrices)
+        made = made if bias is None else made + layout.bias(bias)
+        return made.reshape(-1, made.shape[-1])
+
+    def weight(which: Weight) -> Tensor:
+        return torch.stack([_attribute(each, which) for each in experts])
+
+    made = play(tape, rows.reshape(-1, rows.shape[-1]), product, weight)
+    return made.reshape(*groups, made.shape[-1])
+
+
+def _attribute(module: Any, which: Weight) -> Tensor:
+    for name in which.path:
+        module = getattr(module, name)
+    found: Tensor = module
+    return found
+
+
+def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`DbrxExperts.forward`: the experts' matrices lie one under the other."""
+    mlp = self.mlp
+    w1, v1, w2 = (each.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for each in (mlp.w1, mlp.v1, mlp.w2))
+    x = hidden_states.reshape(-1, self.hidden_size)
+
+    def made(x: Tensor, layout: Layout) -> Tensor:
+        rows = layout.to(x)
+        gate = mlp.activation_fn(layout.product(rows, w1.transpose(1, 2)))
+        out = layout.product(gate * layout.product(rows, v1.transpose(1, 2)), w2)
+        return layout.back(out * layout.weights)
+
+    form: Form = getattr(self, FORM, Form())
+    return routed_sum(made, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)

@@ -1,0 +1,281 @@
+"""What expressions in a loop over experts stand for: its expert, the tokens that have chosen it, their rows, what it makes of them.
+
+    torch.where(selected == i)     found: (token, slot)         weights[token, slot, None]     weight, a column
+    x[token]                       rows                         self.experts[i](x[token])      made
+
+An expression that is none of them, and has no name of the loop in it, is free: it means outside what it means inside.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeGuard
+
+from torch import nn
+
+SWITCH: Final = "transformers.models.switch_transformers."
+"""There one-hot rows of choices come from another module, whose code makes them so."""
+
+
+class Unread(Exception):
+    """A statement that is not known in a loop over experts."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """What an expression of a loop stands for: its kind, the expressions of outside that it is made of, and what else tells it apart.
+
+    free       no more than outside of the loop
+    onehot     [tokens, slots, experts] of choices; masks: [experts, slots, tokens]; mask: those of the loop's expert; any: tokens with one
+    hits       the numbers of experts that are chosen; index: the loop's expert
+    found      where a mask is true; token, slot: its places
+    expert     the module; rows: what it is given; made: what it makes; weight: [rows, 1]; weighed: both
+    """
+
+    kind: str
+    of: tuple[ast.expr, ...] = ()
+    more: tuple[object, ...] = ()
+
+
+def numbered(held: Any, key: str) -> int:
+    """How many names of a dict are `key` and a number, from 0 on."""
+    count = 0
+    while f"{key}{count}" in held:
+        count += 1
+    return count
+
+
+class Terms:
+    """
+    known      what names stand for
+    within     names that the loop gives values
+    container  attributes from the module to what holds its experts, and `key`, what their names there begin with; None: they have numbers
+    choice     the expression of choices, which all masks are of; one_hot: it is rows of zeros and a one, or of zeros alone
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.known: dict[str, Term] = {}
+        self.within: set[str] = set()
+        self.container: tuple[str, ...] | None = None
+        self.key: str | None = None
+        self.expected: object = None
+        self.choice: ast.expr | None = None
+        self.one_hot = False
+
+    def holds(self, path: tuple[str, ...] | None, key: str | None) -> None:
+        """Where the experts are."""
+        held: Any = self.module
+        for name in path or ():
+            held = getattr(held, name, None)
+        wanted = nn.ModuleList if key is None else nn.ModuleDict
+        if path is None or not isinstance(held, wanted):
+            raise Unread
+        count = len(held) if key is None else numbered(held, key)
+        if count < 2 or self.expected not in (None, count):
+            raise Unread
+        if self.container not in (None, path):
+            raise Unread
+        self.container, self.key = path, key
+
+    def own_value(self, test: ast.expr) -> object:
+        """Of an expression of the module's attributes alone."""
+        if not names_of(test) <= {"self", "len"}:
+            raise Unread
+        try:
+            return eval(compile(ast.Expression(test), "", "eval"), {"self": self.module, "len": len})  # noqa: S307 - the user's own code
+        except Exception as error:
+            raise Unread from error
+
+    def kind(self, x: ast.expr) -> str:
+        try:
+            return self.term(x).kind
+        except Unread:
+            return ""
+
+    def tokens(self, places: ast.expr) -> bool:
+        """Whether it indexes tokens: by the places of a mask, or by a mask of tokens."""
+        inner = places.elts if isinstance(places, ast.Tuple) else [places]
+        kinds = [self.kind(each) for each in inner]
+        return all(kind == "token" for kind in kinds) or kinds == ["any"]
+
+    def chosen(self, choice: ast.expr) -> None:
+        if self.choice is not None and ast.dump(self.choice) != ast.dump(choice):
+            raise Unread
+        self.choice = choice
+
+    def term(self, x: ast.expr) -> Term:
+        if isinstance(x, ast.Name) and x.id in self.known:
+            return self.known[x.id]
+        found = self.subscript(x) if isinstance(x, ast.Subscript) else self.called(x) if isinstance(x, ast.Call) else None
+        if isinstance(x, ast.Compare) and len(x.ops) == 1 and isinstance(x.ops[0], ast.Eq) and self.kind(x.comparators[0]) == "index":
+            self.free(x.left)
+            self.chosen(x.left)
+            found = Term("mask", (x.left,))
+        if isinstance(x, ast.Compare) and len(x.ops) == 1 and isinstance(x.ops[0], ast.Gt) and is_zero(x.comparators[0]):
+            found = self.summed(x.left)
+        if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult):
+            found = self.times(self.term(x.left), self.term(x.right))
+        return found or self.free(x)
+
+    def free(self, x: ast.expr) -> Term:
+        if any(name in self.within or self.known.get(name, Term("")).kind not in ("", "zeros") for name in names_of(x)):
+            raise Unread
+        return Term("free", (x,))
+
+    def times(self, left: Term, right: Term) -> Term | None:
+        if left.kind == "made":
+            left, right = right, left
+        if right.kind != "made":
+            return None
+        if left.kind == "rows":  # weights [tokens, 1]
+            return Term("weighed", (*right.of, *left.of), ("token",))
+        if left.kind == "weight" and "wide" in left.more:
+            return Term("weighed", (*right.of, *left.of), left.more)
+        raise Unread
+
+    def summed(self, x: ast.expr) -> Term | None:
+        """`masks.sum(dim=(-1, -2))`"""
+        summed = isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "sum"
+        if summed and self.kind(x.func.value) == "masks" and {-1, -2} == set(numbers_of([*x.args, *(k.value for k in x.keywords)])):  # type: ignore[attr-defined]
+            return Term("counted")
+        return None
+
+    def subscript(self, x: ast.Subscript) -> Term | None:
+        index = x.slice
+        inner = list(index.elts) if isinstance(index, ast.Tuple) else [index]
+        kinds = [self.kind(each) if not is_none(each) else "none" for each in inner]
+        path = path_of(x.value)
+        if path is not None and len(inner) == 1 and (key := self.key_of(index)) is not False:
+            assert key is None or isinstance(key, str)
+            self.holds(path, key)
+            return Term("expert")
+        value = self.subscript(x.value) if isinstance(x.value, ast.Subscript) else self.known.get(getattr(x.value, "id", ""))
+        if value is not None and value.kind == "masks" and kinds == ["index"]:
+            return Term("mask", value.of, ("turned", *value.more))
+        if value is not None and value.kind == "index" and is_zero(index):
+            return Term("index")
+        if value is not None and value.kind == "weight" and len(inner) == 2 and isinstance(inner[0], ast.Slice) and kinds[1] == "none":
+            return Term("weight", value.of, (*value.more, "wide"))
+        if not {"token", "any"} & set(kinds):
+            return None
+        of = self.free(x.value).of
+        wide = ("wide",) if kinds[-1] == "none" else ()
+        plain = [kind for kind in kinds if kind != "none"]
+        if kinds[0] == "none" and plain == ["token"]:
+            return Term("rows_in_one", of)
+        if plain == ["any"] or set(plain) == {"token"}:
+            return Term("weight", of, ("token", *wide)) if wide else Term("rows", of)
+        if plain[-1] == "slot" and set(plain[:-1]) == {"token"}:
+            return Term("weight", of, ("choice", *wide))
+        if plain[-1] == "index" and (plain[:-1] == ["any"] or set(plain[:-1]) == {"token"}):
+            return Term("weight", of, ("expert", *wide))
+        raise Unread
+
+    def key_of(self, index: ast.expr) -> str | None | bool:
+        """None: by number; a text: by a name that begins so; False: it is no index of an expert."""
+        if self.kind(index) == "index":
+            return None
+        parts = index.values if isinstance(index, ast.JoinedStr) else []
+        if len(parts) == 2 and isinstance(parts[0], ast.Constant) and isinstance(parts[1], ast.FormattedValue):
+            return str(parts[0].value) if self.kind(parts[1].value) == "index" else False
+        return "" if is_call(index, "str") and len(index.args) == 1 and self.kind(index.args[0]) == "index" else False
+
+    def called(self, x: ast.Call) -> Term | None:
+        if isinstance(x.func, ast.Name | ast.Subscript) and self.kind(x.func) == "expert":
+            rows = self.term(x.args[0]) if len(x.args) == 1 and not x.keywords else Term("")
+            return Term("made", rows.of) if rows.kind == "rows" else unread()
+        name = called_name(x)
+        if name in ("torch.where", "torch.nonzero") and self.kind(x.args[0]) in ("mask", "any") and len(x.args) == 1:
+            if name == "torch.nonzero" and not as_tuple(x):
+                raise Unread
+            found = self.term(x.args[0])
+            return Term("found", found.of, found.more)
+        if name in ("torch.nn.functional.one_hot", "F.one_hot", "nn.functional.one_hot", "one_hot"):
+            return Term("onehot", self.free(x.args[0]).of)
+        if name in ("torch.greater", "torch.gt") and len(x.args) == 2 and is_zero(x.args[1]):
+            return self.summed(x.args[0])
+        if name in ("torch.zeros_like", "torch.zeros"):
+            return Term("zeros")
+        return self.method(x) if isinstance(x.func, ast.Attribute) else None
+
+    def method(self, x: ast.Call) -> Term | None:
+        assert isinstance(x.func, ast.Attribute)
+        name, numbers = x.func.attr, list(numbers_of([*x.args, *(each.value for each in x.keywords)]))
+        of = self.term(x.func.value)
+        if name == "new_zeros":
+            return Term("zeros")
+        if of.kind == "onehot" and name == "permute" and numbers == [2, 1, 0]:
+            self.chosen(of.of[0])
+            return Term("masks", of.of)
+        if of.kind == "free" and name == "permute" and numbers == [2, 1, 0] and type(self.module).__module__.startswith(SWITCH):
+            self.chosen(of.of[0])
+            self.one_hot = True
+            return Term("masks", of.of)
+        if of.kind == "counted" and name == "nonzero" and not x.args and not x.keywords:
+            return Term("hits")
+        if of.kind in ("mask", "any") and name == "nonzero" and as_tuple(x):
+            return Term("found", of.of, of.more)
+        if of.kind == "mask" and name == "squeeze" and numbers == [0]:
+            return of
+        if of.kind == "mask" and name == "any" and numbers == [-1] and "turned" not in of.more:
+            return Term("any", of.of)
+        if of.kind == "any" and (name in ("view", "reshape") and numbers == [-1] or name == "flatten"):
+            return of
+        if of.kind == "rows_in_one" and name in ("reshape", "view") and numbers[:1] == [-1] and len(x.args) == 2:
+            return Term("rows", of.of)
+        if of.kind in ("weight", "rows") and name == "unsqueeze" and numbers in ([-1], [1]):
+            return Term("weight", of.of, (*(of.more or ("token",)), "wide"))
+        if of.kind in ("made", "weighed") and name in ("to", "type_as"):
+            return of
+        if of.kind == "index" and name == "item":
+            return of
+        return None if of.kind == "free" else unread()
+
+
+def unread() -> NoReturn:
+    raise Unread
+
+
+def names_of(x: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(x) if isinstance(each, ast.Name)}
+
+
+def is_zero(x: ast.expr) -> bool:
+    return isinstance(x, ast.Constant) and x.value == 0 and not isinstance(x.value, bool)
+
+
+def is_none(x: ast.expr) -> bool:
+    return isinstance(x, ast.Constant) and x.value is None
+
+
+def is_call(x: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    return isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id == name and not x.keywords
+
+
+def called_name(x: ast.Call) -> str:
+    return ast.unparse(x.func) if isinstance(x.func, ast.Attribute | ast.Name) else ""
+
+
+def as_tuple(x: ast.Call) -> bool:
+    return [each.arg for each in x.keywords] == ["as_tuple"] and getattr(x.keywords[0].value, "value", None) is True
+
+
+def numbers_of(given: Sequence[ast.expr]) -> Iterator[int]:
+    for each in given:
+        try:
+            value = ast.literal_eval(each)
+        except ValueError:
+            continue
+        yield from (value if isinstance(value, tuple | list) else [value])
+
+
+def path_of(x: ast.expr) -> tuple[str, ...] | None:
+    """Of `self.a.b` its attributes."""
+    names: list[str] = []
+    while isinstance(x, ast.Attribute):
+        names.append(x.attr)
+        x = x.value
+    return tuple(reversed(names)) if isinstance(x, ast.Name) and x.id == "self" else None

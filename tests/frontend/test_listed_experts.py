@@ -1,0 +1,168 @@
+"""Loops over modules of experts: which are read, that they mean what they meant, what training of them equals, what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshc
+from meshc.frontend.expert_loops import loop_of
+from meshc.frontend.expert_tape import NotRows, record
+from meshc.frontend.listed_experts import listed_experts, unchosen
+from tests.broad import broad
+from tests.zoo.loops import EXPERTS, LOOPS, WIDTH, Expert, Layer, Model
+
+SKIPS = {"Hit": True, "All": False, "Masked": True, "One": True, "Places": True}
+"""Whether an expert that nobody has chosen is not called."""
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_loop_is_one_product_that_means_the_same(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = LOOPS[kind]().double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    wanted = layer(x)
+    theirs = torch.autograd.grad(wanted.square().sum(), inputs, allow_unused=True)
+    loop = loop_of(layer)
+    assert loop is not None and loop.skips == SKIPS[kind]
+    with listed_experts(layer):
+        assert "forward" in layer.__dict__
+        mine = layer(x)
+        grads = torch.autograd.grad(mine.square().sum(), inputs, allow_unused=True)
+    assert "forward" not in layer.__dict__ and "_meshc_experts" not in layer.__dict__
+    torch.testing.assert_close(mine, wanted)
+    for grad, their in zip(grads, theirs, strict=True):
+        assert grad is not None
+        torch.testing.assert_close(grad, torch.zeros_like(grad) if their is None else their)
+
+
+def trained(model: nn.Module, mesh: str, microbatches: int | None = None) -> meshc.Program:
+    """A step with AdamW, whose decay moves whatever it does not pass over."""
+    model.double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.1)
+    step = meshc.TrainStep(model, optimizer=optimizer, loss=lambda y: y.square().mean(), clip_grad_norm=1.0, microbatches=microbatches)
+    torch.manual_seed(1)
+    return meshc.compile(step, meshc.Mesh(mesh), args=(torch.randn(8, 6, WIDTH, dtype=torch.float64),))
+
+
+LEAN = 1e3
+MESHES = ("dp=2", "ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2")
+
+
+@pytest.mark.parametrize(
+    "kind, mesh, microbatches",
+    [
+        ("Hit", "ep=2", 2), ("All", "dp=2,ep=2", None),
+        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES), *(broad("Hit", mesh, 2) for mesh in MESHES),
+    ],
+)  # fmt: skip
+def test_experts_that_nobody_chooses_are_left_alone_as_on_one_device(kind: str, mesh: str, microbatches: int | None) -> None:
+    """Loss, gradients, three steps of parameters and of the optimizer's state, step counts too."""
+    model = Model(kind, lean=LEAN)
+    assert len(unchosen(model)) == (4 * EXPERTS * 2 if SKIPS[kind] else 0)
+    verified = meshc.verify(trained(model, mesh, microbatches), dtype=torch.float64)
+    assert verified.ok, verified
+
+
+@pytest.mark.broad
+def test_equal_layers_are_captured_once() -> None:
+    found = trained(Model("Hit", layers=6, lean=LEAN), "ep=2")
+    assert not any("one by one" in note for note in found.compiled.notes), found.compiled.notes
+    assert meshc.verify(found, dtype=torch.float64).ok
+
+
+def test_an_update_that_passes_experts_over_reads_what_it_has_not_written() -> None:
+    """One in place for many would have overwritten it: such parameters have one each."""
+    from meshc import ir
+
+    found = trained(Model("Hit", layers=1), "ep=2").compiled
+    names = [ir.op_name(node) for stage in found.stages.values() for node in ir.calls(stage.graph)]  # type: ignore[union-attr]
+    assert names.count("meshc.adam_many_") == 1 and names.count("meshc.adam") == 4 * EXPERTS
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (lambda x: x - x.mean(0), "aten.mean.dim is not known to keep its rows apart"),
+        (lambda x: x.softmax(0), "aten._softmax.default"),
+        (lambda x: x.flip(0), "aten.flip.default"),
+        (lambda x: x @ x.T @ x, "aten.permute.default"),
+        (lambda x: x * x.shape[0], "mul reads how many rows there are"),
+        (lambda x: x[:1], "aten.slice.Tensor"),
+    ],
+)  # fmt: skip
+def test_an_expert_whose_rows_know_of_each_other_is_not_taken(made: Any, said: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return made(self.linear(x))
+
+    with pytest.raises(NotRows, match=re.escape(said)):
+        record(Odd())
+
+
+def test_what_works_within_a_row_is_taken() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.up(x).chunk(2, dim=-1)
+            return F.layer_norm(self.down(F.gelu(gate) * up.softmax(-1)).view(x.shape[0], 2, 4), (4,)).flatten(1)
+
+    tape = record(Gated())
+    assert tape.weights == (("up", "weight"), ("up", "bias"), ("down", "weight"), ("down", "bias")) and not tape.draws
+
+
+def test_experts_of_two_kinds_are_refused_with_the_line() -> None:
+    model = Model("All", layers=1)
+    model.layers[0].experts[3] = Expert(16)  # type: ignore[union-attr, operator]
+    with pytest.raises(meshc.CaptureError, match="expert 0 and expert 3 differ: ") as raised:
+        trained(model, "ep=2")
+    assert "loops.py:" in str(raised.value) and "what to do: experts of one class and size" in str(raised.value)
+
+
+class Summed(Layer):
+    """A statement in the loop that no product can stand for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        selected = self.gate(x).argmax(-1)
+        out, before = torch.zeros_like(x), torch.zeros_like(x[0, 0])
+        for i, expert in enumerate(self.experts):
+            row, place = torch.where(selected == i)
+            before = before + x[row, place].sum(0)
+            out[row, place] += expert(x[row, place] + before)
+        return out
+
+
+def test_another_loop_is_left_to_torch_which_names_its_line() -> None:
+    assert loop_of(Summed()) is None
+    with pytest.raises(meshc.CaptureError, match=r"test_listed_experts.py:\d+ `row, place = torch.where\(selected == i\)`"):
+        meshc.compile(Summed(), meshc.Mesh("dp=2"), args=(torch.randn(4, 3, WIDTH),))
+
+
+def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:
+    model = Model("All", layers=1)
+    for index in range(EXPERTS):
+        model.layers[0].experts[index].down = nn.Sequential(nn.Dropout(0.5), nn.Linear(12, WIDTH))  # type: ignore[union-attr, operator]
+    with pytest.raises(meshc.CaptureError, match="these experts have dropout"):
+        trained(model, "ep=2")
+
+
+def test_a_capacity_is_of_loops_too() -> None:
+    model = Model("Hit").double()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    options = meshc.Options(expert_capacity=0.75)
+    found = meshc.compile(step, meshc.Mesh("ep=2"), options=options, args=(torch.randn(8, 6, WIDTH, dtype=torch.float64),))
+    assert meshc.verify(found, dtype=torch.float64).ok
+    assert {port.name for port in found.compiled.outputs if port.kind == "metric"} >= {"routed:layers.0", "dropped:layers.1"}
