@@ -45,6 +45,8 @@ class Row:
     fused: bool
     remat: str | None = None
     way: str | None = None
+    budget: int | None = None
+    again: str | None = None
     problem: str | None = None
     losses: list[float] = field(default_factory=list)
     loss_error: float | None = None
@@ -134,7 +136,8 @@ class Bench:
 
     def run(self, pairs: int) -> None:
         for contender in self.contenders:
-            row = Row(contender.title(self.plan), contender.system, contender.mode, contender.fused, contender.remat, contender.way)
+            asked = (contender.remat, contender.way, contender.budget, contender.again)
+            row = Row(contender.title(self.plan), contender.system, contender.mode, contender.fused, *asked)
             self.rows.append(row)
             self._prepare(contender, row)
         gc.collect()

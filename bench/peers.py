@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checkpointed import checkpointed
 from models import Batch, Decoder, SplitAttention, Workload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +57,10 @@ class Contender:
     """meshc's policy; None: its default."""
     way: str | None = None
     """Of a peer by hand, how it is done; of meshc another plan than that of the row."""
+    budget: int | None = None
+    """Bytes that a rank may hold: meshc's `memory_budget`."""
+    again: str | None = None
+    """Of DDP and FSDP2: how layers are made again (`checkpointed.py`)."""
 
     def title(self, plan: str) -> str:
         peers = {"ddp": "DDP", "fsdp": "FSDP2", "megatron": "parallelize_module", "megatron_sp": "parallelize_module, sequence"}
@@ -63,6 +68,8 @@ class Contender:
         name = {"single": "single process", "peer": peers[plan], "meshc": "meshc"}[self.system]
         name += "" if self.remat is None else f", remat {self.remat}"
         name += f", {self.way}" if self.system == "meshc" and self.way is not None else ""
+        name += "" if self.budget is None else f", {self.budget / 2**20:.1f} MiB"
+        name += "" if self.again is None else f", checkpoint {self.again}"
         return name if self.fused else f"{name}, default AdamW"
 
     @property
@@ -99,7 +106,7 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     schedule, _, count = plan.partition("-")
     step = meshc.TrainStep(model, optimizer=optimizer, loss=workload.loss, microbatches=int(count or 1))
-    options = meshc.Options(schedule=schedule if count else None, remat=contender.remat)
+    options = meshc.Options(schedule=schedule if count else None, remat=contender.remat, memory_budget=contender.budget)
     backend = "inductor" if contender.compiled else "eager"
     text = contender.way or (None if count or plan in ("cp", "ep") else plan)
     program = meshc.compile(step, mesh, plan=text, backend=backend, options=options)
@@ -107,13 +114,17 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
 
 
 def _ddp(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh) -> Built:
-    model = DistributedDataParallel(workload.build(), process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    model = workload.build()
+    checkpointed(model, _blocks(model), contender.again)
+    if contender.again is not None:
+        torch._dynamo.config.optimize_ddp = False  # it refuses the operator that a checkpoint is in a graph
+    model = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
     return _trainer(model, workload, contender, part=_part)
 
 
 def _fsdp(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh) -> Built:
     model = workload.build()
-    for block in _blocks(model):
+    for block in checkpointed(model, _blocks(model), contender.again):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _trainer(model, workload, contender, part=_part)

@@ -6,12 +6,14 @@
     chunks 8           annotate .. park_state   recompute   park .. memory
 
 Within a budget a program is lowered again and again, each time for a little less (`within_budget.py`); and so are changes that are tried
-where none keeps it (`would_do.py`). The last beginning is remembered. Passes after it write into a copy.
+where none keeps it (`would_do.py`): each as the closest program came, and then as it would be for the user. The last beginnings are
+remembered, as many as are asked for. Passes after them write into a copy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Final
 
 from meshc.ir.graph import copied
 from meshc.passes.driver import pipeline
@@ -21,11 +23,15 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
+from meshc.plan.plan import Plan
 
 ASKED_LATER = ("remat", "spare")
 """What of a request nobody reads before `recompute`."""
 OWN = ("request", "plan", "sizes", "seconds", "pins", "chunked", "assignment")
 """What of a phase follows from its request, is of no consequence, or is made by the passes from `annotate` on."""
+
+ALIKE: Final = (str, int, float, Plan)
+"""What says all that it is as text."""
 
 
 def begin(placed: Placed, hook: Hook | None) -> Lowered:
@@ -34,21 +40,33 @@ def begin(placed: Placed, hook: Hook | None) -> Lowered:
     return run_all(pipeline.GROWN, partitioned, hook)
 
 
-@dataclass
-class Begun:
+@dataclass(frozen=True)
+class _Beginning:
     """`placed`: what it began with, `left` what came of that, and `heard` what a hook is to hear of it."""
 
-    placed: Placed | None = None
-    left: Lowered | None = None
-    heard: Heard = field(default_factory=Heard)
+    placed: Placed
+    left: Lowered
+    heard: Heard
+
+
+@dataclass
+class Begun:
+    """`most`: how many beginnings are remembered."""
+
+    most: int = 1
+    kept: list[_Beginning] = field(default_factory=list)
+    """What was asked for last comes first."""
 
     def begin(self, placed: Placed, hook: Hook | None) -> Lowered:
-        """The same; of what was asked last, what is there."""
-        if self.left is None or self.placed is None or not _alike(placed, self.placed):
-            self.placed, self.left, self.heard = None, None, Heard()
-            self.left, self.placed = begin(placed, self.heard.hook), placed
-        self.heard.tell(hook)
-        left, request = self.left, placed.request
+        """The same; of what was asked lately, what is there."""
+        one = next((each for each in self.kept if _alike(placed, each.placed)), None)
+        if one is None:
+            del self.kept[self.most - 1 :]  # before the next is made
+            heard = Heard()
+            one = _Beginning(placed, begin(placed, heard.hook), heard)
+        self.kept = [one, *(each for each in self.kept if each is not one)]
+        one.heard.tell(hook)
+        left, request = one.left, placed.request
         stages = {name: replace(stage, graph=copied(stage.graph)) for name, stage in left.stages.items()}
         return replace(left, request=request, placed=replace(left.placed, request=request), stages=stages)
 
@@ -63,4 +81,4 @@ def _alike(one: Placed, other: Placed) -> bool:
 
 def _equal(one: object, other: object, names: list[str]) -> bool:
     pairs = [(getattr(one, name), getattr(other, name)) for name in names]
-    return all(mine is its or (isinstance(mine, str | int | float) and mine == its) for mine, its in pairs)
+    return all(mine is its or (isinstance(mine, ALIKE) and type(mine) is type(its) and str(mine) == str(its)) for mine, its in pairs)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -38,6 +39,9 @@ from meshc.passes.trace import parts
 from meshc.passes.trace.expert_groups import splits
 from meshc.program import instance
 from meshc.program.program import PlainProgram
+
+REFUSED: Final = 6
+"""Beginnings that are remembered while changes are tried of what is refused: about as many as there are changes."""
 
 
 def compile_program(request: Request, hook: Hook | None = None, traced: Traced | None = None) -> tuple[PlainProgram, Lowered]:
@@ -118,7 +122,7 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
         left = _within_budget(placed, hook)
     except DoesNotFit as error:
         raise refuse.no_stages(placed, error, _lowered) from None
-    refuse.what_holds_more(placed, left, _lowered)
+    refuse.what_holds_more(placed, left, partial(_lowered, begun=Begun(REFUSED)))
     return left
 
 

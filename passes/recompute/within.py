@@ -54,9 +54,12 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
         least = least or _Made(lowered, can, *trade.within(fewest))
         if least.held > budget:
             # what is made again is in memory as well: one of those between may hold less
-            between = [_Made(lowered, can, *trade.within(whole * part // PARTS)) for part in range(PARTS - 1, 0, -1)]
-            fits = [one for one in between if one.held <= budget]
-            return (fits[0] if fits else min((*between, made, least), key=lambda one: one.held)).left
+            between: list[_Made] = []
+            for part in range(PARTS - 1, 0, -1):
+                between.append(_Made(lowered, can, *trade.within(whole * part // PARTS)))
+                if between[-1].held <= budget:
+                    return between[-1].left
+            return min((*between, made, least), key=lambda one: one.held).left
     assert least is not None
     return least.left
 

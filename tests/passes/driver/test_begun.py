@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshc
-from meshc.passes.driver import begun
+from meshc.passes.driver import begun, compile
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
@@ -45,6 +45,22 @@ def test_a_program_is_the_same_and_begins_once(monkeypatch: pytest.MonkeyPatch) 
     found = text(int(least))
     monkeypatch.setattr(begun.Begun, "begin", lambda self, placed, hook: plain(placed, hook))
     assert refusal(64, 256, memory_budget=1) == said and text(int(least)) == found
+
+
+def test_changes_begin_once_as_they_are_tried_and_as_they_are_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last beginning alone is remembered they begin more often, and the refusal says the same."""
+    plain, counts, said = begun.begin, list[int](), list[str]()
+
+    def begin(placed: Placed, hook: Hook | None) -> Lowered:
+        counts[-1] += 1
+        return plain(placed, hook)
+
+    monkeypatch.setattr(begun, "begin", begin)
+    for most in (compile.REFUSED, 1):
+        monkeypatch.setattr(compile, "REFUSED", most)
+        counts.append(0)
+        said.append(refusal(64, 256, memory_budget=230_000))
+    assert said[0] == said[1] and counts[0] < counts[1], (said, counts)
 
 
 def test_what_is_asked_otherwise_begins_anew() -> None:
