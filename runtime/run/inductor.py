@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -31,7 +31,7 @@ from meshc.ir import KEY, is_getitem, record, runs_on_host, set_record, spmd
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.regions import blocks, is_number
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
-from meshc.private import FakeTensorMode, TracingContext, tracing
+from meshc.private import FakeTensor, FakeTensorMode, TracingContext, tracing
 from meshc.program.accumulate import is_added
 from meshc.program.flying import awaited
 from meshc.program.program import Stage
@@ -193,13 +193,20 @@ class _Region:
         return self.known[key]
 
 
+class _Sized(FakeTensorMode):
+    """Tensors have the sizes that they have, whatever torch asks for by default; integers stay open."""
+
+    def from_tensor(self, tensor: torch.Tensor, *, static_shapes: bool | None = None, **asked: Any) -> FakeTensor:
+        return super().from_tensor(tensor, static_shapes=True, **asked)
+
+
 @contextmanager
 def _cached() -> Iterator[None]:
     """In it Inductor keeps what it compiles on disk, and finds what an earlier process has kept: for that torch asks for a tracing context
     that could hold symbolic sizes. Torch's key knows operators by name, so meshc's, whose code may change, are in the key's tag."""
     config = torch.compiler.config
     tag = f"{config.cache_key_tag} meshc {_version_of_operators()}"
-    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
+    context = TracingContext(_Sized(shape_env=ShapeEnv()))
     with config.patch(cache_key_tag=tag), tracing(context):  # type: ignore[attr-defined]  # torch adds it when it is imported
         yield
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx import Graph, Node
 
 from meshc.errors import MeshcError
@@ -90,6 +93,22 @@ def test_equal_regions_are_compiled_once(layers: int, odd: int, compiled: int, m
         (found,) = run([x])
         torch.testing.assert_close(found, x.relu() + layers + (odd >= 0))
     assert len(made) == compiled
+
+
+def test_regions_are_compiled_for_the_sizes_that_they_have() -> None:
+    """Torch, left alone, would leave them open: loops over products of symbols, and no memory that is known to be as large as another's."""
+    graph = Graph()
+    x, y = (graph.placeholder(name) for name in "xy")
+    value = graph.call_function(aten.mm.default, (graph.call_function(aten.neg.default, (x,)), y))
+    for node, shape in zip(graph.nodes, ((48, 64), (64, 2), (48, 64), (48, 2)), strict=True):
+        set_record(node, Record(shape, torch.float32))
+    graph.output([value])
+    stage = grouped(Stage("main", graph, ("input:x", "input:y"), ("output:a",)), {"dp": 1})
+    run = compile_regions(stage, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
+    with fresh_cache():
+        (found,), (code,) = run_and_get_code(run, [torch.ones(48, 64), torch.ones(64, 2)])
+    assert torch.equal(found, torch.full((48, 2), -64.0))
+    assert re.findall(r"empty_strided_cpu\(\((\w+, \w+)\)", code) == ["48, 64", "48, 2"]
 
 
 def test_in_a_region_of_a_text_what_needs_a_guard_runs_after_it_and_the_rest_is_compiled() -> None:
