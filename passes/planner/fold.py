@@ -91,12 +91,12 @@ def _own(space: Space, key: Key) -> Iterable[Hashable]:
     if isinstance(key, tuple):
         return key[0], decision.labels, decision.sizes, decision.options
     shapes = tuple((one.shape, str(one.dtype)) for one in records(key))
-    said = repr(_arguments(key)) if key.op == "call_function" else ""
+    said = repr(called_with(key)) if key.op == "call_function" else ""
     name = op_name(key) if key.op == "call_function" else key.op
     return name, said, shapes, records(key)[0].phase, decision.labels, decision.sizes, decision.options
 
 
-def _arguments(node: Node) -> tuple[object, ...]:
+def called_with(node: Node) -> tuple[object, ...]:
     """The arguments of a call that are no values, but for what each layer has of its own: numbers of random calls, and those in texts."""
     args = node.args if call_of(node) is None else with_call(node, 0)
     found = (one for argument in (*args, *node.kwargs.values()) for one in leaves(argument))

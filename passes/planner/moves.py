@@ -55,11 +55,12 @@ class Moves:
     _steps: dict[Moved, tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=dict)
     """Of axes that are called by their number, in the order in which they come: steps do not depend on what axes are called."""
     _prices: dict[Message, tuple[list[float], list[float]]] = field(default_factory=dict)
-    _latency: list[list[list[float]]] = field(default_factory=list)
+    _latency: _Rows = field(default_factory=lambda: _Rows())
     """Of each list of steps, by message and way: seconds whatever the bytes; `_per_byte` seconds for each byte of the whole value."""
-    _per_byte: list[list[list[float]]] = field(default_factory=list)
+    _per_byte: _Rows = field(default_factory=lambda: _Rows())
     _pairs: dict[object, tuple[Numbers, Floats, Floats]] = field(default_factory=dict)
-    _known: dict[Number, int] = field(default_factory=dict)
+    _known: dict[Level, tuple[NDArray[np.int64], Numbers]] = field(default_factory=dict)
+    """By level the numbers of pairs of forms, in order, and of each its list of steps."""
     _codes: dict[Axes, int] = field(default_factory=dict)
     _owed: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], int] = field(default_factory=dict)
     """What is pending before and after, by number."""
@@ -101,14 +102,11 @@ class Moves:
         pairs.note(self._pending(sources, targets))
         _, first, place = np.unique(pairs.tail, return_index=True, return_inverse=True)
         rows, columns = np.unravel_index(first, pairs.stay.shape)
-        lists = np.array([
-            self._list((pairs.level, key), sources[row], targets[column])
-            for key, row, column in zip(pairs.tail.ravel()[first].tolist(), rows.tolist(), columns.tolist(), strict=True)
-        ])  # fmt: skip
+        lists = self._listed(pairs.level, pairs.tail.ravel()[first], sources, targets, rows, columns)
         kinds, place = np.unique(place.reshape(pairs.stay.shape) * (pairs.stay.max() + 1) + pairs.stay, return_inverse=True)
         lists, stay = lists[kinds // (pairs.stay.max() + 1)], kinds % (pairs.stay.max() + 1)
         lists, each = np.unique(lists, return_inverse=True)
-        latency, per_byte = (_filled([table[number] for number in lists])[each] for table in (self._latency, self._per_byte))
+        latency, per_byte = self._latency.of(lists)[each], self._per_byte.of(lists)[each]
         return place.reshape(pairs.stay.shape), latency, per_byte / stay[:, None, None]
 
     def _pending(self, sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.int64]:
@@ -125,17 +123,29 @@ class Moves:
             found = self._changes[raw]
         return found
 
-    def _list(self, key: Number, source: Form, target: Form) -> int:
-        """The number of the steps of a pair of forms; pairs with one key have the same."""
-        number = self._known.get(key)
-        if number is None:
-            moved = _moved(source, target)
-            number = self._lists.setdefault(moved, len(self._lists))
-            if number == len(self._latency):
-                found = [self._message(one) for one in self.messages(*moved) if one[0] != "slice"]
-                self._latency.append([one for one, _ in found])
-                self._per_byte.append([one for _, one in found])
-            self._known[key] = number
+    def _listed(
+        self, level: Level, keys: NDArray[np.int64], sources: Sequence[Form], targets: Sequence[Form], rows: Numbers, columns: Numbers
+    ) -> Numbers:  # fmt: skip
+        """The lists of steps of pairs of forms, by the pairs' numbers, which are in order: pairs with one number have the same."""
+        known, lists = self._known.get(level, (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.intp)))
+        place = np.searchsorted(known, keys)
+        fresh = np.flatnonzero(known[np.minimum(place, len(known) - 1)] != keys) if len(known) else np.arange(len(keys))
+        if len(fresh):
+            ends = zip(rows[fresh].tolist(), columns[fresh].tolist(), strict=True)
+            new = [self._list(sources[row], targets[column]) for row, column in ends]
+            known, lists = np.insert(known, place[fresh], keys[fresh]), np.insert(lists, place[fresh], new)
+            self._known[level] = known, lists
+            place = np.searchsorted(known, keys)
+        return lists[place]
+
+    def _list(self, source: Form, target: Form) -> int:
+        """The number of the steps of a pair of forms."""
+        moved = _moved(source, target)
+        number = self._lists.setdefault(moved, len(self._lists))
+        if number == len(self._latency):
+            found = [self._message(one) for one in self.messages(*moved) if one[0] != "slice"]
+            self._latency.add([one for one, _ in found])
+            self._per_byte.add([one for _, one in found])
         return number
 
     def messages(
@@ -227,17 +237,30 @@ def _steps(
     return tuple((step.kind, tuple(map(int, step.axes))) for step in merge(steps(source, target)))
 
 
-def _filled(rows: Sequence[Sequence[Sequence[float]]]) -> Floats:
-    """Lists of messages as one array, [list, message, way]: nothing where a list is shorter."""
-    found = np.zeros((len(rows), max(map(len, rows), default=0), WAYS))
-    for at, row in enumerate(rows):
+class _Rows:
+    """Lists of messages as one array that grows, [list, message, way]: nothing where a list is shorter."""
+
+    def __init__(self) -> None:
+        self._table, self._count = np.zeros((64, 1, WAYS)), 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, row: Sequence[Sequence[float]]) -> None:
+        count, most, _ = self._table.shape
+        more = count if self._count == count else 0, max(0, len(row) - most), 0
+        if any(more):
+            self._table = np.pad(self._table, [(0, one) for one in more])
         if row:
-            found[at, : len(row)] = row
-    return found
+            self._table[self._count, : len(row)] = row
+        self._count += 1
+
+    def of(self, numbers: Numbers) -> Floats:
+        """So many messages as the longest of these has at least."""
+        return self._table[numbers]
 
 
 def _moved(source: Form, target: Form) -> Moved:
     slots = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a != b)
     before, after = (tuple(owed for owed in one[1] if owed not in other[1]) for one, other in ((source, target), (target, source)))
     return slots, before, after
-

@@ -19,13 +19,14 @@ from meshc.cost import operators as roofline
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops
 from meshc.cost.links import collective_seconds
-from meshc.ir import op_name, records, spmd
+from meshc.ir import leaves, op_name, records, spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape, tile_sizes
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Lowering
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.place.spread import spread
+from meshc.passes.planner.fold import called_with
 from meshc.passes.planner.space import Axes, Floats, Made, Option
 from meshc.program import packing
 
@@ -37,6 +38,8 @@ class Operators:
     sizes: Mapping[str, int]
     device: Device
     _lowered: dict[object, float] = field(default_factory=dict)
+    _called: dict[Node, object] = field(default_factory=dict)
+    """What a call is, whatever values it is of: equal ones are written out alike."""
     _parts: dict[tuple[int, Axes], float] = field(default_factory=dict)
 
     def seconds(self, node: Node, labels: Mapping[object, int], options: Sequence[Option]) -> Floats:
@@ -90,11 +93,26 @@ class Operators:
         return total
 
     def _written_out(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
-        key = instance.node, tuple(axes.items())
+        if instance.node not in self._called:
+            self._called[instance.node] = self._call(instance)
+        key = self._called[instance.node], tuple(axes.items())
         found = self._lowered.get(key)
         if found is None:
             found = self._lowered[key] = self._lower(instance, axes)
         return found
+
+    def _call(self, instance: Instance) -> object:
+        alike: dict[int, int] = {}
+        values = (*instance.values, *((instance.node, index) for index in range(len(instance.results))))
+        dims = [
+            [[(alike.setdefault(factor, len(alike)), self.factors.size[factor]) for factor in row] for row in self.factors.dims[value]]
+            for value in values
+        ]  # fmt: skip
+        kinds = [(records(node)[index].shape, str(records(node)[index].dtype)) for node, index in values]
+        tokens = instance.operands, instance.results, sorted(instance.tied.items()), list(instance.size.items())
+        node, rule = instance.node, instance.rule
+        given = [isinstance(one, Node) for argument in (*node.args, *node.kwargs.values()) for one in leaves(argument)]
+        return op_name(node), repr((called_with(node), given, dims, kinds, tokens, rule.kind, rule.first))
 
     def _lower(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
         build = Builder(self.sizes)

@@ -109,6 +109,8 @@ class Search:
         self.everything = [np.arange(len(own)) for own in self.model.own]
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: Narrowed | None = None
+        self._fewest: list[Pick] = []
+        """The choice that holds fewest bytes, once it has been looked for; for all questions about the same choices."""
         self.smallest: Found | None = None
         """The choice that holds least, where it had to be looked for."""
         self._begun: Narrowed | None = None
@@ -134,7 +136,9 @@ class Search:
             near._step(lambda: near._nearest(near._within(budget, near=True)[0], budget))
         picks, bound = near._within(budget)
         if not any(near.held(one) <= budget for one in picks):
-            smallest = least(near.model, near.memory, near.everything, picks).best
+            if not near._fewest:  # they are the same for any budget, and whatever counts of seconds
+                near._fewest.append(least(near.model, near.memory, near.everything, picks).best)
+            smallest = min([*near._fewest, *picks], key=near.held)
             self.smallest, picks = near._with_certificate(smallest, bound, budget), [*picks, smallest]
         fitting = [one for one in picks if near.held(one) <= budget]
         self.least = near.least
@@ -170,7 +174,7 @@ class Search:
     def making_again(self) -> Search:
         """The same search, where backward may make values again."""
         other = copy(self)
-        other.again, other.least, other.smallest = True, None, None
+        other.again, other.least, other.smallest, other._fewest = True, None, None, []
         other.memory = Memory(other.model, self.placed, True)
         return other
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshc.cost.devices import device
+from meshc.passes.planner import search as searching
 from meshc.passes.planner.least import least
 from meshc.passes.planner.search import Search
 from tests.broad import broad
@@ -21,6 +22,17 @@ def test_nothing_holds_less_than_what_is_found(seed: int) -> None:
     fewest = min(fullest(memory, pick) for pick in choices(model))
     assert found.held == fullest(memory, found.best) == pytest.approx(fewest, rel=1e-3)
     assert found.bound <= fewest + GIGA * 1e-9
+
+
+def test_the_fewest_are_looked_for_once_whatever_the_budget_and_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values are made again, others are the fewest."""
+    asked = []
+    monkeypatch.setattr(searching, "least", lambda *given: asked.append(given) or least(*given))
+    search = Search(two(1 << 10, 512, 2048, "dp=2,tp=2", "dp: auto\ntp: auto"), device("h100"))
+    assert [search.found(1000.0), search.found(2000.0), search.hiding().found(1000.0)] == [[], [], []] and len(asked) == 1
+    assert search.smallest is not None and search.smallest.certificate.held == search.least
+    again = search.making_again()
+    assert again.found(1000.0) == [] and len(asked) == 2
 
 
 @pytest.mark.broad

@@ -81,6 +81,23 @@ def test_a_split_log_softmax_is_priced_as_it_will_be_written() -> None:
     assert by_columns > by_rows + 2 * H100.collective_s
 
 
+def test_equal_calls_are_written_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal ones of three, on other values: what they cost is the same, and so is what it takes to say so."""
+    softmax = torch.log_softmax
+    graph = trace(lambda x, y: (softmax(x, 1), softmax(x.exp(), 1), softmax(y, 1)), torch.randn(512, 1024), torch.randn(512, 2048))
+    nodes = [node for node in graph.nodes if op_name(node) == "aten._log_softmax"]
+    factors, written = factorize(graph), []
+    lower = Operators._lower
+    monkeypatch.setattr(Operators, "_lower", lambda self, *given: written.append(given) or lower(self, *given))
+    operators, found = Operators(factors, Mesh("tp=8"), {"tp": 8}, H100), []
+    for node in nodes:
+        tokens = tuple(factors.instances[node].size)
+        some = [Option(tuple(("tp",) if token == taken else () for token in tokens)) for taken in tokens]
+        found.append(operators.seconds(node, {token: at for at, token in enumerate(tokens)}, some).tolist())
+    assert len(nodes) == 3 and len(found[0]) == 2 and len(written) == 4
+    assert found[0] == found[1] and all(one < other for one, other in zip(found[0], found[2], strict=True))
+
+
 @pytest.mark.parametrize("bias", [(512,), (256, 512), (256, 1)])
 def test_a_product_with_a_bias_is_priced_as_it_will_be_written(bias: tuple[int, ...]) -> None:
     """Under every option: where the sum is split, each rank but the first adds zeros, which are made."""
