@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshc.ir.functions import Function
+from meshc.private import TorchDispatchMode
 
 aten = torch.ops.aten
 
