@@ -132,8 +132,6 @@ def every_collective() -> None:
         for steps in range(1, size):
             shifted = collectives.ring_shift(x.transpose(0, 1), steps, world).wait()
             same(shifted, xs[(rank - steps) % size].transpose(0, 1), f"ring_shift {steps} {dtype} of a transposed view")
-        mirrored = collectives.mirror(x.transpose(0, 1), world).wait()
-        same(mirrored, xs[size - 1 - rank].transpose(0, 1), f"mirror {dtype} of a transposed view")
         successor, predecessor = (rank + 1) % size, (rank - 1) % size
         received = collectives.recv(torch.empty_like(x), world, predecessor)
         sent = collectives.send(x, world, successor)
@@ -248,7 +246,7 @@ def groups_of_a_mesh() -> None:
     # Nobody in a group of one.
     x = torch.arange(6.0).view(2, 3)
     assert collectives.all_reduce(x, None).wait() is x and collectives.scatter_dim(x, 1, None).wait() is x
-    assert collectives.ring_shift(x, 1, None).wait() is x and collectives.mirror(x, None).wait() is x
+    assert collectives.ring_shift(x, 1, None).wait() is x
     assert collectives.gather_dim(x, 1, None).wait() is x and collectives.all_to_all_dims(x, 0, 1, None).wait() is x
     dist.destroy_process_group()
     print("done")
@@ -349,12 +347,12 @@ def waits_for_one_that_raised() -> None:
             elif board.rank == 2:
                 collectives.all_reduce(torch.ones(1000, 1000), pairs[1]).wait()
             else:
-                time.sleep(15)
+                time.sleep(6)
     except PeerError as error:
-        assert time.monotonic() - start < 12 or board.rank == 3, time.monotonic() - start
+        assert time.monotonic() - start < 5 or board.rank == 3, time.monotonic() - start
         print(f"PeerError: {error}", flush=True)
     except ValueError:
-        time.sleep(14)
+        time.sleep(6)
 
 
 def whose_store_stands_still() -> None:
