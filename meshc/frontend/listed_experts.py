@@ -46,7 +46,7 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
     try:
         for path, each in module.named_modules():
             if _name(each) in ROUTERS:
-                marked.append(_settled(each))
+                marked.append(_settled(path, each))
             function = _forward(path, each)
             if function is not None and "forward" not in each.__dict__:
                 each.__dict__["forward"] = MethodType(function, each)
@@ -92,13 +92,14 @@ def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     return loop.forward
 
 
-def _settled(router: Any) -> nn.Module:
+def _settled(path: str, router: Any) -> nn.Module:
     """The layer that a router casts in forward, which is of that dtype already. Raises CaptureError."""
     layer: nn.Module = router.classifier
     if any(each.dtype != router.dtype for each in layer.parameters()):
         raise CaptureError(
-            f"a router casts its classifier to {router.dtype} in forward, in the middle of training; "
-            f"what to do: model.{{..}}.router.classifier.to({router.dtype}) before meshc.compile, or a config with the model's router_dtype"
+            f"the router {path} casts its classifier to {router.dtype} in forward, in the middle of training\n"
+            f"  what to do: call model.{path}.classifier.to({router.dtype}) for each such router before compiling, or give the config the "
+            "model's own dtype as router_dtype"
         )
     layer.__dict__["to"] = lambda dtype: layer
     return layer

@@ -18,7 +18,7 @@ travels before it is. Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -126,17 +126,25 @@ class Ring:
     def forward(self) -> list[Node]:
         q, k, v, *rest = self.local.operands
         bias = rest[0] if self.biased else None
+        parts = (
+            self.local.emit(meshc.attention_block.default, q, keys, values, self.bias(bias, step), *self.where(step))
+            for step, (keys, values) in enumerate(self.blocks(k, v))
+        )
+        out, lse = self.joined(parts)
+        return [self.narrow(out, q), lse]
+
+    def joined(self, parts: Iterable[Node]) -> tuple[Node, Node]:
+        """What attention to each block of the keys comes to together, each joined as soon as it is there: (output, log-sum-exp)."""
         emit, item = self.local.emit, self.local.item
         found: tuple[Node, Node] | None = None
-        for step, (keys, values) in enumerate(self.blocks(k, v)):
-            made = emit(meshc.attention_block.default, q, keys, values, self.bias(bias, step), *self.where(step))
+        for made in parts:
             part = item(made, 0), item(made, 1)
             if found is not None:
-                joined = emit(meshc.attention_merge.default, *found, *part)
-                part = item(joined, 0), item(joined, 1)
+                both = emit(meshc.attention_merge.default, *found, *part)
+                part = item(both, 0), item(both, 1)
             found = part
         assert found is not None
-        return [self.narrow(found[0], q), found[1]]
+        return found
 
     def backward(self) -> list[Node]:
         grad, q, k, v, *rest = self.local.operands

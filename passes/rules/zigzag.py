@@ -86,18 +86,13 @@ class Zigzag(Ring):
 
     def forward(self) -> list[Node]:
         q, k, v, *_ = self.local.operands
-        emit, item = self.local.emit, self.local.item
         asked = self.exchanged(q)
-        found: tuple[Node, Node] | None = None
-        for step, (keys, values) in enumerate(self.blocks(k, v)):
-            made = emit(meshc.attention_zigzag.default, asked, keys, values, self.scale, *self.place(step))
-            part = item(made, 0), item(made, 1)
-            if found is not None:
-                joined = emit(meshc.attention_merge.default, *found, *part)
-                part = item(joined, 0), item(joined, 1)
-            found = part
-        assert found is not None
-        return [self.exchanged(self.narrow(found[0], q)), self.exchanged(found[1])]
+        parts = (
+            self.local.emit(meshc.attention_zigzag.default, asked, keys, values, self.scale, *self.place(step))
+            for step, (keys, values) in enumerate(self.blocks(k, v))
+        )
+        out, lse = self.joined(parts)
+        return [self.exchanged(self.narrow(out, q)), self.exchanged(lse)]
 
     def backward(self) -> list[Node]:
         grad, q, k, v, *_, out, lse = self.local.operands
