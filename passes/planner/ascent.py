@@ -104,6 +104,7 @@ class Ascent:
             self._resume(start)
 
     def _begin(self) -> None:
+        self.late: dict[int, dict[int, Edge]] = {number: {} for number in self.common}
         self.at: list[list[tuple[Edge, Side, Side]]] = [[] for _ in self.own]
         for edge in self.edges:
             self.at[edge.maker.number].append((edge, edge.maker, edge.reader))
@@ -231,13 +232,23 @@ class Ascent:
         """What there is for a leg's two messages together."""
         if edge.share is None or edge.mine is None:
             return edge.price
+        late = self.late[edge.group]
+        own = late.pop(edge.leg, None)
+        while late:
+            self._take(late.popitem()[1])
+        if own is not None:
+            late[edge.leg] = own  # whatever it takes is not others'
         room: Floats = edge.price - edge.mine[:, edge.columns]
         room += edge.share
         return room
 
     def take(self, edge: Edge) -> None:
-        if edge.share is None or edge.mine is None:
-            return
+        """With new messages it takes another share, when another leg asks what there is: until then they may change again."""
+        if edge.share is not None:
+            self.late[edge.group][edge.leg] = edge
+
+    def _take(self, edge: Edge) -> None:
+        assert edge.share is not None and edge.mine is not None, "a leg that is late has a share"
         share: Floats = edge.maker.message[:, None] + edge.reader.message
         if edge.extra is not None:
             share -= edge.extra

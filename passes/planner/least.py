@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
-from scipy.optimize import linprog
 
 from meshc.passes.planner.ascent import Ascent
+from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
 from meshc.passes.planner.narrow import columns_of, decoded, together
@@ -99,11 +99,9 @@ class Least:
         """Weights of the moments at which the known choice that weighs least weighs most."""
         count = len(self.moments)
         rows = [[*(-walked[self.moments] / GIGA), 1.0] for walked in self.picks.values()]
-        found = linprog(
-            [*[0.0] * count, -1.0], rows, [0.0] * len(rows), [[*[1.0] * count, 0.0]], [1.0],
-            bounds=[*[(0, None)] * count, (None, None)], method="highs",
-        )  # fmt: skip
-        assert found.status == 0, found.message
+        bounds = [*[(0, None)] * count, (None, None)]
+        found = solved([*[0.0] * count, -1.0], rows, [0.0] * len(rows), [[*[1.0] * count, 0.0]], [1.0], bounds=bounds)
+        assert found is not None, "some choice weighs most"
         return [float(one) for one in found.x[:-1]]
 
 

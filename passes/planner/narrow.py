@@ -30,7 +30,9 @@ PAIRS: Final = 10_000
 LED: Final = 16
 """Linear programs at most."""
 AFTER: Final = 12
-"""Sweeps after each: where a program has moved the messages, sweeps move them on."""
+"""Sweeps after each at most: where a program has moved the messages, sweeps move them on, while one takes"""
+WORTH: Final = 2e-3
+"""this part of the gap."""
 REACH: Final = 0.4
 """So far, of what the dearest of its pairs costs beyond the bound, a program leads at first"""
 SHORTEST: Final = 0.01
@@ -47,13 +49,12 @@ ENOUGH: Final = 1e-2
 """Where the gap is this part of the seconds, so many more programs may close it:"""
 MORE: Final = 1
 CROSSED: Final = 6
-"""Branch and bound looks for a choice among so many of those that are known,"""
-FEW: Final = 500
-"""pairs that cost least and, behind every so many programs, which takes longer,"""
-MIXED: Final = 3
-"""what the last one mixes, while the gap is more than this part of the seconds, until it is so near to the best of them:"""
-WIDE: Final = 1.5e-2
-NEAR: Final = 1e-4
+"""Branch and bound looks for a choice among so many of those that are known and"""
+FEW: Final = 10_000
+"""pairs that cost least; where these choices are the same as before, from then on among"""
+MANY: Final = 20_000
+"""so many (among forty thousand it takes minutes), until it is so near to the best of them:"""
+NEAR: Final = 1e-3
 GOAL: Final = 1e-2
 """It is asked for a bound only where the gap is more than this part of the seconds, and over"""
 BOUNDED: Final = 10_000
@@ -123,30 +124,41 @@ def closed(found: Narrowed) -> Narrowed:
     """With what linear programs, and branch and bound, say of the options that are left. Programs over some of them lead the messages, and
     with these more options are dropped, until one is over all that is left."""
     weighed, reach, everything, enough, known = found.ascent.weighed, REACH, False, 0, {found.pick: found.seconds}
-    for number in range(LED):
+    crossed: list[set[int]] = []
+    few = FEW
+    for _ in range(LED):
         if found.gap <= CLOSE or enough > MORE:
             break
         columns, everything = _program(found, reach)
         relaxed = columns.relaxed()
         assert relaxed is not None, "a search without a budget has an answer"
         found = found.knowing(_note(known, _better(found.ascent, [columns.rounded(relaxed.shares)]), weighed))
-        if not relaxed.whole or (found.gap > ENOUGH and not everything):
+        if not relaxed.whole:
             kept = together(sorted(known, key=lambda one: (known[one], one))[:CROSSED], found.ascent)
-            if not relaxed.whole and (number + 1) % MIXED == 0 and (everything or found.gap > WIDE):
-                kept = mixed(columns, relaxed.shares, kept)
-            found = found.knowing(_note(known, _better(found.ascent, _crossed(found, kept)), weighed))
+            more = MANY if kept == crossed else few
+            if kept != crossed or more > few:
+                found = found.knowing(_note(known, _crossed(found, kept, more), weighed))
+            crossed, few = kept, more
         if everything:
             found = found.bounded(relaxed.bound)
             break
         ascent = guided(found.ascent, relaxed.charges)
-        for _ in range(AFTER):
-            ascent.sweep(found.seconds * (1 + MARGIN))
+        _swept(ascent, found.seconds)
         found = found.knowing(_note(known, decoded(ascent), weighed))
         rose = (ascent.bound - found.ascent.bound) / max(relaxed.bound - found.ascent.bound, MARGIN * found.seconds)
         reach *= WIDER if rose > GOOD else NARROWER if rose < POOR else 1.0
         found = found.led_by(ascent) if rose > 0 else found
         enough += found.gap <= ENOUGH
     return _bounded(found) if found.gap > GOAL else found
+
+
+def _swept(ascent: Ascent, known: float) -> None:
+    """Sweeps, while one takes enough."""
+    for _ in range(AFTER):
+        before = ascent.bound
+        ascent.sweep(known * (1 + MARGIN))
+        if ascent.bound - before < WORTH * (known - ascent.bound):
+            break
 
 
 def _note(known: dict[Pick, float], picks: Iterable[Pick], weighed: Weighed) -> dict[Pick, float]:
@@ -166,11 +178,11 @@ def _program(found: Narrowed, reach: float) -> tuple[Columns, bool]:
     return columns_of(found.ascent, found.seconds, together([found.pick], found.ascent), most=PAIRS, reach=reach)
 
 
-def _crossed(found: Narrowed, kept: Sequence[Collection[int]]) -> list[Pick]:
+def _crossed(found: Narrowed, kept: Sequence[Collection[int]], most: int) -> list[Pick]:
     """A choice by branch and bound among what is kept and what costs least."""
-    few, _ = columns_of(found.ascent, found.seconds, kept, most=FEW)
+    few, _ = columns_of(found.ascent, found.seconds, kept, most=most)
     pick, _ = few.whole(gap=NEAR)
-    return [] if pick is None else [pick]
+    return [] if pick is None else _better(found.ascent, [pick])
 
 
 def _bounded(found: Narrowed) -> Narrowed:

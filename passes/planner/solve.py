@@ -17,9 +17,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, vstack
 
+from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Group, Leg, Model, Pick
 from meshc.passes.planner.numbered import numbered
@@ -27,7 +28,6 @@ from meshc.passes.planner.space import Floats, Numbers
 
 MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
-ITERATIONS: Final = 2_000_000
 NODES: Final = 50
 GAP: Final = 1e-3
 SHARE: Final = 1e-6
@@ -246,13 +246,12 @@ class Columns:
         equal = least == most
         above, below = ~equal & np.isfinite(least), ~equal & np.isfinite(most)
         limits = np.concatenate([-least[above], most[below]])
-        found = linprog(
+        found = solved(
             np.array(self.cost) * MILLI, vstack([-matrix[above], matrix[below]]) if len(limits) else None, limits if len(limits) else None,
-            matrix[equal], least[equal], bounds=(0, None), method="highs", options={"maxiter": ITERATIONS},
+            matrix[equal], least[equal], bounds=(0, None),
         )  # fmt: skip
-        if found.status == 2:
+        if found is None:
             return None
-        assert found.status == 0, found.message
         weights = -found.ineqlin.marginals[len(limits) - len(self.moments) :] * self.part / MILLI if self.moments else ()
         charged = np.zeros(len(self.rows))
         charged[equal] = found.eqlin.marginals / MILLI

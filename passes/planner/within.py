@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from scipy.optimize import linprog
 
 from meshc.passes.planner.ascent import Ascent
+from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
 from meshc.passes.planner.narrow import MARGIN, Narrowed, columns_of, decoded, mixed, together
@@ -147,8 +147,8 @@ class Within:
         rows = [[*((self.budget - walked[self.moments]) * 1e-9), 1.0] for _, walked in self.picks.values()]
         seconds = [1e3 * one for one, _ in self.picks.values()]
         moments = len(self.moments)
-        found = linprog([*[0.0] * moments, -1.0], rows, seconds, bounds=[*[(0, None)] * moments, (None, None)], method="highs")
-        assert found.status == 0, found.message
+        found = solved([*[0.0] * moments, -1.0], rows, seconds, bounds=[*[(0, None)] * moments, (None, None)])
+        assert found is not None, "some choice costs most"
         return [float(one) * 1e-12 for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
     def programs(self, sizes: tuple[int, ...] = PROGRAMS) -> None:
