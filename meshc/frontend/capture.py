@@ -29,6 +29,7 @@ from meshc.frontend.side_effects import observed, unchecked
 from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unasked, unguarded, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
+from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -117,7 +118,7 @@ class JointGraph:
 def prepared(module: nn.Module) -> Iterator[None]:
     """Inside, the code of a model runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
-    with stock.prepared(module), trees.known(), unsorted_experts(), listed_experts(module), traced_flex():
+    with stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), traced_flex():
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
@@ -229,7 +230,7 @@ def torch_graph(
         untraceable.said_once(),
     ):
         try:
-            with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_flex(), observed() as seen:
+            with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), observed() as seen:
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, routed, take, upsample
+from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, recurrence, routed, take, upsample
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -20,6 +20,7 @@ def _collect() -> None:
         (check_index, ("check_index",)),
         (take, ("take", "take_backward", "one_hot")),
         (norm, ("square_sum",)),
+        (recurrence, ("recurrence", "recurrence_backward", "recurrence_end")),
         (grouped, ("grouped_mm", "grouped_outer")),
         (routed, ("routed_mm", "routed_outer")),
         (upsample, ("upsample", "upsample_backward")),

@@ -6,6 +6,7 @@ import meshc.ops.attention
 import meshc.ops.norm
 import meshc.ops.optim
 import meshc.ops.parts
+import meshc.ops.recurrence
 import meshc.ops.take  # noqa: F401
 from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     attention,
@@ -24,6 +25,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     optimizer,
     pooling,
     random,
+    recurrence,
     reduction,
     segments,
     selection,

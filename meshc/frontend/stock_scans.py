@@ -1,0 +1,126 @@
+"""Recurrences of stock `transformers` models, written so that a program does not grow with the sequence.
+
+    model:   for each position: state = a state + b, product with C        convolve with padding on both sides, cut to the sequence
+    traced:  one recurrence, one product of all positions                  convolve with a kernel whose later half is zero
+
+Models with a selective scan have a function of one name for it, in a module each, and so have those with a short causal convolution. While
+a model is traced, these here stand for them, where a call of both gives the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshc.ops import recurrence as _recurrence  # noqa: F401 - registers meshc::recurrence
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def traced_scans() -> Iterator[None]:
+    """Inside, stock models call these; without such models nothing happens."""
+    replaced: list[tuple[dict[str, Any], str, Function]] = []
+    for module, loaded in list(sys.modules.items()):
+        if not module.startswith("transformers.models.") or ".modeling_" not in module:
+            continue
+        for name, (ours, call) in STANDING.items():
+            theirs = vars(loaded).get(name)
+            if callable(theirs) and theirs is not ours and _same(theirs, ours, call):
+                replaced.append((vars(loaded), name, theirs))
+    try:
+        for names, name, _ in replaced:
+            names[name] = STANDING[name][0]
+        yield
+    finally:
+        for names, name, theirs in replaced:
+            names[name] = theirs
+
+
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """(x and dt [batch, channels, t], A [channels, n], B and C [batch, n, t]) -> [batch, channels, t], and the last state if asked for it.
+
+    Casts are those of the model: the state has what its factors are promoted to, its product with C the dtype of x. (Gu, Dao: Mamba,
+    arXiv:2312.00752.)
+    """
+    dtype = hidden_states.dtype
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    dt = functional.softplus(dt) if delta_softplus else dt
+    B, C = B.transpose(1, 2), C.transpose(1, 2)
+    a = torch.exp(A[None, :, None, :] * dt[..., None])
+    b = dt[..., None] * B[:, None].float() * hidden_states[..., None].float()
+    state = torch.promote_types(torch.promote_types(a.dtype, b.dtype), dtype)
+    states = torch.ops.meshc.recurrence(a.to(state), b.to(state), None, 2)
+    made = torch.matmul(states.to(dtype).transpose(1, 2), C.unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+    made = made if D is None else made + hidden_states * D[None, :, None]
+    made = made if z is None else made * functional.silu(z)
+    return (made, states[:, :, -1]) if return_last_state else made
+
+
+def short_convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: object
+) -> Tensor:
+    """(x [batch, channels, t], weight [channels, taps]) -> [batch, channels, t]: a position reads itself and those before it."""
+    from transformers.activations import ACT2FN
+
+    before = weight.shape[-1] - 1
+    taps = functional.pad(weight, (0, before)).unsqueeze(1)
+    out = functional.conv1d(hidden_states.to(weight.dtype), taps, bias, padding=before, groups=hidden_states.shape[1])
+    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
+
+
+def _drawn(*shape: int) -> Tensor:
+    """Numbers without an order, without a generator's state."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * 1.7 + count).reshape(shape)
+
+
+def _scanned(function: Function) -> list[Tensor]:
+    x, dt, b, c = _drawn(2, 3, 5), _drawn(2, 3, 5), _drawn(2, 4, 5), _drawn(2, 4, 5)
+    more = {"D": _drawn(3), "z": _drawn(2, 3, 5), "delta_bias": _drawn(3), "delta_softplus": True, "return_last_state": True}
+    plain = {"use_mambapy": False, "use_associative_scan": False}
+    return [*function(x, dt, -_drawn(3, 4).exp(), b, c, **more, **plain), function(x, dt, _drawn(3, 4), b, c, **plain)]
+
+
+def _convolved(function: Function) -> list[Tensor]:
+    x, weight = _drawn(2, 3, 5), _drawn(3, 4)
+    return [function(x, weight, _drawn(3), activation="silu"), function(x, weight)]
+
+
+STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]]]] = {
+    "mamba_selective_scan": (selective_scan, _scanned),
+    "causal_conv1d_fn": (short_convolution, _convolved),
+}
+"""By the name in a model's module: what stands for it, and a call of either."""
+_found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()
+
+
+def _same(theirs: Function, ours: Function, call: Callable[[Function], list[Tensor]]) -> bool:
+    """Whether a call of both gives the same; what does not take the call is something else."""
+    if theirs not in _found:
+        try:
+            with torch.no_grad():
+                pairs = list(zip(call(theirs), call(ours), strict=True))
+                _found[theirs] = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) and a.dtype == b.dtype for a, b in pairs)
+        except Exception:  # whatever a function of that name says to arguments that it does not take
+            _found[theirs] = False
+    return _found[theirs]

@@ -1,0 +1,132 @@
+"""`meshc::recurrence`: a first-order linear recurrence along one dim, which state-space models call a selective scan.
+
+    recurrence(a [..., t, ...], b [..., t, ...], before, dim) -> h         h[t] = a[t] h[t-1] + b[t],   h[-1] = before, or 0
+    recurrence_end(a, b, dim, reverse) -> (product of a, last h)           [..., 1, ...] each; reversed, from the last t to the first
+    recurrence_backward(grad, a, h, before, after, dim) -> (of a, of b)    g[t] = grad[t] + a[t+1] g[t+1];   g[t] h[t-1],   g[t]
+                                                                           after: a[t+1] g[t+1] of the last t, or 0
+
+Steps compose: those of a stretch come to `product * h + last`. So ranks that hold stretches of t exchange these two, and each starts with
+what the stretches before it come to (Blelloch, Prefix sums and their applications, CMU-CS-90-190, 1990). On a CPU steps are taken one
+after another, elsewhere those of stretches at once: of t steps, about twice the root of t calls.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshc.ops.operands import misfit
+
+
+@torch.library.custom_op("meshc::recurrence", mutates_args=())
+def recurrence(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
+    _fit("recurrence", dim, before, a=a, b=b)
+    return _steps(a, b, before, dim, False) if a.device.type == "cpu" else stretches(a, b, before, dim)
+
+
+@recurrence.register_fake
+def _(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
+    _fit("recurrence", dim, before, a=a, b=b)
+    return b.new_empty(b.shape)
+
+
+@torch.library.custom_op("meshc::recurrence_end", mutates_args=())
+def recurrence_end(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    _fit("recurrence_end", dim, None, a=a, b=b)
+    last = torch.zeros_like(_at(b, dim)) if b.shape[dim] == 0 else torch.zeros_like(b.narrow(dim, 0, 1))
+    steps = zip(a.split(1, dim), b.split(1, dim), strict=True) if a.shape[dim] else ()
+    for factor, term in reversed(list(steps)) if reverse else steps:
+        last = torch.addcmul(term, factor, last)
+    return a.prod(dim, keepdim=True), last
+
+
+@recurrence_end.register_fake
+def _(a: Tensor, b: Tensor, dim: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    _fit("recurrence_end", dim, None, a=a, b=b)
+    return _at(a, dim), _at(b, dim)
+
+
+@torch.library.custom_op("meshc::recurrence_backward", mutates_args=())
+def recurrence_backward(
+    grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _fit("recurrence_backward", dim, before, grad=grad, a=a, h=h)
+    _fit("recurrence_backward", dim, after, grad=grad, a=a, h=h)
+    if not a.shape[dim]:
+        return torch.empty_like(a), torch.empty_like(a)
+    # g[t] = grad[t] + a[t+1] g[t+1] is a recurrence from the last t to the first, of factors that stand one further on
+    last, size = torch.zeros_like(a.narrow(dim, 0, 1)), a.shape[dim]
+    shifted = torch.cat([a.narrow(dim, 1, size - 1), last], dim)
+    grad = grad if after is None else torch.cat([grad.narrow(dim, 0, size - 1), grad.narrow(dim, size - 1, 1) + after], dim)
+    if a.device.type == "cpu":
+        g = _steps(shifted, grad, None, dim, True)
+    else:
+        g = stretches(shifted.flip(dim), grad.flip(dim), None, dim).flip(dim)
+    earlier = torch.cat([torch.zeros_like(last) if before is None else before, h.narrow(dim, 0, size - 1)], dim)
+    return earlier.mul_(g), g
+
+
+@recurrence_backward.register_fake
+def _(grad: Tensor, a: Tensor, h: Tensor, before: Tensor | None, after: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
+    _fit("recurrence_backward", dim, before, grad=grad, a=a, h=h)
+    _fit("recurrence_backward", dim, after, grad=grad, a=a, h=h)
+    return a.new_empty(a.shape), a.new_empty(a.shape)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    a, _, before, ctx.dim = inputs
+    if before is not None and before.requires_grad:
+        raise ValueError("meshc::recurrence: `before` has no gradient; put it into the first b")
+    ctx.save_for_backward(a, output, before)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    a, h, before = ctx.saved_tensors
+    return *recurrence_backward(grad, a, h, before, None, ctx.dim), None, None
+
+
+recurrence.register_autograd(_backward, setup_context=_setup)
+
+
+def _at(x: Tensor, dim: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+
+
+def _fit(operator: str, dim: int, edge: Tensor | None, **operands: Tensor) -> None:
+    first, *others = operands.values()
+    alike = all((one.shape, one.dtype, one.device) == (first.shape, first.dtype, first.device) for one in others)
+    if not alike or not 0 <= dim < first.dim() or not first.is_floating_point():
+        raise misfit(operator, f"{', '.join(operands)} are of one shape and floating dtype, of which {dim} is a dim", **operands)
+    narrow = (*first.shape[:dim], 1, *first.shape[dim + 1 :])
+    if edge is not None and (edge.shape, edge.dtype, edge.device) != (narrow, first.dtype, first.device):
+        raise misfit(operator, f"what comes from beyond an end is as long as they are, and 1 along dim {dim}", beyond=edge, **operands)
+
+
+def _steps(a: Tensor, b: Tensor, before: Tensor | None, dim: int, reverse: bool) -> Tensor:
+    """One after another."""
+    out = torch.empty_like(b)
+    rows = list(zip(a.unbind(dim), b.unbind(dim), out.unbind(dim), strict=True))
+    state = None if before is None else before.squeeze(dim)
+    for factor, term, made in reversed(rows) if reverse else rows:
+        state = made.copy_(term) if state is None else torch.addcmul(term, factor, state, out=made)
+    return out
+
+
+def stretches(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
+    """Stretches as long as there are many of them, each from zero; then what those before come to, times the factors since."""
+    size = a.shape[dim]
+    if not size:
+        return torch.empty_like(b)
+    long = isqrt(size - 1) + 1
+    many = -(-size // long)
+    beyond = [0, 0] * (a.dim() - 1 - dim) + [0, many * long - size]
+    factors, terms = (functional.pad(x, beyond, value=fill).unflatten(dim, (many, long)) for x, fill in ((a, 1.0), (b, 0.0)))
+    made = _steps(factors, terms, None, dim + 1, False)
+    products = factors.cumprod(dim + 1)
+    ends = _steps(products.select(dim + 1, long - 1), made.select(dim + 1, long - 1), before, dim, False)
+    first = torch.zeros_like(ends.narrow(dim, 0, 1)) if before is None else before
+    starts = torch.cat([first, ends.narrow(dim, 0, many - 1)], dim).unsqueeze(dim + 1)
+    return torch.addcmul(made, products, starts).flatten(dim, dim + 1).narrow(dim, 0, size).contiguous()

@@ -1,0 +1,110 @@
+"""Linear recurrences: each rank takes the steps of its stretch, from what the stretches before it come to.
+
+    a b of a rank's tile -> product of a, last h from zero        one gather of both, 1 position of t each
+    those of the ranks before, taken as steps -> the h that this rank begins with
+
+Backward the same from the other end, with g in the place of h; and the last h of the ranks before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir.functions import Target
+from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
+from meshc.passes.rules.reduction import argument
+from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integer, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+
+def _letters(tensor: Node, dim: int) -> tuple[str, str]:
+    letters = [f"d{i}" for i in range(len(shape_of(tensor)))]
+    return " ".join(letters), letters[dim]
+
+
+def _forward(node: Node, tensors: list[Node]) -> Rule | None:
+    if len(tensors) != 2:
+        return None
+    dim = integer(argument(node, 3, "dim", 0))
+    dims, letter = _letters(tensors[0], dim)
+    how = {"self_masked": True, "major": frozenset({letter})}
+    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **how)
+
+
+def _backward(node: Node, tensors: list[Node]) -> Rule | None:
+    if len(tensors) != 3:
+        return None
+    dim = integer(argument(node, 5, "dim", 0))
+    dims, letter = _letters(tensors[0], dim)
+    text, how = f"{dims}, {dims}, {dims} -> {dims} | {dims}", {"self_masked": True, "major": frozenset({letter})}
+    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **how)
+
+
+def _lower(local: Local, letter: str, dim: int) -> Node:
+    a, b = local.operands
+    axes = local.axes(letter)
+    if not axes:
+        return local.call(a, b)
+    a, b = local.neutralise(a, letter, 1.0), local.neutralise(b, letter, 0.0)
+    products, ends = _of_all(local, axes, dim, *_end(local, a, b, dim, False))
+    return local.emit(meshc.recurrence.default, a, b, _come_to(local, axes, dim, products, ends, aten.lt.Scalar), dim)
+
+
+def _lower_backward(local: Local, letter: str, dim: int) -> list[Node]:
+    grad, a, h = local.operands
+    axes = local.axes(letter)
+    if not axes:
+        made = local.call(grad, a, h)
+    else:
+        grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
+        product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
+        products, ends, starts, lasts = _of_all(local, axes, dim, product, end, *_last(local, h, letter, dim))
+        after = _come_to(local, axes, dim, products, ends, aten.gt.Scalar)
+        before = _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
+        made = local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
+    return [local.item(made, 0), local.item(made, 1)]
+
+
+def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
+    """The last h of a tile, padding aside, as steps come to it: 0 times what was before, and it. A tile of padding takes no step."""
+    real = local.neutralise(h, letter, 0.0)
+    if real is not h:
+        return _end(local, local.neutralise(local.emit(aten.zeros_like.default, h), letter, 1.0), real, dim, False)
+    last = local.emit(aten.slice.Tensor, h, dim, local.shape(h)[dim] - 1, local.shape(h)[dim])
+    return local.emit(aten.zeros_like.default, last), last
+
+
+def _end(local: Local, a: Node, b: Node, dim: int, reverse: bool) -> tuple[Node, Node]:
+    made = local.emit(meshc.recurrence_end.default, a, b, dim, reverse)
+    return local.item(made, 0), local.item(made, 1)
+
+
+def _of_all(local: Local, axes: Sequence[str], dim: int, *each: Node) -> list[Node]:
+    """Of all ranks, one after another along the dim, in one message."""
+    rows = local.emit(aten.stack.default, list(each), 0)
+    found = local.all_gather(rows, axes, dim + 1)
+    return [local.emit(aten.select.int, found, 0, index) for index in range(len(each))]
+
+
+def _come_to(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, side: Target) -> Node:
+    """What the ranks on one side of this one come to: others take no step."""
+    shape = local.shape(ends)
+    places = local.emit(aten.arange.default, shape[dim], dtype=torch.int64, device=torch.device("cpu"))
+    there = local.emit(side, places, local.index(axes))
+    there = local.emit(aten.reshape.default, there, [1] * dim + [shape[dim]] + [1] * (len(shape) - dim - 1))
+    a, b = (local.emit(aten.where.ScalarOther, there, x, fill) for x, fill in ((products, 1.0), (ends, 0.0)))
+    return _end(local, a, b, dim, side is aten.gt.Scalar)[1]
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.recurrence.default: _forward,
+    meshc.recurrence_backward.default: _backward,
+}

@@ -1,0 +1,77 @@
+"""Recurrences of stock models are traced in a form of meshc's own: what it means, when it stands in, and that nothing is left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshc
+from meshc.frontend import stock_scans
+from meshc.frontend.stock_scans import STANDING, traced_scans
+from tests.zoo.stock import STOCK
+
+modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+
+
+def scanned(function: Any, dtype: torch.dtype, **how: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    x, dt, gate = (torch.randn(2, 6, 9, dtype=dtype) for _ in range(3))
+    b, c = torch.randn(2, 4, 9, dtype=dtype), torch.randn(2, 4, 9, dtype=dtype)
+    leaves = [x, dt, -torch.rand(6, 4), b, c]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    made = function(*leaves, D=torch.randn(6), z=gate, delta_bias=torch.randn(6), delta_softplus=True, **how)
+    made = made if isinstance(made, tuple) else (made,)
+    return [*made, *torch.autograd.grad(sum(one.float().square().sum() for one in made), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_selective_scan_and_its_gradients(dtype: torch.dtype, last: bool) -> None:
+    ours, theirs = (scanned(one, dtype, return_last_state=last) for one in (stock_scans.selective_scan, modeling.mamba_selective_scan))
+    near = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-10}[dtype]  # the state is float32 for both dtypes of fewer bits
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.dtype == its.dtype
+        torch.testing.assert_close(mine, its, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("taps", [1, 3, 4])
+def test_a_short_convolution(taps: int) -> None:
+    x, weight, bias = torch.randn(2, 5, 7), torch.randn(5, taps), torch.randn(5)
+    for how in ({"bias": None}, {"bias": bias}, {"bias": bias, "activation": "silu"}):
+        torch.testing.assert_close(stock_scans.short_convolution(x, weight, **how), modeling.causal_conv1d_fn(x, weight, **how))
+
+
+def test_they_stand_in_while_a_model_is_traced() -> None:
+    before = {name: getattr(modeling, name) for name in STANDING}
+    with traced_scans():
+        assert {name: getattr(modeling, name) for name in STANDING} == {name: ours for name, (ours, _) in STANDING.items()}
+    assert {name: getattr(modeling, name) for name in STANDING} == before
+
+
+def test_a_function_of_that_name_that_means_something_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(hidden_states: Tensor, *given: Tensor, **how: Any) -> Any:
+        made = stock_scans.selective_scan(hidden_states.flip(-1), *given, **how)
+        return tuple(made) if isinstance(made, tuple) else made
+
+    monkeypatch.setattr(modeling, "mamba_selective_scan", backwards)
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", lambda x, kernel: x)
+    with traced_scans():
+        assert modeling.mamba_selective_scan is backwards
+        assert modeling.causal_conv1d_fn is not STANDING["causal_conv1d_fn"][0]
+
+
+def test_a_program_does_not_grow_with_the_sequence() -> None:
+    def calls(tokens: int) -> list[str]:
+        case = STOCK["mamba"].case("mamba")
+        ids = torch.randint(0, 65, (4, tokens))
+        step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1))
+        kwargs = {"input_ids": ids, "labels": ids}
+        program = meshc.compile(step, meshc.Mesh("dp=2"), kwargs=kwargs, options=meshc.Options(remat="none"))
+        return [str(node.target) for node in program.lowered.placed.graph.nodes if node.op == "call_function"]
+
+    short = calls(8)
+    assert short == calls(32)
+    assert short.count("meshc.recurrence.default") == short.count("meshc.recurrence_backward.default") == 2
