@@ -7,7 +7,8 @@
 
 First table: for each model the recipes and what `auto` finds, all in the same processes, their steps interleaved. *of best* is the median
 of the ratios to the best recipe's neighbouring step, *CPU of best* likewise of the CPU seconds of the rank's process, gloo's threads
-included: it leaves out waiting, and is the figure to look at when others use the machine's cores. Second table: pairs of plans that were
+included: it leaves out waiting, and is the figure to look at when others use the machine's cores. Of two programs that are the same, line
+for line, the later row says so (`auto, as ddp`): what they differ by is the noise of the table. Second table: pairs of plans that were
 drawn by a fixed seed, among those whose predicted seconds differ by DIFFER or more, and how many are measured in the predicted order.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -35,6 +37,7 @@ import meshc
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
+from meshc.text.show import print_program
 
 BAR = 1.03
 """What the searched plan's step may take of the best recipe's."""
@@ -106,11 +109,19 @@ def built(workload: Workload, contender: Contender) -> Contender:
     return contender
 
 
+def lines(contender: Contender) -> list[str]:
+    """What the ranks of a contender run, without the names of its axes, and without whose plan it is."""
+    text = print_program(contender.program.compiled)
+    for number, axis in enumerate(contender.mesh.split(",")):
+        text = re.sub(rf"\b{axis.split('=')[0]}\b", f"axis{number}", text)
+    return [line.split("  #")[0] for line in text.splitlines() if not line.startswith("plan")]
+
+
 def timed(workload: Workload, contenders: list[Contender], rounds: int) -> None:
-    """Steps of all in turn, forwards and backwards; two of each are not counted."""
-    batch = workload.batches(1)[0]
+    """Steps of all in turn, each round in another order; two of each are not counted."""
+    batch, order = workload.batches(1)[0], random.Random(SEED)
     for number in range(rounds + 2):
-        for contender in contenders[:: 1 if number % 2 == 0 else -1]:
+        for contender in order.sample(contenders, len(contenders)):
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             contender.program(**batch)
@@ -127,6 +138,9 @@ def against_recipes(name: str, rounds: int) -> tuple[list[list[object]], bool]:
     recipes = [Contender(mesh, plan, plan) for mesh, plans in RECIPES[ranks].items() for plan in plans]
     searched = [Contender(mesh, "auto", "auto") for mesh in SEARCHED[ranks]]
     contenders = [built(workload, one) for one in (*recipes, *searched)]
+    for number, one in enumerate(contenders):
+        same = [other.title for other in contenders[:number] if lines(other) == lines(one)]
+        one.title += f", as {same[0]}" if same else ""
     timed(workload, contenders, rounds)
     best = min(recipes, key=lambda one: one.median_s)
     rows: list[list[object]] = [

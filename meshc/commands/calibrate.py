@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     device = torch.device(kind, environment.local_rank()) if kind == "cuda" else torch.device(kind)
     with process_group(device) if environment.world_size() > 1 else nullcontext():
         links = link_times(device) if environment.world_size() > 1 else None
-        found = calibrate(device, links.samples if links else {}, path, links.contention if links else None)
+        found = calibrate(device, links, path)
     if environment.rank() == 0:
         keep(found, path)
         print(f"{found.table()}\nwritten to {path}")

@@ -21,6 +21,20 @@ INSIDE, BETWEEN = "inside a node", "between nodes"
 
 
 @dataclass(frozen=True)
+class Links:
+    """What ranks have measured of their links.
+
+    samples     by where they lead (INSIDE, BETWEEN)
+    contention  seconds that computing loses for each that a collective beside it takes alone
+    uneven      how far apart ranks are that have computed for a second (`cost/clock.py`)
+    """
+
+    samples: Mapping[str, Sequence[Sample]]
+    contention: float
+    uneven: float
+
+
+@dataclass(frozen=True)
 class Calibration:
     """A measured device, and its figures with how well they fit, as rows of a table."""
 
@@ -32,10 +46,11 @@ class Calibration:
         return "\n".join([self.device.source, *(f"  {line}".rstrip() for line in text.splitlines())])
 
 
-def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], path: Path, contention: float | None = None) -> Calibration:
-    """Measure a device, with the samples of its links that another measured (by INSIDE, BETWEEN), and what computing loses beside them.
+def calibrate(hardware: torch.device, measured: Links | None, path: Path) -> Calibration:
+    """Measure a device, with what ranks have measured of its links.
 
-    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's. So does what computing loses.
+    A link without samples keeps its figures: those that `path` has of an earlier calibration, or the table's. So does all else of links if
+    nothing is measured.
     """
     name = "cpu" if hardware.type == "cpu" else name_of(torch.cuda.get_device_name(hardware))
     before = _before(name, hardware, path)
@@ -45,7 +60,8 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
     attention = fit.rate([measure.attention(hardware)], launch_s).figure / products["float32"].figure
     memory = fit.rate(measure.additions(hardware), launch_s)
     moves = per_byte_s * memory.figure if measure.THIN[hardware.type] else before.product_moves
-    contention = before.contention if contention is None else contention
+    samples = measured.samples if measured else {}
+    contention, uneven = (measured.contention, measured.uneven) if measured else (before.contention, before.uneven)
     rows = [(f"products in {dtype}", f"{one.figure / 1e9:.1f} GFLOP/s", _within(one.error)) for dtype, one in products.items()]
     rows.append(("products move beside that", f"{moves:.1f} times", ""))
     rows.append(("attention", f"{100 * attention:.0f} % of that", ""))
@@ -63,6 +79,7 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
             rows.append((f"link {where}", _link_text(found), "not measured"))
         links.append(found)
     rows.append(("computing loses beside", f"{100 * contention:.0f} % of what a collective takes", ""))
+    rows.append(("ranks are apart after 10 ms", f"{uneven * 0.01**0.5 * 1e3:.2f} ms", ""))
     if overheads:
         rows.append(("a collective's overhead", f"{max(overheads) * 1e6:.1f} us", ""))
     processor = before.processor
@@ -84,6 +101,7 @@ def calibrate(hardware: torch.device, samples: Mapping[str, Sequence[Sample]], p
         ranks_per_node=environment.local_world_size() if samples else before.ranks_per_node,
         efficiency=Efficiency(attention=attention),
         contention=contention,
+        uneven=uneven,
         product_moves=moves,
         source=_source(hardware),
     )

@@ -18,7 +18,14 @@ host makes them itself: they take its computing time. What runs on the host has 
     host               |adam|adam|
     in                           |param|
 
-What the clock assumes: a rank has one link, on which collectives go one after another; all ranks are equally fast.
+Ranks compute the same and are not equally fast at it at every moment, so that the last comes to a collective later than a rank does on
+average: by `uneven` of the device times the root of what they have computed since they last waited for each other. Disturbances that know
+nothing of each other add up so. A rank that has something else to compute until it reads the result does not notice.
+
+    computing   |mm|mm|... |mm|            the last rank starts its all_reduce where the dots begin
+    link              |all_reduce|..|
+
+What the clock assumes: a rank has one link, on which collectives go one after another.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Final
 
 from torch.fx import Graph, Node
@@ -85,7 +93,7 @@ def play(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float
 
 def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, float] | None = None) -> tuple[Seconds, Clock]:
     """The seconds of one run, and the clock that was told of it."""
-    clock, compute, there = Clock(arriving, device.contention), 0.0, 0.0
+    clock, compute, there = Clock(arriving, device.contention, device.uneven), 0.0, 0.0
     communication: dict[str, float] = {}
     before = awaited(graph.nodes)
     for node in graph.nodes:
@@ -116,13 +124,14 @@ class Clock:
     waited  seconds that a collective costs the rank: it stood still for it, or computed more slowly beside it
     """
 
-    def __init__(self, arriving: Mapping[Node, float] | None = None, contention: float = 0.0) -> None:
+    def __init__(self, arriving: Mapping[Node, float] | None = None, contention: float = 0.0, uneven: float = 0.0) -> None:
         self.made: dict[Node, float] = {}
         self.waited: dict[Node, float] = defaultdict(float)
-        self._contention = contention
-        self._now = 0.0
+        self._contention, self._uneven = contention, uneven
+        self._now = self._met = 0.0
         self._ready: dict[Node, float] = dict(sorted((arriving or {}).items(), key=lambda one: one[1]))
         self._free = max(self._ready.values(), default=0.0)
+        self._late: dict[Node, float] = {}
         self._lanes: dict[object, float] = {}
         self._copied: dict[Node, float] = {}
         self._thread = 0.0
@@ -145,6 +154,7 @@ class Clock:
             if earlier in self._ready:
                 self._await(earlier)
         self._free = self._ready[node] = max(self._now, self._free) + takes
+        self._late[node] = self._uneven * sqrt(self._now - self._met)
 
     def copy(self, node: Node, takes: float, device: Device, before: Collection[Node] = ()) -> None:
         """To the host or from there. `before`: copies that have to be done when it starts."""
@@ -186,11 +196,16 @@ class Clock:
         self.made |= dict.fromkeys((*awaited, node), self._now)
 
     def _await(self, node: Node) -> None:
-        ready = self._copied.pop(node) if node in self._copied else self._ready.pop(node)
-        self.waited[node] += max(ready - self._now, 0.0)
-        self._now = max(self._now, ready)
+        ready = self._copied.pop(node) if node in self._copied else self._ready.pop(node) + self._late.get(node, 0.0)
+        if ready <= self._now:
+            return
+        self.waited[node] += ready - self._now
+        self._now = ready
+        if node in self._late:
+            self._met = ready
 
     @property
     def end_s(self) -> float:
         """When everything is done."""
-        return max(self._now, self._free, self._thread, *self._lanes.values())
+        last = (ready + self._late.get(node, 0.0) for node, ready in self._ready.items())
+        return max(self._now, self._free, self._thread, *self._lanes.values(), *last)

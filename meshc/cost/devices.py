@@ -36,9 +36,9 @@ TABLE: Final = Path(__file__).with_name("devices.toml")
 ANEW: Final = "put it right (docs/cost-model.md), or delete the file, and `meshc calibrate` writes it anew"
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 NUMBERS: Final = ("memory_Bps", "memory_bytes", "launch_s", "collective_s", "attention_keys", "ranks_per_node")
-COSTS: Final = ("launch_s", "collective_s", "latency_s", "contention", "product_moves")
+COSTS: Final = ("launch_s", "collective_s", "latency_s", "contention", "uneven", "product_moves")
 """Figures that may be 0; so they are where a section leaves out one of"""
-TIMES: Final = ("contention", "product_moves")
+TIMES: Final = ("contention", "uneven", "product_moves")
 """these, which are"""
 MOST_TIMES: Final = 100.0
 """at most."""
@@ -87,6 +87,8 @@ class Device:
     ranks_per_node  ranks r and s share a node if r // ranks_per_node == s // ranks_per_node
     contention      seconds that computing loses for each that a collective beside it takes alone: 0 where communicating takes nothing that
                     computing needs, 1 and more where the two share cores
+    uneven          how far apart ranks are that have computed the same for a second since they last waited for each other, in seconds: by
+                    the root of what they compute in between
     product_moves   how often a product moves its operands and results while it does not multiply: 0 where kernels multiply meanwhile
     source          where the figures come from, in words
     host            a rank's link to its host's memory, each way; None where the device is the host, and a rank makes copies itself
@@ -106,6 +108,7 @@ class Device:
     ranks_per_node: int
     efficiency: Efficiency = Efficiency()
     contention: float = 0.0
+    uneven: float = 0.0
     product_moves: float = 0.0
     source: str = ""
     host: Link | None = None

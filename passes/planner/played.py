@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
 from typing import Final, TypeAlias
 
+from meshc.cost.devices import Device
 from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Key
@@ -33,7 +34,7 @@ LAST: Final = 1 << 60
 class _Message:
     """A change of sharding.
 
-    seconds  that the link takes, of which `latency_s` whatever its bytes
+    seconds  that the link takes, of which `latency_s` whatever its bytes;  late_s  by how much the last rank comes to it later
     read     the position that waits for it, in this phase
     size     bytes that a rank gets, or has of what is reduced;  count  how many the whole model has
     ready_s  when it is there, once it has started
@@ -46,6 +47,7 @@ class _Message:
     size: float
     count: int
     ready_s: float | None = None
+    late_s: float = 0.0
 
 
 @dataclass
@@ -71,7 +73,7 @@ def played_seconds(model: Model, pick: Sequence[int]) -> float:
     _gather(line)
     small = [one for one in line.late if one.size < ALONE]  # there are two buckets at least
     _together(small, min(BUCKET, sum(one.size * one.count for one in small) / 2))
-    return _play(line, _repeated(model), model.operators.device.contention)
+    return _play(line, _repeated(model), model.operators.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- what there is to do
@@ -167,8 +169,8 @@ def _repeated(model: Model) -> list[_Repeat]:
     return [_Repeat(start, seam, times[seam]) for seam, start in sorted(starts.items()) if times[seam]]
 
 
-def _play(line: _Line, repeats: Sequence[_Repeat], contention: float = 0.0) -> float:
-    clock, left = _Clock(contention), list(repeats)
+def _play(line: _Line, repeats: Sequence[_Repeat], device: Device) -> float:
+    clock, left = _Clock(device.contention, device.uneven), list(repeats)
     begun: dict[int, tuple[float, float]] = {}
     sent = (message for where in (line.starts, line.behind) for row in where.values() for message in row)
     for position in sorted({*line.computes, *line.starts, *line.behind, *(message.read for message in sent)}):
@@ -189,9 +191,12 @@ def _play(line: _Line, repeats: Sequence[_Repeat], contention: float = 0.0) -> f
 
 @dataclass
 class _Clock:
-    """now_s: until when the rank has computed; free_s: until when its link is taken; waiting: what has not been read, by position."""
+    """now_s: until when the rank has computed; met_s: when it last waited for others; free_s: until when its link is taken; waiting: what
+    has not been read, by position."""
 
     contention: float = 0.0
+    uneven: float = 0.0
+    met_s: float = 0.0
     now_s: float = 0.0
     free_s: float = 0.0
     waiting: At = field(default_factory=lambda: defaultdict(list))
@@ -212,15 +217,19 @@ class _Clock:
 
     def send(self, message: _Message) -> None:
         self.free_s = message.ready_s = max(self.now_s, self.free_s) + message.seconds
+        message.late_s = self.uneven * sqrt(self.now_s - self.met_s)
         self.waiting[message.read].append(message)
 
     def wait(self, position: int) -> None:
         for message in self.waiting.pop(position, ()):
-            self.now_s = max(self.now_s, message.ready_s or 0.0)
+            ready_s = (message.ready_s or 0.0) + message.late_s
+            if ready_s > self.now_s:
+                self.now_s = self.met_s = ready_s
 
     def go_on(self, since: tuple[float, float], times: int) -> None:
         """As from then to now, so many times more."""
         now_s, free_s = (times * (mine - was) for mine, was in zip((self.now_s, self.free_s), since, strict=True))
+        self.met_s += now_s if self.met_s > since[0] else 0.0
         for message in (one for row in self.waiting.values() for one in row):
             if message.ready_s is not None and message.ready_s > self.now_s:
                 message.ready_s += free_s

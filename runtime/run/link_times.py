@@ -8,15 +8,17 @@
     beside       |mm |mm |mm |mm|mm|
                  |a l l _ r e d|
 
+    apart        |mm|mm|mm|mm|...|all_reduce|     what one takes behind products, less both alone: how long a rank waits for the last
+
 All groups of a kind measure at the same time, as those of an axis communicate at the same time.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc import environment
-from meshc.cost.calibrate import BETWEEN, INSIDE
+from meshc.cost.calibrate import BETWEEN, INSIDE, Links
 from meshc.cost.fit import Sample
 from meshc.cost.measure import batch
 from meshc.runtime.comm import collectives
@@ -46,6 +48,15 @@ LONGER: Final = 2.0
 COUNT: Final = 4
 """Runs of a batch of these."""
 
+AFTER: Final = (1e-3, 4e-3, 16e-3)
+"""Seconds of products behind which ranks meet,"""
+
+MEETINGS: Final = 16
+"""so many times in a batch,"""
+
+MEET: Final = 1 << 14
+"""in an all-reduce of so many bytes."""
+
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
@@ -59,18 +70,6 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Links:
-    """What this rank measured.
-
-    samples     by where they lead
-    contention  seconds that computing loses for each that a collective beside it takes alone
-    """
-
-    samples: dict[str, list[Sample]]
-    contention: float
-
-
 def link_times(device: torch.device) -> Links:
     """All ranks call it together."""
     world, here = dist.get_world_size(), environment.local_world_size()
@@ -78,7 +77,8 @@ def link_times(device: torch.device) -> Links:
     places = [list(range(place, world, here)) for place in range(here)]
     found = {where: _group(groups) for where, groups in ((INSIDE, nodes), (BETWEEN, places)) if len(groups[0]) > 1}
     samples = {where: _measured(group, device) for where, group in found.items()}
-    return Links(samples, _contention(next(iter(found.values())), device))
+    group = next(iter(found.values()))
+    return Links(samples, _contention(group, device), _uneven(group, device))
 
 
 def _group(groups: list[list[int]]) -> ProcessGroup:
@@ -112,11 +112,7 @@ def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[],
 
 def _contention(group: ProcessGroup, device: torch.device) -> float:
     """The mean over collectives of BESIDE bytes."""
-    x, y = (torch.ones(SIDE[device.type], SIDE[device.type], device=device) for _ in range(2))
-
-    def compute(products: int) -> None:
-        for _ in range(products):
-            torch.mm(x, y)
+    compute = _products(device)
 
     def beside(start: Callable[[], collectives.Pending], products: int) -> None:
         pending = start()
@@ -133,6 +129,40 @@ def _contention(group: ProcessGroup, device: torch.device) -> float:
             both_s = _timed(lambda start=start, products=products: beside(start, products), COUNT, group, device)  # type: ignore[misc]
             lost.append(max(0.0, both_s - computing_s) / alone_s)
     return sum(lost) / len(lost)
+
+
+def _uneven(group: ProcessGroup, device: torch.device) -> float:
+    """How far apart ranks are after a second, where it grows by the root of what they compute: least squares over AFTER. Medians of batches
+    that are run in turns, since to be disturbed is what it is about."""
+    x, compute = torch.ones(MEET // 4, device=device), _products(device)
+
+    def meet(products: int = 0) -> None:
+        compute(products)
+        collectives.all_reduce(x, group, "max", out=x).wait()
+
+    one_s = _timed(lambda: compute(1), 20, group, device)
+    alike = squares = 0.0
+    for seconds in AFTER:
+        products = max(1, round(seconds / one_s))
+        runs = (lambda: meet(products), lambda: compute(products), meet)  # noqa: B023
+        batches = [[_batch(run, MEETINGS, group, device) for run in runs] for _ in range(BATCHES)]
+        apart_s = statistics.median(behind - alone - meeting for behind, alone, meeting in batches)
+        alike += apart_s * math.sqrt(products * one_s)
+        squares += products * one_s
+    found = torch.tensor([max(0.0, alike / squares)], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.item()
+
+
+def _products(device: torch.device) -> Callable[[int], None]:
+    """Computes so many products."""
+    x, y = (torch.ones(SIDE[device.type], SIDE[device.type], device=device) for _ in range(2))
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(x, y)
+
+    return compute
 
 
 def _there_and_back(x: torch.Tensor, group: ProcessGroup) -> None:

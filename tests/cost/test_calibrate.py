@@ -107,21 +107,23 @@ def test_a_calibration_is_kept_beside_others_and_found(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     truth = Link(4e-5, 1.5e9)
     samples = {INSIDE: [Sample("send", 2, size, truth.latency_s + size / truth.bandwidth_Bps) for size in SIZES]}
-    found = calibrate.calibrate(torch.device("cpu"), samples, path, contention=1.25)
+    found = calibrate.calibrate(torch.device("cpu"), calibrate.Links(samples, 1.25, 0.01), path)
     calibrate.keep(found, path)
     one = read(path)["cpu"]
     assert read(path)["h200"] == other
     assert one.inside_node.latency_s == pytest.approx(4e-5) and one.inside_node.bandwidth_Bps == pytest.approx(1.5e9)
     assert one.between_nodes == device("cpu").between_nodes and one.ranks_per_node == 2
     assert one.source.startswith("measured on ") and all(one.flops_per_s[dtype] > 0 for dtype in DTYPES)
-    assert one.contention == 1.25
+    assert (one.contention, one.uneven) == (1.25, 0.01)
     table = found.table()
     assert "computing loses beside" in table and "125 % of what a collective takes" in table
+    assert "ranks are apart after 10 ms" in table and "1.00 ms" in table
     assert "link inside a node, 2 ranks  40.0 us, 1.50 GB/s" in table and f"link {BETWEEN}" in table and "not measured" in table
     monkeypatch.setenv(environment.DEVICES, str(path))
     assert for_mesh(Mesh("dp=2")) == one
-    again = calibrate.calibrate(torch.device("cpu"), {}, path)  # without a process group the links stay as they were measured
-    assert again.device.inside_node == one.inside_node and again.device.ranks_per_node == 2 and again.device.contention == 1.25
+    again = calibrate.calibrate(torch.device("cpu"), None, path)  # without a process group the links stay as they were measured
+    assert again.device.inside_node == one.inside_node and again.device.ranks_per_node == 2
+    assert (again.device.contention, again.device.uneven) == (1.25, 0.01)
 
 
 def test_a_dtype_without_a_fast_kernel_is_not_tried_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +139,7 @@ from meshc.runtime.run import link_times
 
 measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
 measure.THIN = {"cpu": ((8, 128, 128),)}
-link_times.SIZES, link_times.BESIDE = (1 << 10, 1 << 20), (1 << 18,)
+link_times.SIZES, link_times.BESIDE, link_times.AFTER = (1 << 10, 1 << 20), (1 << 18,), (1e-4,)
 sys.exit(main(["calibrate", "--device", "cpu", *sys.argv[1:]]))
 """
 
@@ -152,5 +154,5 @@ def test_the_command_measures_links_under_a_launcher(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"written to {path}") == 1 and "link inside a node, 2 ranks" in done.stdout
     one = read(path)["cpu"]
-    assert "contention = " in path.read_text() and "computing loses beside" in done.stdout
+    assert "contention = " in path.read_text() and "uneven = " in path.read_text() and "computing loses beside" in done.stdout
     assert one.ranks_per_node == 2 and one.inside_node != device("cpu").inside_node

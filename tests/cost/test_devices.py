@@ -114,7 +114,7 @@ def test_what_was_measured_is_read_again_and_asked_first(tmp_path: Path, monkeyp
     path = tmp_path / "inner" / "devices.toml"
     monkeypatch.setenv(environment.DEVICES, str(path))
     assert devices.calibrated() == {} and for_mesh(Mesh("dp=2")) == device("cpu")
-    measured = replace(device("cpu"), contention=1.25, product_moves=4.5)
+    measured = replace(device("cpu"), contention=1.25, uneven=0.01, product_moves=4.5)
     measured = replace(
         measured, memory_Bps=12.5e9, inside_node=Link(4.25e-5, 1.75e9), source='measured on a "machine" with a \\ in its name'
     )
@@ -134,14 +134,15 @@ def test_the_file_lies_where_settings_lie(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_file_from_before_a_figure_was_has_none_of_it(tmp_path: Path) -> None:
     path = tmp_path / "devices.toml"
     write([device("cpu")], path)
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(("contention", "product_moves"))))
+    later = ("contention", "uneven", "product_moves")
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(later)))
     assert read(path) == {"cpu": device("cpu")}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_lost_on_the_devices_of_the_table(name: str) -> None:
-    """What is predicted for them is what it was before computing could lose anything to communicating."""
-    assert (device(name).contention, device(name).product_moves) == (0.0, 0.0)
+    """What is predicted for them is what it was before computing could lose anything to communicating, and ranks could be apart."""
+    assert (device(name).contention, device(name).uneven, device(name).product_moves) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,7 @@ def test_nothing_is_lost_on_the_devices_of_the_table(name: str) -> None:
         (("bfloat16 = ", "bf16 = "), r"\[cpu.flops_per_s\]: bfloat16 missing"),
         (("contention = 0", "contention = 1000"), r"\[cpu\]: contention is 1000, more than 100; put it right"),
         (("product_moves = 0", "product_moves = -1"), r"\[cpu\]: product_moves"),
+        (("uneven = 0", "uneven = -1"), r"\[cpu\]: uneven"),
         (("[cpu]", "[cpu"), "delete the file, and `meshc calibrate`"),
     ],
 )

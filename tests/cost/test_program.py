@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 
 import pytest
 import torch
@@ -101,6 +102,28 @@ def test_what_collectives_cost_a_rank_is_told_of_each(contention: float) -> None
     assert sum(clock.waited.values()) == pytest.approx(clock.end_s - 2 * RELU)
     first = next(node for node in takes if node.target is spmd.all_reduce)
     assert clock.waited[first] == pytest.approx(contention * SENT)
+
+
+def test_ranks_wait_for_the_last_where_they_read_what_they_sent() -> None:
+    """By the root of what they have computed since they last met; not where something is computed meanwhile that takes longer."""
+    on, apart = replace(ROUND, uneven=0.01), 0.01 * sqrt(RELU)
+    alone = stage_seconds(overlapping(True).graph, Mesh("dp=2"), on)
+    assert alone.total == pytest.approx(2 * RELU + SENT + apart) and alone.communication == {"dp": pytest.approx(SENT)}
+    assert stage_seconds(overlapping(False).graph, Mesh("dp=2"), on).total == pytest.approx(2 * RELU)
+    b = Building()
+    x = b.given(1000, 1000)
+    for _ in range(3):  # each relu behind a meeting: as far apart each time, not farther and farther
+        x = b.call(spmd.all_reduce, b.call(aten.relu.default, x, made=(1000, 1000)), ["dp"], "sum", made=(1000, 1000))
+    twice = b.call(spmd.all_reduce, x, ["dp"], "sum", made=(1000, 1000))  # nothing is computed before it
+    b.graph.output([twice])
+    clock = Clock(uneven=0.01)
+    for node in b.graph.nodes:
+        if node.op == "call_function":
+            (clock.exchange if node.target is spmd.all_reduce else clock.compute)(node, SENT if node.target is spmd.all_reduce else RELU)
+    assert clock.end_s == pytest.approx(3 * (RELU + SENT + apart) + SENT)  # the last is on its way to the end
+    clock.settle()
+    assert clock.end_s == pytest.approx(3 * (RELU + SENT + apart) + SENT)
+    assert sum(clock.waited.values()) == pytest.approx(3 * (SENT + apart) + SENT)
 
 
 def test_a_schedule_adds_up() -> None:

@@ -14,6 +14,8 @@ from meshc.passes.planner.played import _Line, _Message, _play, _Repeat, played_
 from meshc.passes.planner.search import Search
 from tests.passes.planner.known import two
 
+H100 = device("h100")
+
 
 def message(seconds: float, read: int) -> _Message:
     return _Message(seconds, 0.0, read, "forward", 1.0, 1)
@@ -28,23 +30,34 @@ def line(*computes: float) -> _Line:
 def test_what_is_read_later_travels_meanwhile() -> None:
     one = line(1, 1, 1)
     one.behind[0] = [message(2, read=2)]  # from 1 to 3; position 2 is reached at 2
-    assert _play(one, []) == 4
+    assert _play(one, [], H100) == 4
     one.behind[0] = [message(2, read=9)]
-    assert _play(one, []) == 3
+    assert _play(one, [], H100) == 3
 
 
 def test_what_is_waited_for_stands_behind_what_is_not() -> None:
     one = line(1, 1, 1)
     one.behind[0] = [message(2, read=9)]
     one.starts[1] = [message(0.5, read=1)]  # starts at 1, and is there at 3.5
-    assert _play(one, []) == 5.5
+    assert _play(one, [], H100) == 5.5
 
 
 def test_layers_that_were_not_captured_take_what_the_one_before_them_took() -> None:
     one = line(1, 2, 4)
-    assert _play(one, [_Repeat(start=1, seam=2, times=3)]) == 1 + 4 * 2 + 4
+    assert _play(one, [_Repeat(start=1, seam=2, times=3)], H100) == 1 + 4 * 2 + 4
     one.behind[1] = [message(3, read=9)]  # the link is behind: 3 to 6, and three times more for each layer
-    assert _play(one, [_Repeat(start=1, seam=2, times=3)]) == 3 + (3 + 1 + 2) + 3 * (6 - 1)
+    assert _play(one, [_Repeat(start=1, seam=2, times=3)], H100) == 3 + (3 + 1 + 2) + 3 * (6 - 1)
+
+
+def test_ranks_wait_for_the_last() -> None:
+    uneven = replace(H100, uneven=0.5)
+    one = line(1, 4, 4)
+    one.behind[0], one.behind[1] = [message(2, read=1)], [message(2, read=2)]  # a half at 1, the root of 4 later a whole
+    assert _play(one, [], uneven) == 1 + 2 + 0.5 + 4 + 2 + 1 + 4
+    assert _play(one, [_Repeat(start=1, seam=2, times=3)], uneven) == 1 + 4 * (2 + 0.5 + 4) + 2 + 1 + 4
+    one.behind[0] = [message(2, read=2)]  # is there at 3.5, and the next at 7: both before they are read
+    one.behind[1] = []
+    assert _play(one, [], uneven) == 9
 
 
 @pytest.mark.parametrize("plan", ["dp: batch\ntp: batch", "dp: batch\ntp: ffn", "dp: batch; store params, grads, state\ntp: ffn"])
