@@ -24,7 +24,7 @@ from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.nothing_fits import NothingFits, rounded, times
 from meshc.plan.factorizations import factorizations
 from meshc.plan.plan import file_to_write
-from meshc.report.ranked import Ranked, ideal_seconds, ranked, text
+from meshc.report.ranked import Expected, Ranked, expected, expected_text, ideal_seconds, ranked, text
 from meshc.report.tables import bytes_text, seconds_text, table
 
 
@@ -45,10 +45,11 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Looked:
-    """A mesh that was looked into, and its plans that keep the budget, the fastest first."""
+    """A mesh that was looked into, and its plans that keep the budget, the fastest first; `others`: what was estimated and not made."""
 
     found: Planned
     rows: list[Ranked]
+    others: list[Expected]
 
     @property
     def mesh(self) -> str:
@@ -77,15 +78,17 @@ def run(options: argparse.Namespace) -> None:
         raise _nothing(looked, budget, meshes[0].world_size)
     best = min(fitting, key=lambda one: _order(one.rows[0]))
     listed = sorted((row for one in fitting for row in one.rows), key=_order)[: options.top]
+    slower = (row for one in looked for row in one.others if row["about_s"] > best.rows[0]["step_s"])
+    others = sorted(slower, key=lambda row: row["about_s"])[: options.top - len(listed)]
     if plan_file is not None:
         assert best.found.plan is not None
         best.found.plan.save(plan_file)
     if options.json:
-        print(json.dumps(_told(best, listed, looked), indent=1))
+        print(json.dumps(_told(best, listed, others, looked), indent=1))
         return
     ranks = best.found.mesh.world_size
     where = f"{ranks} x {device.name}, {min(device.ranks_per_node, ranks)} a node, {bytes_text(budget)} each"
-    lines = _said(best, listed, looked, where)
+    lines = _said(best, listed, others, looked, where)
     if plan_file is not None:
         lines.append(f"saved to {plan_file}; compile it with\n  {_compile_command(options, best, plan_file)}")
     print(harmless("\n".join(lines)))
@@ -101,7 +104,8 @@ def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh],
         found = planner.on(mesh, read_plan(options.plan), device=device, options=asked, beaten_s=beaten)
         ideal = None if found.program is None else ideal_seconds(found.program, device)
         rows = ranked(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
-        looked.append(Looked(found, [row for row in rows if row["holds_bytes"] <= budget]))
+        others = expected(str(Mesh.from_axes(mesh.axes)), found.weighed, budget)
+        looked.append(Looked(found, [row for row in rows if row["holds_bytes"] <= budget], others))
         known = min([known, *(row["step_s"] for row in looked[-1].rows)])
         print(harmless(_progress(looked[-1], time.process_time() - start)), file=sys.stderr, flush=True)
     return looked
@@ -115,9 +119,11 @@ def _progress(one: Looked, seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------------------------------- what is said
 
 
-def _said(best: Looked, listed: list[Ranked], looked: list[Looked], where: str) -> list[str]:
+def _said(best: Looked, listed: list[Ranked], others: list[Expected], looked: list[Looked], where: str) -> list[str]:
     weighed = sum(len(one.found.weighed) for one in looked)
     lines = [text(listed, f"{where}: {weighed} plans weighed on {len(looked)} mesh{'es' * (len(looked) > 1)}"), ""]
+    if others:
+        lines += [expected_text(others, "next by the planner's model, and not made"), ""]
     without = [one for one in looked if not one.rows]
     if without:
         rows = [(one.mesh, one.why.partition("; a plan of")[0] if isinstance(one.found.refused, Beaten) else one.why) for one in without]
@@ -135,7 +141,7 @@ def _compile_command(options: argparse.Namespace, best: Looked, plan: Path) -> s
     return shlex.join(["python", "-m", "meshc", "compile", *words])
 
 
-def _told(best: Looked, listed: list[Ranked], looked: list[Looked]) -> dict[str, object]:
+def _told(best: Looked, listed: list[Ranked], others: list[Expected], looked: list[Looked]) -> dict[str, object]:
     assert best.found.program is not None
     without = [
         {"mesh": one.mesh, "why": one.why, "at_best_s": one.found.refused.least_s if isinstance(one.found.refused, Beaten) else None}
@@ -143,7 +149,7 @@ def _told(best: Looked, listed: list[Ranked], looked: list[Looked]) -> dict[str,
     ]  # fmt: skip
     return {
         "mesh": best.mesh, "plan": str(best.found.plan).splitlines(), "notes": best.found.program.notes, "plans": listed,
-        "without": without,
+        "estimated": others, "without": without,
     }  # fmt: skip
 
 

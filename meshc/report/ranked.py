@@ -5,6 +5,11 @@
     dp=8,tp=8  found          136.6 ms  130.1 ms   6.5 ms            21.1 GB       41.2 %       1
     dp=64      ddp            141.4 ms  130.1 ms   11.3 ms           27.4 GB       39.8 %       1
 
+    next by the planner's model, and not made
+    mesh       plan          step
+    ---------  ------------  --------------
+    dp=8,tp=8  ddp+megatron  about 238.1 ms
+
 Exposed is communication while nothing is computed; bubble what the rank that is busy longest waits for other stages. Of the peak: the
 arithmetic of the model's matrix products, convolutions and attention, not what is repeated or padded, by what all devices could do.
 """
@@ -41,6 +46,16 @@ class Ranked(TypedDict):
     dropped: str
 
 
+class Expected(TypedDict):
+    """A plan on a mesh that was priced by the planner's model alone: `about_s` is its estimate, `dropped` why it went no further."""
+
+    mesh: str
+    plan: str
+    entries: list[str]
+    about_s: float
+    dropped: str
+
+
 def ranked(mesh: str, weighed: Iterable[Weighed], ideal_s: float | None) -> list[Ranked]:
     """The plans of one mesh that went through all passes. `ideal_s`: what the model takes at the peak of all devices."""
     return [
@@ -52,6 +67,20 @@ def ranked(mesh: str, weighed: Iterable[Weighed], ideal_s: float | None) -> list
         for one in weighed
         if one.seconds is not None
     ]  # fmt: skip
+
+
+def expected(mesh: str, weighed: Iterable[Weighed], budget: float) -> list[Expected]:
+    """Those of one mesh that were not made, although the model has them within the budget (bytes; it leaves out what operators need)."""
+    return [
+        Expected(mesh=mesh, plan=one.name, entries=one.plan.splitlines(), about_s=one.estimated, dropped=one.dropped)
+        for one in weighed
+        if one.seconds is None and one.estimated is not None and (one.holds or 0) <= budget
+    ]
+
+
+def expected_text(rows: Sequence[Expected], title: str) -> str:
+    cells = [[row["mesh"], row["plan"], f"about {seconds_text(row['about_s'])}"] for row in rows]
+    return table(cells, ["mesh", "plan", "step"], title)
 
 
 def text(rows: Sequence[Ranked], title: str) -> str:

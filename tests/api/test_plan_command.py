@@ -66,6 +66,22 @@ def test_a_mesh_is_in_the_list_or_beside_it_with_what_is_in_its_way(folder: Path
     assert without and all(one["at_best_s"] > best and "at best" in one["why"] for one in without.values())
 
 
+def test_plans_that_were_only_estimated_stand_below(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "model.py:train", "--mesh", "dp=2,tp=2", "--device", "a100", "--top", "30"]
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    made, others = told["plans"], told["estimated"]
+    assert others and len(made) + len(others) <= 30 and all(row["dropped"] for row in others)
+    assert [row["about_s"] for row in others] == sorted(row["about_s"] for row in others) and others[0]["about_s"] > made[0]["step_s"]
+    assert not {row["plan"] for row in made} & {row["plan"] for row in others}
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    first, *_, last = (f"{row['mesh']}  {row['plan']} " for row in (made[0], others[0]))
+    assert out.index(first) < out.index("next by the planner's model, and not made") < out.index(last)
+    assert main([*command[:-1], str(len(made)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimated"] == []
+
+
 def test_one_mesh_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model.py:train", "--mesh", "dp=2,tp=2", "--device", "a100", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
