@@ -195,6 +195,8 @@ def _else(head: str, others: list[Alternative]) -> Iterator[str]:
         for fall in other["falls"][:SHOWN]:
             yield f"               {_signed(fall['more_s']):>12}  {fall['what']}"
         head = ""
+    if any(other["more_s"] < 0 for other in others):
+        yield f"  {'':<10} less by the planner's model, which adds all seconds up; by the clock what is taken is faster"
 
 
 def _alike(count: int) -> str:
