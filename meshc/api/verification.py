@@ -17,7 +17,7 @@ from torch.fx import Graph
 from meshc.api.asked import Arguments
 from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
-from meshc.frontend.expert_capacity import one_device
+from meshc.frontend.one_device import one_device
 from meshc.ir import records, trees
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh

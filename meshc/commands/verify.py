@@ -15,7 +15,7 @@ from meshc.api import compile, verification
 from meshc.api.options import EXPERTS, Options
 from meshc.commands.target import load_target
 from meshc.errors import PlanError, VerifyError
-from meshc.frontend.expert_capacity import one_device
+from meshc.frontend.one_device import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.passes import rules

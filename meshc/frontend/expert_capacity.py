@@ -3,24 +3,22 @@
     C = ceil(k T / E x capacity)     T tokens of a group choose k of E experts each; an expert takes C of them
 
 A group is a row of the batch, or as many tokens as `expert_group` says, in the order of the batch. So a token that is dropped is dropped on
-every mesh, with any number of microbatches, and on one device (`one_device`). GShard (Lepikhin et al., arXiv 2006.16668) and Switch
+every mesh, with any number of microbatches, and on one device (`one_device.py`). GShard (Lepikhin et al., arXiv 2006.16668) and Switch
 Transformers (Fedus et al., arXiv 2101.03961) have the formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshc.errors import CaptureError, PlanError
 from meshc.ir import trees
-from meshc.ir.functions import Function
 from meshc.ops.capacity import first_choices, heaviest_choices
 
 OVERFLOW: Final = ("drop", "pass", "error")
@@ -95,23 +93,6 @@ def asked(factor: float | None, overflow: str, group: int | None, priority: str)
     if said := [name for name, value in alone.items() if value]:
         raise PlanError(f"Options({said[0]}=) says what becomes of a capacity\n  what to do: Options(expert_capacity=1.25) beside it")
     return None
-
-
-def one_device(function: Function, capacity: Capacity | None) -> Function:
-    """A model's function as it means on one device: called as function(module, *args, **kwargs), with this capacity."""
-    if capacity is None:
-        return function
-    from meshc.frontend.listed_experts import listed_experts
-    from meshc.frontend.stock_experts import formed_experts, unsorted_experts
-
-    def limited(module: nn.Module, *args: object, **kwargs: object) -> object:
-        with ExitStack() as stack:
-            stack.enter_context(unsorted_experts())
-            stack.enter_context(listed_experts(module))
-            stack.enter_context(formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs))))
-            return function(module, *args, **kwargs)
-
-    return limited
 
 
 def rows_of(inputs: object) -> int:
