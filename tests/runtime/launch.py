@@ -11,6 +11,7 @@ what ranks import (`nursery.py`); under torchrun each is a new interpreter.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -139,9 +140,21 @@ def _log(logs: Path, rank: int, stream: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that nobody listens at, from below those that the kernel hands out: one of them may be a connection's before rank 0 listens.
+
+    Each process that launches has numbers of its own, so that two that run beside each other do not take the same one.
+    """
+    for number in _PORTS:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", number))
+            except OSError:
+                continue
+            return number
+    raise AssertionError("numbers do not end")
+
+
+_PORTS: Final = (10_000 + (os.getpid() * 499 + number) % 20_000 for number in itertools.count())
 
 
 if __name__ == "__main__":
