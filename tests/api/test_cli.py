@@ -19,6 +19,7 @@ from meshc.files.seal import sealed
 from meshc.runtime.saved.checkpoint_folder import load_model
 from meshc.text.show import hash_program
 from tests.broad import broad
+from tests.cache_name import CACHE
 from tests.models import llama, mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -378,8 +379,8 @@ def test_three_uneven_ranks_give_the_models_outputs_by_path(folder: Path) -> Non
     with torch.no_grad():
         wanted = case.model.eval()(input_ids=case.kwargs["input_ids"])
     outputs = {"logits": wanted.logits}
-    for index, layer in enumerate(wanted.past_key_values.layers):
-        outputs |= {f"past_key_values.{index}.0": layer.keys, f"past_key_values.{index}.1": layer.values}
+    for index, layer in enumerate(wanted[CACHE].layers):
+        outputs |= {f"{CACHE}.{index}.0": layer.keys, f"{CACHE}.{index}.1": layer.values}
     assert found.keys() == outputs.keys()
     for name, value in outputs.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

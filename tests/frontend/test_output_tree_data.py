@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from meshc.frontend import output_tree_data, stock
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
+from tests.cache_name import CACHE
 
 Pair = namedtuple("Pair", "first second")
 
@@ -22,7 +23,7 @@ def stock_output() -> CausalLMOutputWithPast:
     stock.learn_caches()
     cache = DynamicCache()
     cache.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), 0)
-    return CausalLMOutputWithPast(loss=torch.ones(()), past_key_values=cache)
+    return CausalLMOutputWithPast(loss=torch.ones(()), **{CACHE: cache})
 
 
 @pytest.mark.parametrize(

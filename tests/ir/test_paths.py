@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import meshc
 from meshc.ir import trees
 from meshc.ir.paths import input_names, spec_paths
+from tests.cache_name import CACHE
 from tests.models import llama
 
 Pair = namedtuple("Pair", ["mean", "spread"])
@@ -57,15 +58,15 @@ def test_a_cache_is_named_by_layer_then_key_and_value() -> None:
     with torch.no_grad():
         model = case.model.eval()
         program = meshc.compile(model, meshc.Mesh("tp=2"), kwargs={"input_ids": ids})
-        cache = model(input_ids=ids).past_key_values
+        cache = model(input_ids=ids)[CACHE]
     outputs = [port.name for port in program.compiled.outputs if port.kind == "output"]
-    layers = [f"past_key_values.{layer}.{part}" for part in (0, 1) for layer in range(3)]
+    layers = [f"{CACHE}.{layer}.{part}" for part in (0, 1) for layer in range(3)]
     assert outputs == ["logits", *layers]
     tree = program.lowered.placed.traced.model.output_tree
     assert tree is not None and tree.caches() == layers
 
-    spec = trees.structure({"past_key_values": cache})
-    assert input_names(nn.Module.forward, (), {"past_key_values": cache}) == spec_paths(spec) == layers
+    spec = trees.structure({CACHE: cache})
+    assert input_names(nn.Module.forward, (), {CACHE: cache}) == spec_paths(spec) == layers
     tensors = dict(zip(layers, trees.leaves(cache), strict=True))
     for index, layer in enumerate(cache.layers):
-        assert tensors[f"past_key_values.{index}.0"] is layer.keys and tensors[f"past_key_values.{index}.1"] is layer.values
+        assert tensors[f"{CACHE}.{index}.0"] is layer.keys and tensors[f"{CACHE}.{index}.1"] is layer.values

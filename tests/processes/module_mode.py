@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc.frontend.reference import ReferenceRandom
+from tests.cache_name import CACHE
 from tests.models import llama, mlp, nanogpt, vit
 from tests.processes.reference import SEED, close, furthest
 from tests.processes.session import run_checks
@@ -239,8 +240,8 @@ def caches(mesh: Any) -> None:
     ids = {"input_ids": case.kwargs["input_ids"]}
     program = meshc.compile(case.model, mesh, kwargs=ids)
     output, wanted = program(**ids), twin(**ids)
-    assert type(output.past_key_values) is type(wanted.past_key_values)
-    mine, theirs = output.past_key_values.layers[0], wanted.past_key_values.layers[0]
+    assert type(output[CACHE]) is type(wanted[CACHE])
+    mine, theirs = output[CACHE].layers[0], wanted[CACHE].layers[0]
     assert isinstance(mine.keys, DTensor) and not mine.keys.requires_grad
     assert torch.allclose(whole(mine.keys), theirs.keys, atol=1e-5) and torch.allclose(whole(mine.values), theirs.values, atol=1e-5)
     assert torch.allclose(output.logits, wanted.logits, atol=1e-5)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import meshc
 from meshc import artifact
 from meshc.frontend.reference import ReferenceRandom
+from tests.cache_name import CACHE
 from tests.models import Case, NanoGPT, gpt2, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks
@@ -259,7 +260,7 @@ def as_they_lie(mesh: Any) -> None:
     assert isinstance(found.logits, DTensor) == ("dp" in (mesh.mesh_dim_names or ()))
     found.logits = DTensor.full_tensor(found.logits) if isinstance(found.logits, DTensor) else found.logits
     assert float((found.logits - wanted.logits).abs().max()) < 1e-9
-    for ours, theirs in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+    for ours, theirs in zip(found[CACHE].layers, wanted[CACHE].layers, strict=True):
         assert isinstance(ours.keys, DTensor)
         assert float((ours.keys.full_tensor() - theirs.keys).abs().max()) < 1e-9
 

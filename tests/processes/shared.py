@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.runtime.failure.failed_rank import world_board
+from tests.cache_name import CACHE
 from tests.models import llama, mlp
 from tests.processes.reference import close, sgd, train
 from tests.processes.session import run_checks
@@ -50,7 +51,7 @@ def taken(mesh: Any) -> None:
         assert said == [], said
         assert traced_here(second) == (rank == 0)
         output = second(input_ids=case.kwargs["input_ids"], use_cache=True)
-    assert type(output) is type(start(**case.kwargs)) and output.past_key_values.get_seq_length() == case.kwargs["input_ids"].shape[1]
+    assert type(output) is type(start(**case.kwargs)) and output[CACHE].get_seq_length() == case.kwargs["input_ids"].shape[1]
     assert "vocab" in program.factors() and str(program) == program.world.from_rank_0(lambda: str(program))
     assert program.lowered.request.optimizer is program.compilations.spec
 
