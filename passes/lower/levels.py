@@ -8,7 +8,8 @@ A copy to the host or from there starts behind all that stands before it, and wh
 of memory.
 
 What backward makes again (`passes/recompute/`) could run as soon as what it is made of is there, in forward, and would be kept like any
-other: it is of the latest level, that of what first reads it.
+other: it is of the latest level, that of what first reads it. So is what backward brings together of forward's values to read it, such as
+the gather of a norm's sequence before a weight's gradient: it starts a level sooner, and travels while that level runs.
 
 Gathers of stored parameters would all be of level 0, and the whole model in memory at once. They stand in windows (`windows.py`), one
 ahead of what is read: the level that first reads a window is later than all that stands before, and the window's gathers start before the
@@ -19,6 +20,8 @@ level that reads the window before.
 
 from __future__ import annotations
 
+from typing import Final
+
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, record, records, runs_on_host, spmd
@@ -26,8 +29,11 @@ from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
 from meshc.passes.lower.windows import windows
-from meshc.program.packing import grows_alone, stays
+from meshc.program.packing import grows_alone, is_view, stays
 from meshc.program.program import Stage
+
+TRAVELS: Final = 2
+"""How many levels before the one that reads it a collective of backward starts that waits for no gradient: it travels while one runs."""
 
 
 def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
@@ -38,21 +44,34 @@ def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
 
 
 def _late(graph: Graph, levels: _Levels) -> None:
-    """Moves what is made again to where it is first read."""
-    found = levels.found
+    """Moves what backward has of forward's values alone to where it is first read."""
+    found, waits = levels.found, _can_wait(graph)
     for node in reversed(graph.nodes):
-        if node not in found or node in levels.stored or is_number(node) or not _is_again(node):
+        if node not in found or node in levels.stored or is_number(node) or node not in waits:
             continue
-        alone = runs_alone(node, levels.changing)
-        latest = min((found[user] - (alone and not is_getitem(user)) for user in node.users if user in found), default=0)
+        ahead = (TRAVELS if spmd.is_collective(node.target) else 1) if runs_alone(node, levels.changing) else 0
+        latest = min((found[user] - ahead * (not is_getitem(user)) for user in node.users if user in found), default=0)
         found[node] = max(found[node], latest)
     for node in graph.nodes:
         if node in found and is_getitem(node):
             found[node] = found[node.all_input_nodes[0]]
 
 
-def _is_again(node: Node) -> bool:
-    return node.op == "call_function" and records(node)[0].again and not writes(node) and not spmd.is_host_copy(node.target)
+def _can_wait(graph: Graph) -> set[Node]:
+    """What is made again; and what backward moves, or looks at, of that and of forward's values."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or writes(node) or spmd.is_host_copy(node.target):
+            continue
+        phase, again = records(node)[0].phase, records(node)[0].again
+        moves = is_view(node) or spmd.is_collective(node.target) and not spmd.joins_stages(node)
+        if again or phase == "backward" and moves and all(operand in found or _is_of_forward(operand) for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_of_forward(node: Node) -> bool:
+    return node.op == "call_function" and records(node)[0].phase == "forward"
 
 
 def runs_alone(node: Node, changing: set[Node]) -> bool:

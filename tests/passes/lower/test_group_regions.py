@@ -11,11 +11,13 @@ from torch.fx import Graph, Node
 
 import meshc
 from meshc.check import check_program
-from meshc.ir import Record, set_record, spmd
+from meshc.ir import Record, record, set_record, spmd
+from meshc.ir.graph import read_by
 from meshc.ir.regions import region_of
 from meshc.passes.lower.group_regions import grouped
 from meshc.passes.lower.levels import levels
 from meshc.passes.lower.schedule_collectives import scheduled
+from meshc.program.packing import is_view
 from meshc.program.program import Stage
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
@@ -164,4 +166,20 @@ def test_programs_in_regions_mean_what_they_meant(mesh: str, plan: str | None, m
     for name, stage in program.compiled.stages.items():
         text = print_stage(stage, program.compiled)
         assert print_stage(parse_stage(text, side_table(stage)), program.compiled) == text, name
+    assert meshc.verify(program).ok
+
+
+def test_what_backward_gathers_of_forward_is_not_gathered_in_forward() -> None:
+    """The norms' sequences before gradients of weights: of all layers at once they would be most of what a rank holds."""
+    case = models.nanogpt(batch=4, seq=8, hidden=16, layers=3, heads=4, vocab=13)
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1), loss=case.loss)
+    program = meshc.compile(step, meshc.Mesh("tp=2"), kwargs=case.call_kwargs, plan="megatron_sp", backend="inductor")
+    (stage,) = program.compiled.stages.values()
+    at = {node: number for number, node in enumerate(stage.graph.nodes)}
+    gathers = [node for node in at if node.target is spmd.all_gather and record(node).phase == "backward"]
+    gathers = [node for node in gathers if record(node.all_input_nodes[0]).phase == "forward" or record(node.all_input_nodes[0]).again]
+    spans = [(at[node], max(at[reader] for reader in read_by(node.users, is_view))) for node in gathers]
+    assert len(spans) >= 6, spans
+    alive = max(sum(start <= number <= end for start, end in spans) for number in at.values())
+    assert alive <= 2, (alive, spans)
     assert meshc.verify(program).ok
