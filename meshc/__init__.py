@@ -3,6 +3,7 @@
 from meshc.api.compile import TrainStep, compile
 from meshc.api.handle import Program
 from meshc.api.options import Options
+from meshc.api.pretrained import load_pretrained
 from meshc.api.rules import register_rule
 from meshc.api.verification import verify
 from meshc.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "compile",
+    "load_pretrained",
     "register_rule",
     "verify",
 ]

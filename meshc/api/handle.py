@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc.api import explaining, saving
+from meshc.api import explaining, pretrained, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -204,6 +204,16 @@ class Program:
         """Write the artifact: a folder of texts, JSON and (without a process group, or on rank 0) weights."""
         with self.world.together("save"):
             saving.save(self, path, weights)
+
+    def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
+        """Write a folder that plain transformers loads with `from_pretrained`: configuration, weights in safetensors, and their index
+        where there are several. All ranks call it; parameters are gathered one at a time and rank 0, which needs host memory for all of
+        them, writes by the model's own `save_pretrained`, which `kwargs` go to (`max_shard_size="2GB"`). A folder that it wrote before is
+        replaced once the new one is complete; files in it that are no weights (a tokenizer's) stay.
+
+        Raises StateError for a model without `save_pretrained` and for a folder of something else; FileError if it cannot be written."""
+        with self.world.together("save_pretrained"):
+            pretrained.save_pretrained(self, path, **kwargs)
 
     # -------------------------------------------------------------------------------------------------------------------- state
 

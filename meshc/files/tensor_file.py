@@ -121,6 +121,10 @@ class TensorFile:
         """Whole shape."""
         return tuple(self._file.get_slice(self._known(name)).get_shape())
 
+    def kind(self, name: str) -> str:
+        """What a tensor is kept in, as safetensors says it: F32, BF16, I64, ..."""
+        return self._rows[self._known(name)]["dtype"]
+
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """The part of a tensor between (start, stop) of each dim, a range for each dim; only the blocks it lies in are read.
 

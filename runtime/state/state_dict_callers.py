@@ -1,7 +1,8 @@
 """Who asks a compiled model for its state dict, and what is said to those who cannot do with DTensors.
 
     torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
-    model.save_pretrained(...) of transformers           StateError: it would wait for ever, or write a rank's part
+    model.save_pretrained(...) of transformers           StateError, which names program.save_pretrained: it would wait for ever, or
+                                                         write a rank's part
     anybody else, torch.save(model.state_dict()) say     a warning, once a model
 
 Who asks is read off the stack: the module of the first frame that is neither torch's nn nor another `state_dict`. That is a guess; a
@@ -39,8 +40,7 @@ def look_who_asks(model: nn.Module, *_: object) -> None:
     if str(caller.f_globals.get("__name__", "")).startswith("transformers.") and caller.f_code.co_name == "save_pretrained":
         raise StateError(
             "save_pretrained cannot save a compiled model by itself: its parameters lie on a mesh, a part of them on each rank\n"
-            "  what to do: state = program.state_dict(full=True) on every rank; then on rank 0 "
-            'model.save_pretrained(directory, state_dict=state["model"])'
+            "  what to do: program.save_pretrained(directory) on every rank"
         )
     if model not in _WARNED:
         _WARNED.add(model)

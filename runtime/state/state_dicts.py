@@ -81,6 +81,13 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     return dict(_full(store, state) if full else state)
 
 
+def whole_model(store: Store) -> dict[str, Tensor]:
+    """The model's tensors alone, whole and on the CPU of rank 0; {} elsewhere."""
+    store.adopt_changes()
+    store.sync()
+    return _full(store, {"model": dict(store.model.state_dict()), "meshc": {}}).get("model", {})
+
+
 def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
     """Takes what `state_dict` gave, what `get_state_dict` gave, or a model's state dict alone: DTensors as they lie, or whole tensors.
 

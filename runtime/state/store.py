@@ -244,6 +244,11 @@ class Store:
         with alone("state_dict"):
             return state_dicts.state_dict(self, full)
 
+    def whole_model(self) -> dict[str, Tensor]:
+        """`state_dicts.whole_model` of this store."""
+        with alone("state_dict"):
+            return state_dicts.whole_model(self)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`state_dicts.load_state_dict` into this store."""
         with alone("load_state_dict"):
@@ -267,6 +272,13 @@ class Store:
             if chunk.data_ptr() != held.local.data_ptr() or chunk.dtype != held.dtype:
                 held.local.copy_(chunk)
             self._read_back(held)
+        self._unfilled.discard(held.key)
+
+    def write_tile(self, held: Held, tile: Tensor) -> None:
+        """Gives a stored tensor this rank's padded tile of it, in any dtype that can be cast. All ranks that have a part call it."""
+        with torch.no_grad():
+            held.buffer.copy_(tile)
+            self._refresh(held)
         self._unfilled.discard(held.key)
 
     # Adoption.

@@ -1,0 +1,102 @@
+"""Files of stock models, seen as the model names and shapes its tensors.
+
+    in the files                                            in the model
+    model.layers.0.block_sparse_moe.experts.0.w1.weight ┐
+    model.layers.0.block_sparse_moe.experts.0.w3.weight ├─> model.layers.0.mlp.experts.gate_up_proj [experts, 2 ffn, hidden]
+    ... .experts.1.w1.weight, ...                       ┘
+    layers.0.self_attn.q_proj.weight ─────────────────────> model.layers.0.self_attn.q_proj.weight
+
+What becomes what is transformers' own table, and its own operators make it; a release without such a table renames nothing. What one name
+in the files becomes is read in parts; what several become is made whole, one at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import StateError
+from meshc.files.weight_files import Weights
+from meshc.private import found
+
+CONVERSIONS = "transformers.conversion_mapping:get_model_conversion_mapping"
+
+
+def as_the_model_has_them(model: nn.Module, files: Weights) -> Weights:
+    """Files of a stock model under the model's names; those of another model as they are."""
+    if not type(model).__module__.startswith("transformers."):
+        return files
+    from transformers import PreTrainedModel
+
+    return _Converted(model, files) if isinstance(model, PreTrainedModel) else files
+
+
+class _Converted:
+    """`Weights` of the names that the model has; names that it has not stay what they were."""
+
+    def __init__(self, model: Any, files: Weights) -> None:
+        self._model, self._files = model, files
+        self._plain: dict[str, str] = {}
+        self._made: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._sources: dict[str, list[tuple[str, str]]] = {}
+        self._converters: dict[str, Any] = {}
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+        self._read_table()
+        self.names: tuple[str, ...] = (*self._plain, *self._made)
+
+    def _read_table(self) -> None:
+        table = found(CONVERSIONS)(self._model)
+        rename: Callable[..., tuple[str, str | None]] = found("transformers.core_model_loading:rename_source_key")
+        natural: Callable[[str], Any] = found("transformers.core_model_loading:dot_natural_key")
+        converters = [row for row in table if hasattr(row, "operations")]
+        renamings = [row for row in table if not hasattr(row, "operations")]
+        by_pattern = {pattern: row for row in converters for pattern in row.source_patterns}
+        has, prefix = self._model.state_dict(), self._model.base_model_prefix
+        for name in sorted(self._files.names, key=natural):
+            target, pattern = rename(name, renamings, converters, prefix, has)
+            if target not in has and name in has:
+                target, pattern = name, None
+            if pattern is None:
+                self._plain[target if target in has else name] = name
+            else:
+                self._converters[target] = by_pattern[pattern]
+                self._sources.setdefault(target, []).append((name, pattern))
+        for first in self._sources:
+            for target, value in self._converted(first, lambda name: torch.empty(self._files.shape(name), device="meta")).items():
+                self._made[target] = first, tuple(value.shape)
+
+    def _converted(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """All that is made of what lies under some names, by the model's names."""
+        converter = copy.deepcopy(self._converters[first])
+        for name, pattern in self._sources[first]:
+            converter.add_tensor(first, name, pattern, read(name))
+        try:
+            made = converter.convert(first, model=self._model, config=self._model.config)
+        except Exception as error:
+            names = ", ".join(name for name, _ in self._sources[first][:3])
+            raise StateError(f"transformers cannot make {first} of {names}, ...: {type(error).__name__}: {error}") from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._made[name][1] if name in self._made else self._files.shape(self._plain[name])
+
+    def kind(self, name: str) -> str:
+        return self._files.kind(self._sources[self._made[name][0]][0][0] if name in self._made else self._plain[name])
+
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        if name in self._plain:
+            return self._files.slice(self._plain[name], ranges)
+        return self.tensor(name)[tuple(slice(start, stop) for start, stop in ranges)]
+
+    def tensor(self, name: str) -> Tensor:
+        if name in self._plain:
+            return self._files.tensor(self._plain[name])
+        first = self._made[name][0]
+        if self._last[0] != first:
+            self._last = "", {}  # gone before the next one comes
+            self._last = first, self._converted(first, self._files.tensor)
+        return self._last[1][name]

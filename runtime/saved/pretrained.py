@@ -1,0 +1,118 @@
+"""Weights of others' files into a compiled model: each rank reads what its tiles cover, a tensor at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import StateError, lines_of, listed
+from meshc.files.weight_files import Weights
+from meshc.ir.keys import key_of
+from meshc.runtime.comm.stage_transfers import StageTransfers
+from meshc.runtime.saved.pieces import read_tile
+from meshc.runtime.state.held import Held
+from meshc.runtime.state.store import Store
+
+_FLOATS: Final = ("F16", "BF16", "F32", "F64")
+_EXTRA: Final = "_extra_state"
+
+
+def load(store: Store, weights: Weights, where: str) -> None:
+    """Read all that the model and the files both have. Raises StateError, before anything is changed, naming what does not fit, and what
+    has no values and is not there; warns of what else is not there, which keeps its values, and of what the model does not have."""
+    store.adopt_changes()
+    wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA]
+    pairs: dict[str, tuple[Held, str]] = {}
+    for name in weights.names:
+        held = held_of(store, name)
+        if held is not None:
+            pairs.setdefault(held.key, (held, name))
+    missing = [name for name in wanted if (held := held_of(store, name)) is not None and held.key not in pairs]
+    _refuse(store, weights, pairs, missing, where)
+    if missing:
+        warnings.warn(f"{listed(missing, 6)} of the model are not in {where}, and keep the values that they have", stacklevel=4)
+    strange = [name for name in weights.names if held_of(store, name) is None]
+    if strange:
+        warnings.warn(f"{listed(strange, 6)} in {where} are not in the model, and are left out", stacklevel=4)
+    with torch.no_grad():
+        for held, name in pairs.values():
+            home = held.home
+            if not isinstance(home, StageTransfers) or home.member or held.lags:
+                store.write_tile(held, read_tile(weights, name, held.sharding, home.sizes, home.coordinates))
+        for held in store.held.values():
+            if held.of in pairs and held.fresh is not None and held.fresh.fill is None:
+                store.reset(held)  # it begins as a copy of the parameter
+
+
+def fill_buffers(store: Store, fill: Callable[[nn.Module], object]) -> None:
+    """Values for what no file holds: buffers of a model from `meta` that state dicts leave out. `fill(module)` is called for each module
+    that has some, with empty buffers on the CPU and parameters on `meta`; it has to write the same on all ranks."""
+    empty = {name for name in store.unfilled if store.find(key_of("buffer", name)) is not None}
+    modules = [(path, module) for path, module in store.model.named_modules() if empty & {_name(path, name) for name in module._buffers}]
+    for path, module in modules:
+        for name, value in _filled(module, fill).items():
+            held = store.find(key_of("buffer", _name(path, name)))
+            if held is not None and held.name in empty:
+                store.write_tile(held, value.to(held.dtype))
+
+
+def _name(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _filled(module: nn.Module, fill: Callable[[nn.Module], object]) -> Mapping[str, Tensor]:
+    """What `fill` writes into the buffers of a module, which holds afterwards what it held before."""
+    held = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
+    before = {name: _nothing(value) for name, value in module._buffers.items() if value is not None}
+    try:
+        for one, parameters, _ in held:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    one._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
+        module._buffers.update({name: value.clone() for name, value in before.items()})
+        with torch.no_grad():
+            fill(module)
+        return {name: value for name, value in module._buffers.items() if value is not None and not _same(value, before.get(name))}
+    finally:
+        for one, parameters, buffers in held:
+            one._parameters.update(parameters)
+            one._buffers.update(buffers)
+
+
+def _nothing(value: Tensor) -> Tensor:
+    made = torch.zeros(value.shape, dtype=value.dtype)
+    return made.fill_(float("nan")) if made.is_floating_point() else made
+
+
+def _same(value: Tensor, other: Tensor | None) -> bool:
+    return other is not None and value.shape == other.shape and torch.allclose(value, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def held_of(store: Store, name: str) -> Held | None:
+    return store.find(key_of("parameter", name)) or store.find(key_of("buffer", name))
+
+
+def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[Held, str]], missing: Sequence[str], where: str) -> None:
+    faults = []
+    for held, name in pairs.values():
+        if weights.shape(name) != held.shape:
+            faults.append(f"{name} is of shape {list(weights.shape(name))}, in the model of {list(held.shape)}")
+        elif (weights.kind(name) in _FLOATS) != held.dtype.is_floating_point:
+            faults.append(f"{name} is kept in {weights.kind(name)}, and is {held.dtype} in the model")
+    if not pairs:
+        theirs, mine = listed(sorted(weights.names), 3), listed(list(store.model.state_dict()), 3)
+        faults.append(f"none of its names is one of the model's: it has {theirs}, the model {mine}")
+    if faults:
+        shown = "\n    ".join(lines_of(faults, 8))
+        advice = "build the model from the configuration that lies beside them"
+        raise StateError(f"the weights in {where} do not fit the model:\n    {shown}\n  what to do: {advice}")
+    empty = set(store.unfilled) & {one.name for name in missing if (one := held_of(store, name)) is not None}
+    if empty:
+        raise StateError(
+            f"the model was built on `meta`, and {where} has no values for {listed(sorted(empty), 6)}\n"
+            "  what to do: program.init_weights(fn) first, and then load_pretrained, which leaves what it does not have"
+        )
