@@ -18,14 +18,14 @@ from meshc.cost import operators
 from meshc.cost.alive import alive
 from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, copy_seconds
-from meshc.ir import Record, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
+from meshc.ir import Record, calls_of, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
 from meshc.ir.graph import made_of
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run, run_all
-from meshc.passes.offload.park import roots_of
+from meshc.passes.offload.there_and_back import roots_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.least import least_kept
-from meshc.passes.recompute.remakable import calls_of, of_lowered
+from meshc.passes.recompute.remakable import of_lowered
 from meshc.plan.remat_lines import RematLine
 from meshc.report.explained import Instead, Remembered
 from meshc.report.tables import bytes_text, placement

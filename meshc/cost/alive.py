@@ -129,8 +129,10 @@ def _there(
     total, _, joins = next(islice(walk.course(left), here, None))
     leaving = {walk.home[value]: slot(key, moment.step.microbatch) for key, value in walk.ends}
     read_by = {walk.home[operand]: node for node in walk.nodes for operand in node.all_input_nodes}
-    for node in walk.kept:
-        if node not in left.size and walk.size.get(node):  # the runtime has it for good
+    for values in walk.kept:  # the runtime has their memory for good
+        held = [node for node in values if node not in left.size and walk.size.get(node)]
+        if held:
+            node = max(held, key=walk.size.__getitem__)
             total -= walk.size[node]
             yield _made(moment, node, walk.size[node], None, node in left.grown)
     for node, size in left.size.items():

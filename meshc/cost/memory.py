@@ -33,6 +33,7 @@ from meshc.pipelining.cut import slot
 from meshc.program import flying, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.bundle import is_copy
+from meshc.program.kept import places
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
 from meshc.program.steps import last_reads, steps_of
 
@@ -298,6 +299,7 @@ class Walk:
     born   the position from which each is there;  last  that of the last node that reads it
     ends   what the stage gives, with its key
     host   whether it is about what lies on the host;  cpu  whether the device is the host
+    kept   values that lie in memory which the stage has for good, those of one piece of it together
     beside, joining     bytes that collectives take beside values: with first and last position, and by where they are waited for
     leaving, sent       what is read by what leaves on its way, and bytes of copies that are, by its key
     """
@@ -341,8 +343,7 @@ class Walk:
         self._flown()
         self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
         self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
-        kept = [node for whole, node in first.items() if sharing.KEPT in words(whole)]
-        self.kept = [*kept, *(node for node in self.nodes if sharing.KEPT in words(node) and node not in joined)]
+        self.kept = [[first.get(node, node) for node in values] for values in places(stage.graph, words)]
 
     def _compiled(self) -> None:
         """In compiled regions some values stay longer than lines say, and some are written over by what reads them last."""
@@ -404,10 +405,10 @@ class Walk:
                     gradients.add(value)
         grown = {self.home[node] for node in gradients if node in self.home}
         alive, growing = sum(freed.values()) + sum(arriving.values()), 0
-        for node in self.kept:
-            if node in size:  # the runtime has it for good
-                growing += size[node] if node in grown else 0
-                alive += size.pop(node)
+        for values in self.kept:  # the runtime has this memory for good
+            held = {node: size.pop(node) for node in values if node in size}
+            alive += max(held.values(), default=0)
+            growing += max((bytes_of for node, bytes_of in held.items() if node in grown), default=0)
         beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
         leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
         read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent

@@ -9,6 +9,7 @@ from meshc.ir.nodes import (
     Record,
     Source,
     calls,
+    calls_of,
     has_record,
     is_getitem,
     is_integer,
@@ -26,6 +27,7 @@ from meshc.ir.nodes import (
 )
 
 __all__ = [
-    "KEY", "PHASES", "Record", "Source", "calls", "has_record", "is_getitem", "is_integer", "is_tensor", "leaves", "local_bytes",
-    "op_name", "operands", "record", "records", "runs_on_host", "set_record", "update", "value_of",
+    "KEY", "PHASES", "Record", "Source", "calls", "calls_of", "has_record", "is_getitem", "is_integer", "is_tensor",
+    "leaves", "local_bytes", "op_name", "operands", "record", "records", "runs_on_host", "set_record", "update",
+    "value_of",
 ]  # fmt: skip

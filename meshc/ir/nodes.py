@@ -146,6 +146,11 @@ def calls(graph: Graph) -> Iterator[Node]:
             yield node
 
 
+def calls_of(graph: Graph, phase: str) -> list[Node]:
+    """All call_function nodes of a phase, getitem too, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == phase]
+
+
 def op_name(node: Node) -> str:
     """`aten.mm` for `torch.ops.aten.mm.default`, `aten.add.Tensor` for other overloads, the function's name otherwise."""
     target = node.target

@@ -47,6 +47,9 @@ ALONE = 8 * 1024 * 1024
 FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
+BUCKETS = 8
+"""There are about so many of a small model, of no less than `FIRST` bytes each."""
+
 
 class _Alike(NamedTuple):
     """What collectives that travel together have in common."""
@@ -145,10 +148,9 @@ def _reduces(node: Node) -> bool:
 
 
 def _limit(gradients: list[Node]) -> int:
-    """The bytes of a bucket at most: there are at least two, so that one travels while the rest is computed."""
-    sizes = [local_bytes(record(node)) for node in gradients]
-    total, largest = sum(sizes), max(sizes)
-    return min(BUCKET, (total + largest) // 2) if total > 2 * FIRST else total
+    """The bytes of a bucket at most: there are several, so that one travels while the next is made, and is gone when the one after is."""
+    total = sum(local_bytes(record(node)) for node in gradients)
+    return min(BUCKET, max(FIRST, total // BUCKETS)) if total > 2 * FIRST else total
 
 
 def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: bool) -> list[list[Node]]:

@@ -4,7 +4,8 @@
     p2, m2, v2 = adam(w2, g2, m2, v2, lr, ...)   becomes
     return w1: p1, ...                                return w1: w1, ...
 
-Of state that lies on the host, windows are fetched one after another (`fetch_ahead.py`), and each has an update of its own.
+Updates whose gradients are there sooner than others' stand there, a part of all in one (`update_early.py`). Of state that lies on the host,
+windows are fetched one after another (`fetch_ahead.py`), and each has an update of its own.
 An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards. What is kept
 in fewer bits than it is computed in is widened just before its update and narrowed just after, some parameters at a time.
 """
@@ -12,17 +13,19 @@ in fewer bits than it is computed in is widened just before its update and narro
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from meshc.ir import Record, is_getitem, records
+from meshc.ir import Record, is_getitem, records, runs_on_host
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.fetch_ahead import turns
 from meshc.passes.lower.kept_state import keep_in_place, narrowed_from, read_operands, some_at_a_time, widened
+from meshc.passes.lower.update_early import Places
 from meshc.passes.phases.lowered import Lowered
 from meshc.private import OpOverload
 from meshc.program.program import Stage
@@ -30,11 +33,12 @@ from meshc.program.program import Stage
 
 def fuse_updates(lowered: Lowered) -> Lowered:
     """Batch the update operators of each stage by operator, numbers and flags."""
-    return replace(lowered, stages={name: _fuse(stage) for name, stage in lowered.stages.items()})
+    return replace(lowered, stages={name: fused(stage) for name, stage in lowered.stages.items()})
 
 
-def _fuse(stage: Stage) -> Stage:
-    """Partition emits readers of new values last, so the last member of a group stands before all of them."""
+def fused(stage: Stage, limit: int | None = None) -> Stage:
+    """A stage in place. `limit`: bytes of gradients from which an update is one of its own, if not as many as `update_early.py` says.
+    Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
     window = turns(graph)
@@ -44,21 +48,33 @@ def _fuse(stage: Stage) -> Stage:
             groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, window.get(node))].append(node)
     written: dict[Node, Argument] = {}
     narrowed: dict[Node, Node] = {}
-    for (target, rest, _, _), all_members in groups.items():
+    places = Places(graph)
+    for (target, rest, _, turn), all_members in groups.items():
         operands = 1 + len(WRITTEN[target])
-        for members in some_at_a_time(all_members):
+        early = turn is None and not any(map(runs_on_host, all_members))
+        for members in _cut(all_members, places if early else None, limit):
             columns = [[member.args[i] for member in members] for i in range(operands)]
             made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
             for wide in (wide for member in members for wide in widened(member)):
                 members[-1].prepend(wide)
             with graph.inserting_after(members[-1]):
                 many = call(graph, made, MANY[target], *columns, *rest)
+            places.replaced(members[-1], many)
             for member in members:
                 narrowed |= dict.fromkeys(narrowed_from(member), many)
                 written |= _results(member)
     read_operands(graph, written)
     keep_in_place(graph, narrowed)
     return stage
+
+
+def _cut(all_members: list[Node], places: Places | None, limit: int | None) -> Iterator[list[Node]]:
+    """Members that are updated together, where the last of them stands then: as early as may be by `places`, if these are given."""
+    for part in [all_members] if places is None else list(places.parts(all_members, limit)):
+        for members in some_at_a_time(part):
+            if places is not None:
+                places.bring(members)
+            yield members
 
 
 def _kept_apart(member: Node) -> bool:

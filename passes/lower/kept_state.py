@@ -65,7 +65,7 @@ def for_updates_alone(node: Node) -> bool:
 def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
     """What makes a new value of what is kept writes into it: just behind the update that it is `narrowed` after, otherwise where it stands,
     but behind all that reads the old value."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: float(place) for place, node in enumerate(graph.nodes)}
     kept: dict[Node, Argument] = {}
     behind: dict[Node, Node] = {}
     for node in [node for node in graph.nodes if node.target in keep.IN_PLACE]:
@@ -103,12 +103,13 @@ def _between(node: Node) -> list[Node]:
     return list(found)
 
 
-def _bring(node: Node, after: Node, order: Mapping[Node, int], between: Collection[Node]) -> None:
+def _bring(node: Node, after: Node, order: dict[Node, float], between: Collection[Node]) -> None:
     """To before `after` what tells where a tile lies."""
     for operand in node.all_input_nodes:
         if order[operand] > order[after] and operand.target not in WIDENS and operand not in between:
             _bring(operand, after, order, between)
             after.prepend(operand)
+            order[operand] = order[after] - 0.5
 
 
 def read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:

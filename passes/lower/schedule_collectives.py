@@ -52,10 +52,10 @@ def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | 
     may start before the stage does, which waits for none that may not."""
     graph = stage.graph
     scatters = graph.find_nodes(op="call_function", target=spmd.reduce_scatter)
-    _start(graph, spmd.reduce_scatter)
+    start_reductions(graph, spmd.reduce_scatter)
     limit = window_bytes(scatters) if window is None else window
     bundle(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
-    _start(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
+    start_reductions(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
     bundle(stage, sizes, targets=[spmd.all_reduce], apart=_of_blocks(graph))
     _gather(stage, sizes, alone, window)
     graph.lint()
@@ -78,7 +78,7 @@ def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None
         place[node] = place[anchor] + 1e-6
 
 
-def _start(graph: Graph, reduction: Function) -> None:
+def start_reductions(graph: Graph, reduction: Function) -> None:
     """Reductions of a kind start where their operands are ready."""
     place = _positions(graph)
     entered = placeholders(graph)

@@ -3,30 +3,25 @@
     forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  parked = to_host(h)
     backward  g = mm(t(h), gy)                        becomes  back = from_host(parked);  g = mm(t(back), gy)
 
-A copy to the host starts behind the last reader in forward of whatever lies in the value's memory; views of it are taken again of what
-comes back. It stands behind `recompute`, which settles what backward reads, and before stages and microbatches, which hand on what is
-there like any other value. When the copies back start is settled later (`passes/lower/fetch_ahead.py`).
+`there_and_back.py` says where the copies stand. The pass is behind `recompute`, which settles what backward reads, and before stages and
+microbatches, which hand on what is there like any other value. When the copies back start is settled later (`passes/lower/fetch_ahead.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from meshc.cost.devices import Device, for_mesh
-from meshc.cost.links import copy_seconds
-from meshc.cost.operators import seconds
-from meshc.ir import KEY, has_record, is_getitem, is_tensor, local_bytes, record, records, set_record, spmd, value_of
-from meshc.ir.graph import call, copied, copied_node, made_of, made_only_of
+from meshc.cost.devices import for_mesh
+from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, record, records, value_of
+from meshc.ir.graph import copied, made_of, made_only_of
 from meshc.ir.keys import is_a
+from meshc.passes.offload.there_and_back import lay_there, roots_of, too_soon
 from meshc.passes.phases.lowered import Lowered
-from meshc.passes.recompute.remakable import calls_of
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
-from meshc.program.packing import is_view
 
 _NO_VALUE = "no module of this name returns a value"
 _NO_MODULE = "forward runs no operator in such a module"
@@ -49,39 +44,13 @@ def park(lowered: Lowered) -> Lowered:
     home = roots_of(forward)
     wanted = {home[operand] for node in backward for operand in node.all_input_nodes if operand in home}
     chosen = {node: why for node, why in _chosen(forward, home, said) if node in wanted and node not in learned}
-    late = _not_worth_it(graph, chosen, home, for_mesh(lowered.mesh))
-    for node in chosen:
-        if node not in late:
-            _park(graph, node, {one for one, root in home.items() if root is node}, backward, chosen[node])
+    late = too_soon(graph, chosen, home, for_mesh(lowered.mesh))
+    lay_there(graph, {node: why for node, why in chosen.items() if node not in late}, home, backward)
     if late:
         size = sum(local_bytes(record(node)) for node in late)
         stay = f"{len(late)} of {len(chosen)} values stay on the device, {size:,} bytes"
         return lowered.noting(f"offload: {stay}: backward reads them before they could be there and back")
     return lowered
-
-
-def roots_of(calls: Sequence[Node]) -> dict[Node, Node]:
-    """The value in whose memory each lies, of those that these calls make: themselves, or what they are views of."""
-    found: dict[Node, Node] = {}
-    for node in calls:
-        if isinstance(node.meta[KEY], tuple) or record(node).dtype is None:
-            continue
-        under = _under(node)
-        if under is None:
-            found[node] = node
-        elif under in found:
-            found[node] = found[under]
-    return found
-
-
-def _under(node: Node) -> Node | None:
-    """What a value is a view of; None if it has memory of its own."""
-    if not is_getitem(node):
-        return node.all_input_nodes[0] if is_view(node) else None
-    producer = value_of(node)[0]
-    target = producer.target
-    shares = isinstance(target, torch._ops.OpOverload) and any(one.alias_info is not None for one in target._schema.returns)
-    return producer.all_input_nodes[0] if shares else None
 
 
 Says = Callable[[Node], "OffloadLine | None"]
@@ -122,61 +91,3 @@ def _chosen(forward: Sequence[Node], home: Mapping[Node, Node], said: Says) -> I
         if root is not None and root not in seen and is_tensor(root) and record(root).shape and (line := said(node)) is not None:
             seen.add(root)
             yield root, str(line)
-
-
-def _not_worth_it(graph: Graph, chosen: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
-    """Values that backward reads before a link could have them there and back, with nothing else on it. A device whose host is itself
-    hides no copy in any case: what the plan names is parked."""
-    if device.host is None or not chosen:
-        return set()
-    at: dict[Node, float] = {}
-    now = 0.0
-    for node in graph.nodes:
-        at[node] = now
-        now += seconds(node, device) if node.op == "call_function" else 0.0
-    last: dict[Node, float] = {}
-    first: dict[Node, float] = {}
-    for node, root in home.items():
-        for user in node.users if root in chosen else ():
-            if user.op == "call_function" and records(user)[0].phase == "backward":
-                first[root] = min(first.get(root, at[user]), at[user])
-            elif user.op == "call_function":
-                last[root] = max(last.get(root, at[user]), at[user])
-    there_and_back = {node: 2 * copy_seconds(local_bytes(record(node)), device) for node in chosen}
-    return {node for node in chosen if first[node] - last.get(node, at[node]) < there_and_back[node]}
-
-
-def _park(graph: Graph, node: Node, inside: set[Node], backward: Sequence[Node], why: str) -> None:
-    """`inside`: what lies in the value's memory, itself included."""
-    late = set(backward)
-    readers = [user for one in inside for user in one.users if user.op == "call_function" and user not in late]
-    last = max([node, *inside, *readers])
-    while last.next.op == "call_function" and is_getitem(last.next):  # results stand behind what gives them
-        last = last.next
-    made = record(node)
-    with graph.inserting_after(last):
-        parked = call(graph, replace(made, host=True, reason=why, returned_by=()), spmd.to_host, node)
-    again: dict[Node, Node] = {}
-    for reader in backward:
-        for operand in reader.all_input_nodes:
-            if operand not in inside:
-                continue
-            with graph.inserting_before(reader):
-                if not again:
-                    again[node] = call(graph, replace(made, phase="backward", reason=why, returned_by=()), spmd.from_host, parked)
-                reader.replace_input_with(operand, _again(graph, operand, again))
-
-
-def _again(graph: Graph, node: Node, again: dict[Node, Node]) -> Node:
-    """A view as it is of what has come back. What it reads beside that is there all the same."""
-    if node not in again:
-        above = [node, value_of(node)[0]] if is_getitem(node) else [node]
-        under = _under(node)
-        assert under is not None
-        _again(graph, under, again)
-        for one in reversed(above):
-            if one not in again:
-                again[one] = copied_node(graph, one, lambda operand: again.get(operand, operand))
-                own = tuple(replace(each, phase="backward", returned_by=()) for each in records(one))
-                set_record(again[one], own if isinstance(one.meta[KEY], tuple) else own[0])
-    return again[node]

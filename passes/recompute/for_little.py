@@ -26,6 +26,8 @@ from meshc.program.packing import is_view
 
 WORTH: Final = 0.1
 """The share of the seconds that a share of what a rank holds is worth, of that share."""
+SHARES: Final = (1.0, 0.5, 0.25)
+"""Of that price of a byte: where by the walk a rank holds too little less, what saves more for its seconds is tried."""
 LEAST: Final = 0.01
 """Of what a rank holds, less is not worth the lines of a program."""
 
@@ -40,15 +42,18 @@ def for_little(lowered: Lowered, fixed: Collection[Node]) -> Lowered:
     held, step_s = held_of(lowered), sum(each_s.values())
     byte_s = WORTH * step_s / held
     trade = Trade(can, takes_of(can, lowered, device, each_s))
-    kept = trade.worth(byte_s)
-    if trade.all.bytes - kept.bytes < LEAST * held:
-        return lowered
-    again = kept.again if _hands_on(lowered) else _not_there(kept.again, can)
-    left = with_copies(lowered, [(can.backward, again)])
-    if lowered.mesh.pipeline_axis is not None:
-        return left
-    less = held - held_of(left)
-    return left if less >= LEAST * held and less * byte_s >= kept.seconds else lowered
+    for share in SHARES:
+        kept = trade.worth(share * byte_s)
+        if trade.all.bytes - kept.bytes < LEAST * held:
+            break
+        again = kept.again if _hands_on(lowered) else _not_there(kept.again, can)
+        left = with_copies(lowered, [(can.backward, again)])
+        if lowered.mesh.pipeline_axis is not None:
+            return left
+        less = held - held_of(left)
+        if less >= LEAST * held and less * byte_s >= kept.seconds:
+            return left
+    return lowered
 
 
 def _hands_on(lowered: Lowered) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
-from meshc.ir import KEY, is_getitem, is_integer, local_bytes, record, records, value_of
+from meshc.ir import KEY, calls_of, is_getitem, is_integer, local_bytes, record, records, value_of
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
@@ -68,10 +68,6 @@ def _given(stage: Stage) -> set[Node]:
     """What the caller is given: it is there in any case. What brings it together was made last, as if of backward."""
     outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
     return set(made_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
-
-
-def calls_of(graph: Graph, phase: str) -> list[Node]:
-    return [node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == phase]
 
 
 def _operands(

@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Graph, Node
 
-from meshc.ir import has_record, is_getitem, records, value_of
+from meshc.ir import calls_of, has_record, is_getitem, records, value_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.for_little import for_little
 from meshc.passes.recompute.least import least_kept
-from meshc.passes.recompute.remakable import Remakable, calls_of, of_lowered
+from meshc.passes.recompute.remakable import Remakable, of_lowered
 from meshc.passes.recompute.within import keep_within, may_hold
 from meshc.passes.recompute.write import make_again
 from meshc.plan.faults import refuse_faults

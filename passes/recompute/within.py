@@ -20,8 +20,10 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import spmd
-from meshc.ir.graph import copy_into
+from meshc.ir.graph import copied, copy_into
+from meshc.passes.lower.schedule_collectives import start_reductions
 from meshc.passes.lower.share_memory import words_of
+from meshc.passes.lower.update_early import updated_early
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute.policies import BY_BUDGET
@@ -79,9 +81,15 @@ def may_hold(request: Request) -> int | None:
 
 
 def held_of(lowered: Lowered) -> int:
-    """Bytes of a rank, as they are known before a pass has made microbatches or stages."""
+    """Bytes of a rank, as they are known before passes have made microbatches or stages and said where gradients are reduced and read."""
     (stage,) = lowered.stages.values()
-    return memory.worst(replace(lowered, schedule=(Instruction("run", stage.name),)).as_program(), words_of).total
+    if lowered.request.train and lowered.request.microbatches == 1:
+        stage = replace(stage, graph=copied(stage.graph))
+        for reduction in (spmd.reduce_scatter, spmd.all_reduce):
+            start_reductions(stage.graph, reduction)
+        updated_early(stage.graph)
+    alone = replace(lowered, stages={stage.name: stage}, schedule=(Instruction("run", stage.name),))
+    return memory.worst(alone.as_program(), words_of).total
 
 
 def takes_of(can: Remakable, lowered: Lowered, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:

@@ -31,7 +31,7 @@ from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import dying, last_reads, output_of, placeholders
 from meshc.ir.keys import is_a
-from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
+from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
 from meshc.program.flying import awaited
@@ -40,6 +40,7 @@ from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo, host, rows
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.accumulator import Accumulator
+from meshc.runtime.run.kept import KeptMemory
 
 RunStage = Callable[..., list[torch.Tensor]]
 """`run(inputs, mb, env, done)` -> outputs; one that starts early comes as a collective on its way."""
@@ -96,11 +97,9 @@ def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable
     return lambda x: exchange.tiles(x, dim)  # type: ignore[arg-type]
 
 
-def function_of(node: Node, device: torch.device, origin: Origin | None = None) -> Function:
-    """What a node that is no collective calls; of a stage that was read from a text, after its guard."""
-    if node.target is torch.ops.aten.mm.default and KEPT in sharing_of(node):
-        made = record(node)
-        memory = torch.empty(made.shape, dtype=made.dtype, device=device)
+def function_of(node: Node, device: torch.device, origin: Origin | None = None, memory: torch.Tensor | None = None) -> Function:
+    """What a node that is no collective calls; of a stage that was read from a text, after its guard. `memory`: what it is made in."""
+    if node.target is torch.ops.aten.mm.default and memory is not None:
 
         def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return torch.mm(x, y, out=memory)
@@ -193,6 +192,7 @@ class _Writer:
         self.flying: set[Node] = set()
         self.awaited = awaited(stage.graph.nodes) if before is None else before
         self.pieces = pieces(stage.graph)
+        self.lasting = KeptMemory(stage.graph, device)
         self.memory: dict[Node, str] = {}
         """Memory that several values are made in, by the `cat` that joins them."""
         self.kept: set[Node] = set()
@@ -300,7 +300,7 @@ class _Writer:
             device = torch.device("cpu")
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
         arguments += [f"{key}={self.source.literal(moved(key, value, device), self.env)}" for key, value in node.kwargs.items()]
-        function = function_of(node, device, self.origin)
+        function = function_of(node, device, self.origin, self.lasting.of(node))
         if runs_on_host(node) and not is_getitem(node):
             function = host.watched(node, self.name, function)
         return f"{self.source.bind(function, 'f')}({', '.join(arguments)})"
@@ -309,12 +309,13 @@ class _Writer:
         """A value in the memory of the `cat` that will join it with others."""
         piece, made = self.pieces[node], record(node)
         if piece.whole not in self.memory:
-            allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
-            if KEPT not in sharing_of(piece.whole):
+            kept = self.lasting.of(piece.whole)
+            if kept is None:
+                allocate = partial(torch.empty, record(piece.whole).shape, dtype=made.dtype, device=self.device)
                 self.memory[piece.whole] = name
                 self.source.lines.append(f"{name} = {self.source.bind(allocate, 'f')}()")
             else:  # each call may use the same memory; fresh pages cost more than what is written to them
-                self.memory[piece.whole] = self.source.bind(allocate(), "b")
+                self.memory[piece.whole] = self.source.bind(kept, "b")
                 self.kept.add(piece.whole)
         place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
         self.source.lines.append(f"{place}.copy_({self._call(node)})")

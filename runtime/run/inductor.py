@@ -37,6 +37,7 @@ from meshc.program.flying import awaited
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import codegen
+from meshc.runtime.run.kept import KeptMemory
 
 Given = torch.Tensor | int
 """What a region reads; integers are places in the microbatch."""
@@ -58,6 +59,7 @@ def compile_regions(
     overwrites: list[Node] = []
     own: list[Node] = []
     known_regions: dict[Key, Compiled] = {}
+    lasting = KeptMemory(stage.graph, device)
     outer = Graph()
     env: dict[Node, Node] = {node: outer.placeholder(node.name) for node in placeholders(stage.graph)}
     for node, entered in env.items():
@@ -70,7 +72,7 @@ def compile_regions(
             side = torch.device("cpu") if runs_on_host(node) else device
             env[node] = outer.create_node(
                 "call_function",
-                node.target if _is_the_ranks(node) else codegen.function_of(node, side, stage.origin),
+                node.target if _is_the_ranks(node) else codegen.function_of(node, side, stage.origin, lasting.of(node)),
                 torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,

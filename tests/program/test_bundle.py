@@ -117,16 +117,22 @@ def sent(stage: Stage) -> list[int]:
     return found
 
 
-def test_gradients_go_in_two_buckets_at_least() -> None:
-    building, stage = gradients([(512, 512)] * 8)  # 2 MiB each
+def test_gradients_go_in_eight_buckets_or_so() -> None:
+    building, stage = gradients([(512, 512)] * 32)  # 2 MiB each
     bundle(stage, building.sizes)
-    assert sent(stage) == [4 * 512 * 512] * 2
+    assert sent(stage) == [4 * 512 * 512] * 8
+
+
+def test_a_bucket_has_a_least_size() -> None:
+    building, stage = gradients([(64, 512)] * 16)  # 256 KiB each
+    bundle(stage, building.sizes)
+    assert sent(stage) == [4 * 64 * 512] * 4
 
 
 def test_a_bucket_has_an_upper_size() -> None:
-    building, stage = gradients([(512, 1024)] * 16)  # 4 MiB each
+    building, stage = gradients([(512, 1024)] * 64)  # 4 MiB each
     bundle(stage, building.sizes)
-    assert sum(sent(stage)) == 16 * 512 * 1024
+    assert sum(sent(stage)) == 64 * 512 * 1024
     assert max(sent(stage)) * 8 <= BUCKET < (max(sent(stage)) + 512 * 1024) * 8
 
 

@@ -1,0 +1,72 @@
+"""Memory that a stage has for good, and which of its values lie there one after another.
+
+    flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])       a bucket of gradients, from its first part to the update that reads
+    r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")
+    ...
+    flat_2: "f32[70]; its parts inside, kept" = aten.cat([c, d])     lies where flat lay, if c and d are made behind that update
+
+A value has its memory from the first line that writes there to the last that reads it, or what lies over it. Places are given in the order
+of those first lines, each the free one in which least is left over, or grows. The runtime, the simulator and the memory walk go by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from meshc.ir import local_bytes, record, spmd
+from meshc.ir.sharing import KEPT, OVER_OPERAND, Words, sharing_of
+from meshc.program import flying
+from meshc.program.packing import is_view, pieces
+
+
+def places(graph: Graph, words: Words = sharing_of) -> list[list[Node]]:
+    """For each piece of memory the values that lie there, one after another: a `cat`, or a product by itself."""
+    nodes = list(graph.nodes)
+    kept = [node for node in nodes if KEPT in words(node)]
+    if not kept:
+        return []
+    at = {node: index for index, node in enumerate(nodes)}
+    until = {one: at[node] for one, node in flying.waits(nodes).items()}
+    first = {node: at[node] for node in kept}
+    for part, piece in pieces(graph, words).items():
+        if piece.whole in first:
+            first[piece.whole] = min(first[piece.whole], at[part])
+    found: list[list[Node]] = []
+    free_from: list[int] = []
+    sizes: list[int] = []
+    for node in sorted(kept, key=first.__getitem__):
+        size, last = local_bytes(record(node)), _last(node, at, until, words)
+        free = [index for index in range(len(found)) if free_from[index] < first[node]]
+        if free:
+            best = min(free, key=lambda index: (abs(sizes[index] - size), index))
+            found[best].append(node)
+            sizes[best], free_from[best] = max(sizes[best], size), last
+        else:
+            found.append([node])
+            sizes.append(size)
+            free_from.append(last)
+    return found
+
+
+def sizes_of(found: Sequence[Sequence[Node]]) -> list[int]:
+    """Bytes of each piece of memory."""
+    return [max(local_bytes(record(node)) for node in values) for values in found]
+
+
+def _last(node: Node, at: Mapping[Node, int], until: Mapping[Node, int], words: Words) -> int:
+    """The position of the last line that reads a value's memory."""
+    return max([at[node], *(_read(user, at, until) for user in _readers(node, words))])
+
+
+def _read(user: Node, at: Mapping[Node, int], until: Mapping[Node, int]) -> int:
+    travels = user.op == "call_function" and (spmd.is_collective(user.target) or spmd.is_host_copy(user.target))
+    return until.get(user, len(at)) if travels else at[user]
+
+
+def _readers(node: Node, words: Words) -> Iterator[Node]:
+    for user in node.users:
+        yield user
+        if is_view(user) or (OVER_OPERAND in words(user) and user.args[0] is node):
+            yield from _readers(user, words)

@@ -1,0 +1,164 @@
+"""Update early: where updates may stand, which is as soon as their gradients are there and nothing reads any more what they write.
+
+    g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w2, w1, w0], ...)
+  becomes
+    g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  adam_many_([w2], [r2], ...)
+    g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w1], [r1], ...)  adam_many_([w0], [r0], ...)
+
+So not all gradients are there at once, but those of two buckets. A reduction's result is read when the next one along its axes starts:
+by then it has travelled. Where gradients are clipped updates stand behind the norm, which reads all of them. What is widened, scaled or cut
+for an update moves with it, and so does what reads its gradient for a norm that is only told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import has_record, is_getitem, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir.graph import read_by
+from meshc.ops.optim import MANY, WRITTEN
+from meshc.passes.lower.kept_state import WIDENS
+from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
+from meshc.program import flying
+from meshc.program.packing import is_view
+
+REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
+
+NORM: Final = (torch.ops.meshc.square_sum.default,)
+"""What reads a gradient for the norm of all."""
+
+PARTS: Final = 2 * WINDOWS
+"""There are no more than about so many updates in a stage: a bucket may be a little smaller than an eighth of all."""
+
+
+def updated_early(graph: Graph) -> None:
+    """Each update of a graph, before they are fused, to where it may stand. In place."""
+    places = Places(graph)
+    for part in list(places.parts([node for node in places.nodes if node.target in MANY])):
+        places.bring(part)
+
+
+class Places:
+    """Of a stage whose updates are not fused yet."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.index = {node: index for index, node in enumerate(self.nodes)}
+        self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
+        self.until = flying.waits(graph.nodes)
+        self.reductions = [node for node in self.nodes if node.target in REDUCTIONS]
+        self.behind = list(self.nodes)
+        """What has come to stand last behind each node, by its position."""
+        self._ready: dict[Node, int] = {}
+
+    def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
+        """Members that are updated together, in the graph's order, each part where the last of it may be. `limit`: bytes of gradients from
+        which a part is full; what may stand at one place is in one part."""
+        at = {member: self.of(member) for member in members}
+        sizes = {member: local_bytes(record(_gradient(member))) for member in members}
+        enough = min(WINDOW, max(LEAST, sum(sizes.values()) // PARTS)) if limit is None else limit
+        part: list[Node] = []
+        for member in sorted(members, key=at.__getitem__):
+            if part and at[member] > at[part[-1]] and sum(sizes[one] for one in part) >= enough:
+                yield sorted(part, key=self.index.__getitem__)
+                part = []
+            part.append(member)
+        if part:
+            yield sorted(part, key=self.index.__getitem__)
+
+    def of(self, member: Node) -> int:
+        """The position behind which a member may stand."""
+        return max(self._when(member), *(self._read(root, member) for root in _written(member)))
+
+    def bring(self, members: Sequence[Node]) -> None:
+        """Puts members behind the last of their places, with what was made for them."""
+        at = max(map(self.of, members))
+        own = {node for member in members for node in self._own(member)}
+        beside = (user for node in own for operand in node.all_input_nodes for user in operand.users if user.target in NORM)
+        norms = {norm for norm in beside if self._when(norm) <= at}
+        moving = sorted(own | norms, key=self.index.__getitem__)
+        for node in moving:
+            if self.index[node] > at:
+                self.behind[at].append(node)
+                self.behind[at] = node
+
+    def replaced(self, member: Node, by: Node) -> None:
+        """What comes to stand behind a member from now on stands behind what was made of it."""
+        self.behind = [by if node is member else node for node in self.behind]
+
+    def _own(self, node: Node) -> Iterator[Node]:
+        """A node with what moves with it."""
+        yield node
+        for operand in node.all_input_nodes:
+            if _moves(operand):
+                yield from self._own(operand)
+
+    def _when(self, node: Node) -> int:
+        """Where a value is there, were it made as soon as it can be."""
+        if node not in self._ready:
+            if node.op == "placeholder":
+                found = self.first
+            elif node.target in REDUCTIONS:
+                found = self._arrived(node)
+            elif _moves(node):
+                found = max(map(self._when, node.all_input_nodes), default=self.first)
+            else:
+                found = max([self.index[node], *(self._when(operand) for operand in node.all_input_nodes if is_view(node))])
+            self._ready[node] = found
+        return self._ready[node]
+
+    def _arrived(self, reduction: Node) -> int:
+        later = (self.index[one] for one in self.reductions if self.index[one] > self.index[reduction] and one.args[1] == reduction.args[1])
+        return next(later, len(self.nodes) - 1)
+
+    def _read(self, root: Node, member: Node) -> int:
+        """The last reader of the memory that a value has, but for what a member takes and gives."""
+        own = {*self._own(member), *read_by([member])}
+        return max((self._done(user) for user in _readers(root) if user not in own), default=self.first)
+
+    def _done(self, reader: Node) -> int:
+        """Where a reader has read: what travels, once it has been waited for."""
+        if not (spmd.is_collective(reader.target) or spmd.is_host_copy(reader.target)):
+            return self.index[reader]
+        waits = self.until.get(reader)
+        return self.index.get(waits, len(self.nodes) - 1) if waits is not None else len(self.nodes) - 1
+
+
+def _gradient(member: Node) -> Node:
+    gradient = member.args[1]
+    assert isinstance(gradient, Node)
+    return gradient
+
+
+def _moves(node: Node) -> bool:
+    """Whether it stands in the update for what reads it there, and may stand elsewhere."""
+    if node.op != "call_function" or not has_record(node) or spmd.is_collective(node.target) or spmd.is_host_copy(node.target):
+        return False
+    return not runs_on_host(node) and (is_getitem(node) or not records(node) or records(node)[0].phase == "update")
+
+
+def _written(member: Node) -> set[Node]:
+    """What lies in the memory that a member writes, or that keeps what it makes."""
+    operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
+    return {root for operand in operands if isinstance(operand, Node) for root in _roots(operand)}
+
+
+def _roots(node: Node) -> Iterator[Node]:
+    if is_view(node) or node.target in WIDENS:
+        for operand in node.all_input_nodes:
+            yield from _roots(operand)
+    else:
+        yield node
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads a value's memory, in whatever way it looks at it."""
+    for user in node.users:
+        if user.op == "call_function":
+            yield user
+            if is_view(user):
+                yield from _readers(user)

@@ -1,0 +1,32 @@
+"""Memory that a rank has for a stage for good: each piece once, for the values that lie there one after another.
+
+    gradients of layers 31, 29, 27, ...  in one piece       of layers 30, 28, 26, ...  in another
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import record
+from meshc.program.kept import places, sizes_of
+
+
+class KeptMemory:
+    """Of one stage on one rank, allocated here."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        found = places(graph)
+        self._at: dict[Node, torch.Tensor] = {}
+        for size, values in zip(sizes_of(found), found, strict=True):
+            self._at |= dict.fromkeys(values, torch.empty(size, dtype=torch.uint8, device=device))
+
+    def of(self, node: Node) -> torch.Tensor | None:
+        """What a value is made in: contiguous, of its shape and dtype; None where it has no memory that is kept."""
+        if node not in self._at:
+            return None
+        made = record(node)
+        assert made.dtype is not None
+        return self._at[node][: prod(made.shape) * made.dtype.itemsize].view(made.dtype).view(made.shape)

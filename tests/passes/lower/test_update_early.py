@@ -1,0 +1,121 @@
+"""Updates stand where their gradients are there and nothing reads any more what they write; gradients' memory serves one after another."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+import meshc
+from meshc.cost import memory
+from meshc.ir import calls, local_bytes, record, spmd
+from meshc.passes.lower.fuse_updates import fused
+from meshc.program.kept import places, sizes_of
+from meshc.text.parse import parse_stage
+from tests.passes.stepped import steps
+
+WIDTH, LAYERS = 256, 16
+WEIGHT = 4 * WIDTH * WIDTH
+BUCKET = 4
+"""Layers, whose gradients have a mebibyte."""
+
+
+class Deep(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        if tied:
+            self.layers[LAYERS - 1].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def step_of(clip: float | None = None, tied: bool = False, microbatches: int = 1) -> meshc.TrainStep:
+    torch.manual_seed(0)
+    model = Deep(tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return meshc.TrainStep(model, optimizer=optimizer, loss=nn.functional.mse_loss, clip_grad_norm=clip, microbatches=microbatches)
+
+
+def compiled(mesh: str = "dp=2", plan: str | None = None, backend: str = "eager", **ask: object) -> meshc.Program:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    inputs = {"args": (x,), "kwargs": {"target": torch.zeros(4, WIDTH)}}
+    return meshc.compile(step_of(**ask), meshc.Mesh(mesh), plan=plan, backend=backend, **inputs)  # type: ignore[arg-type]
+
+
+def graph_of(program: meshc.Program) -> Graph:
+    (stage,) = program.compiled.stages.values()
+    return stage.graph
+
+
+def updates(graph: Graph) -> list[Node]:
+    return [node for node in calls(graph) if "sgd" in str(node.target)]
+
+
+def parameters(update: Node) -> list[str]:
+    return [node.name for node in update.args[0]]  # type: ignore[union-attr]
+
+
+def test_each_bucket_is_updated_when_the_next_one_has_started() -> None:
+    graph = graph_of(compiled())
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    found, reductions = updates(graph), [node for node in calls(graph) if node.target is spmd.all_reduce]
+    assert [{int(name.split("_")[1]) for name in parameters(update)} for update in found] == [
+        set(range(9, 16)), {5, 6, 7, 8}, {1, 2, 3, 4}, {0}  # the first bucket has the loss too, and is no mebibyte of gradients
+    ]  # fmt: skip
+    starts = [order[node] for node in reductions if local_bytes(record(node)) >= WEIGHT]
+    assert len(starts) == 5  # four buckets, and what is left
+    for (update, after), start in zip(pairwise(found), starts[2:], strict=True):
+        assert start < order[update] < order[after]
+
+
+def test_what_is_updated_is_read_no_more() -> None:
+    for ask in ({}, {"tied": True}):
+        graph = graph_of(compiled(**ask))  # type: ignore[arg-type]
+        order = {node: at for at, node in enumerate(graph.nodes)}
+        assert len(updates(graph)) > 1
+        for update in updates(graph):
+            for written in update.args[0]:  # type: ignore[union-attr]
+                readers = [user for user in written.users if user.op == "call_function" and user is not update]
+                assert readers and max(map(order.__getitem__, readers)) < order[update]
+    assert "layers_0_weight" in parameters(updates(graph)[-1])  # read by the first layer and by the last
+
+
+def test_not_all_gradients_are_there_at_once() -> None:
+    early, clipped = (memory.worst(compiled(clip=clip).compiled).peak.gradients for clip in (None, 1e9))
+    assert clipped == LAYERS * WEIGHT and early < 3.01 * BUCKET * WEIGHT
+
+
+def test_where_gradients_are_clipped_all_are_updated_behind_the_norm() -> None:
+    graph = graph_of(compiled(clip=1.0))
+    (update,) = updates(graph)
+    assert len(parameters(update)) == LAYERS
+
+
+def test_buckets_lie_in_the_same_memory_one_after_another() -> None:
+    graph = graph_of(compiled())
+    found = places(graph)
+    assert sorted(map(len, found)) == [1, 1, 2]
+    assert sum(sizes_of(found)) < 3.01 * BUCKET * WEIGHT
+
+
+def test_a_limit_says_how_much_is_updated_together() -> None:
+    before = steps(step_of(), "dp=2", x=torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))["collectives"]
+    before = before[: before.index("schedule = [")]
+    for limit, counts in ((1, [1] * LAYERS), (8 * WEIGHT, [8, 8]), (100 * WEIGHT, [LAYERS])):
+        assert [len(parameters(update)) for update in updates(fused(parse_stage(before), limit).graph)] == counts
+
+
+@pytest.mark.parametrize("mesh, plan, ask", [
+    ("dp=2", None, {}), ("dp=2", None, {"tied": True}), ("dp_shard=2", None, {}), ("dp=3", "zero2", {}),
+    ("dp=2", None, {"microbatches": 2}),
+], ids=["dp", "tied", "fsdp", "zero2 uneven", "microbatches"])  # fmt: skip
+def test_a_step_means_what_it_means(mesh: str, plan: str | None, ask: dict[str, object]) -> None:
+    report = meshc.verify(compiled(mesh, plan, **ask), dtype=torch.float64)
+    assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in report.rows}
