@@ -53,13 +53,16 @@ class Asked:
     budget_gb: int
     follows: bool = False
     """What is refused is compiled as the refusal says."""
+    host_gb: int | None = None
+    """Of its host, what a rank may use to keep the budget."""
 
     @property
     def key(self) -> str:
-        return f"{self.model} {self.ranks} {self.budget_gb}"
+        return f"{self.model} {self.ranks} {self.budget_gb}" + (f" host {self.host_gb}" if self.host_gb else "")
 
 
 BUDGETS = [Asked("llama-8b", 64, size) for size in (48, 24, 12, 6)]
+BUDGETS += [Asked("llama-8b", 64, size, host_gb=64) for size in (48, 24, 12, 6)]
 SHAPES = [Asked(model, ranks, ALL, True) for model in ("llama-8b", "llama-70b", "mixtral-8x7b", "t5-11b") for ranks in MESHES]
 
 
@@ -94,7 +97,8 @@ def measured(asked: Asked) -> Row:
 
     def found(plan: str, microbatches: int | None = None, **options: Any) -> Planned:
         step = meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0, microbatches=microbatches)
-        return Planner(step, (), inputs).on(mesh, plan, device=on, options=meshc.Options(memory_budget=budget, **options))
+        asks = meshc.Options(memory_budget=budget, host_budget=asked.host_gb and asked.host_gb * 10**9, **options)
+        return Planner(step, (), inputs).on(mesh, plan, device=on, options=asks)
 
     step, way = f"{SEQUENCES} x {model.tokens}", recipe
     one = found(recipe)
@@ -120,7 +124,10 @@ def _said(notes: list[str]) -> str:
     words = []
     for note in notes:
         again = note.partition("backward makes ")[2].partition(" values again")[0]
+        there = note.partition(" and finds ")[2].partition(",")[0]
         words += [f"{again} made again"] if note.startswith("memory:") and again else []
+        words += [there] if note.startswith("memory:") and there else []
+        words += [f"`{note.partition('`')[2].partition('`')[0]}`"] if "has on its host" in note else []
         words += ["head in chunks"] if "chunks" in note else []
     return ", ".join(dict.fromkeys(words))
 
@@ -130,10 +137,11 @@ def kept() -> dict[str, Row]:
 
 
 def shown(rows: dict[str, Row]) -> str:
-    heads = ("model", "ranks", "step", "budget, GB", "plan", "held, GB", "on the host, GB", "a step, ms", "", "compiling, CPU s")
+    sizes = ("budget, GB", "of the host, GB", "plan", "held, GB", "there, GB")
+    heads = ("model", "ranks", "step", *sizes, "a step, ms", "", "compiling, CPU s")
     tables = []
     for several in (BUDGETS, SHAPES):
-        cells = [[asked.model, asked.ranks, row.step, asked.budget_gb, row.way, *_figures(row)]
+        cells = [[asked.model, asked.ranks, row.step, asked.budget_gb, asked.host_gb or "", row.way, *_figures(row)]
                  for asked in several if (row := rows.get(asked.key)) is not None]  # fmt: skip
         tables.append(tabulate(cells, heads, tablefmt="github", disable_numparse=True))
     return "\n\n".join(tables)

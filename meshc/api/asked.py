@@ -160,7 +160,7 @@ class Asked:
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, parked=parked, dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
-            memory_budget=self.options.memory_budget,
+            memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
             depth=self.options.depth, remat=self.options.remat, attention=self.options.attention,
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,

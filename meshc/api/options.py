@@ -35,6 +35,9 @@ class Options:
                    A TrainStep has its own
     memory_budget  bytes that a rank may hold by the predicted peak, or text such as "80GB": what holds more is not chosen, and refused if
                    it is named; default: a GPU's memory, which bounds only what is left open; on CPU ranks no bound
+    host_budget    bytes of its host's memory that a rank may use to keep the memory_budget, or text: what backward reads, optimizer state
+                   and parameters lie there in between where that is predicted to take less than making values again, of a program with a
+                   backward; default: nothing but what lines of the plan say
     check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
@@ -71,6 +74,7 @@ class Options:
     stages_per_rank: int | None = None
     microbatches: int | None = None
     memory_budget: int | str | None = None
+    host_budget: int | str | None = None
     check_inputs: int | None = None
     local_loss: str | None = None
     check_indices: bool = True
@@ -86,9 +90,21 @@ class Options:
     expert_priority: str = "position"
 
     def __post_init__(self) -> None:
-        if isinstance(self.memory_budget, str):
-            object.__setattr__(self, "memory_budget", read_bytes(self.memory_budget, "Options(memory_budget=...)"))
-        for name in ("microbatches", "memory_budget", "stages_per_rank"):
+        for name in ("memory_budget", "host_budget"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, read_bytes(text, f"Options({name}=...)"))
+        if self.host_budget is not None and self.memory_budget is None:
+            raise PlanError(
+                f"Options(host_budget={self.host_budget}): what a rank may use of its host to keep a memory_budget, and there is none\n"
+                '  what to do: say what it may hold, Options(memory_budget="24GB", host_budget=...), or say what lies there by '
+                "lines of the plan, as `offload state`"
+            )
+        if self.host_budget is not None and self.remat is not None:
+            raise PlanError(
+                f"Options(remat={self.remat!r}, host_budget=...): a policy says what is made again, and nothing is weighed for a budget\n"
+                "  what to do: leave one of them out; lines of the plan, as `offload state`, go with a policy"
+            )
+        for name in ("microbatches", "memory_budget", "host_budget", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Options({name}={value}): at least 1")

@@ -7,7 +7,8 @@ leaves to them.
     the head whole   1905 ms by the clock    23.0 GB of 24
     in 8 chunks      1830 ms                 24.0 GB          taken: with fewer logits at once more is kept
 
-What keeping the budget takes may be less where the head and loss run in chunks of their tokens (`in_chunks.py`). The clock says.
+What keeping the budget takes may be less where the head and loss run in chunks of their tokens (`in_chunks.py`), and where optimizer state
+and parameters lie on the host, if a rank may use it (`on_host.py`). The clock says.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from typing import Final
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
-from meshc.passes.driver import in_chunks, pipeline
+from meshc.errors import PlanError
+from meshc.passes.driver import in_chunks, on_host, pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.recompute.within import held_of, may_hold
+from meshc.passes.recompute.within import held_of, may_have_there, may_hold
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit, need_of
 
@@ -38,6 +40,8 @@ LAST: Final = "layer"
 BY_LAST: Final = f"memory: to hold no more than it may, backward makes again what Options(remat={LAST!r}) says"
 
 IN_CHUNKS: Final = "memory: to hold no more than it may, the head and loss run in {} chunks of their tokens"
+
+ON_HOST: Final = "memory: to hold no more than it may, a rank has on its host what `{}` says"
 
 BY_RINGS: Final = "memory: to hold no more than it may, keys pass round where gathering them would be faster"
 
@@ -73,7 +77,8 @@ class _Kept:
 def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     """Where there is something to choose for it, what `lower` leaves that keeps the budget and is fastest by the clock; where nothing does,
     what holds least. `hook` hears of the passes that led there."""
-    request = placed.request
+    room = may_have_there(placed.request)
+    request = replace(placed.request, host_budget=None)
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
@@ -81,8 +86,34 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     if best.held > budget and best.left.placed.decided().gathered:
         passing = attempt(lambda: _whole_or_in_chunks(placed, replace(request, attention="ring"), budget, lower))
         best = passing.noting(BY_RINGS) if isinstance(passing, _Kept) and passing.held < best.held else best
+    best = best if room is None else _on_host(placed, best, budget, room, lower)
     best.heard.tell(hook)
     return best.left
+
+
+def _on_host(placed: Placed, best: _Kept, budget: int, room: int, lower: Lower) -> _Kept:
+    """The best with values on the host too, with state, or with parameters. Raises PlanError if what the plan says alone has no room."""
+    there = memory.worst(best.left.as_program()).host
+    if there > room:
+        raise PlanError(
+            f"{there:,} bytes of a rank lie on its host by the plan, and it may use {room:,} there (Options(host_budget={room}))\n"
+            "  what to do: a larger host_budget, or fewer `offload` lines"
+        )
+    if not on_host.pressed(best.left, best.seconds, best.held, budget):
+        return best
+    left = best.left
+    settled = replace(
+        placed.request, chunks=None if left.placed.chunked is None else left.placed.chunked.count,
+        microbatches=left.request.microbatches, attention=left.request.attention,
+    )  # fmt: skip
+    for plan in on_host.plans(left):
+        found = attempt(partial(_in_rounds, placed, replace(settled, plan=plan), budget, lower))
+        if isinstance(found, Refused):
+            continue
+        if memory.worst(found.left.as_program()).host <= room and _is_better(found, best, budget):
+            lines = [line for line in plan.offloads if line not in left.plan.offloads]
+            best = found.noting(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
+    return best
 
 
 def _whole_or_in_chunks(placed: Placed, request: Request, budget: int, lower: Lower) -> _Kept:

@@ -13,7 +13,7 @@ beside what that one waits for. What backward reads is not fetched in forward. U
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -64,19 +64,34 @@ def fetched(graph: Graph, device: Device, limit: int | None = None) -> None:
         graph.lint()
 
 
-def turns(graph: Graph, limit: int | None = None) -> dict[Node, int]:
-    """Of each update that reads parked state, the number of its window."""
-    sizes = {node: _moved(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY}
-    limit = min(WINDOW, max(LEAST, sum(sizes.values()) // WINDOWS)) if limit is None else limit
+def turns(graph: Graph) -> dict[Node, int]:
+    """Of each update that runs on the host, the number of its window."""
     found: dict[Node, int] = {}
-    number = filled = 0
-    for node, size in sizes.items():
-        if filled and filled + size > limit:
-            number, filled = number + 1, 0
-        if size:
-            filled += size
-            found[node] = number
+    updates = [node for node in graph.nodes if node.op == "call_function" and node.target in MANY]
+    for number, members in enumerate(in_windows([node for node in updates if _moved(node)], window_of(graph))):
+        found |= dict.fromkeys(members, number)
     return found
+
+
+def window_of(graph: Graph) -> int:
+    """Bytes that come for the updates of a window."""
+    moved = sum(_moved(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY)
+    return min(WINDOW, max(LEAST, moved // WINDOWS))
+
+
+def in_windows(members: Sequence[Node], window: int) -> Iterator[list[Node]]:
+    """Updates in parts for which no more than `window` bytes come from the host, or go there, or for one alone."""
+    part: list[Node] = []
+    filled = 0
+    for member in members:
+        size = _moved(member)
+        if part and filled and size and filled + size > window:
+            yield part
+            part, filled = [], 0
+        part.append(member)
+        filled += size
+    if part:
+        yield part
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.fx.node import Argument
 from meshc.ir import Record, is_getitem, records, runs_on_host
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
-from meshc.passes.lower.fetch_ahead import turns
+from meshc.passes.lower.fetch_ahead import in_windows, turns, window_of
 from meshc.passes.lower.kept_state import keep_in_place, narrowed_from, read_operands, some_at_a_time, widened
 from meshc.passes.lower.update_early import Places
 from meshc.passes.phases.lowered import Lowered
@@ -41,18 +41,19 @@ def fused(stage: Stage, limit: int | None = None) -> Stage:
     Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
-    window = turns(graph)
+    window, turn = window_of(graph), turns(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in MANY and not _kept_apart(node):
             operands = 1 + len(WRITTEN[node.target])
-            groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, window.get(node))].append(node)
+            there = turn.get(node) if runs_on_host(node) else None
+            groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, there)].append(node)
     written: dict[Node, Argument] = {}
     narrowed: dict[Node, Node] = {}
     places = Places(graph)
-    for (target, rest, _, turn), all_members in groups.items():
+    for (target, rest, _, _), all_members in groups.items():
         operands = 1 + len(WRITTEN[target])
-        early = turn is None and not any(map(runs_on_host, all_members))
-        for members in _cut(all_members, places if early else None, limit):
+        early = not any(map(runs_on_host, all_members))
+        for members in _cut(all_members, places if early else None, limit, window):
             columns = [[member.args[i] for member in members] for i in range(operands)]
             made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
             for wide in (wide for member in members for wide in widened(member)):
@@ -68,13 +69,17 @@ def fused(stage: Stage, limit: int | None = None) -> Stage:
     return stage
 
 
-def _cut(all_members: list[Node], places: Places | None, limit: int | None) -> Iterator[list[Node]]:
-    """Members that are updated together, where the last of them stands then: as early as may be by `places`, if these are given."""
-    for part in [all_members] if places is None else list(places.parts(all_members, limit)):
-        for members in some_at_a_time(part):
-            if places is not None:
+def _cut(all_members: list[Node], places: Places | None, limit: int | None, window: int) -> Iterator[list[Node]]:
+    """Members that are updated together, where the last of them stands then: as early as may be by `places`, if these are given. For each
+    no more than `window` bytes come from the host."""
+    if places is None:
+        yield from some_at_a_time(all_members)
+        return
+    for part in list(places.parts(all_members, limit)):
+        for several in some_at_a_time(part):
+            for members in in_windows(several, window):
                 places.bring(members)
-            yield members
+                yield members
 
 
 def _kept_apart(member: Node) -> bool:

@@ -135,8 +135,10 @@ def _gradient(member: Node) -> Node:
 
 
 def _moves(node: Node) -> bool:
-    """Whether it stands in the update for what reads it there, and may stand elsewhere."""
-    if node.op != "call_function" or not has_record(node) or spmd.is_collective(node.target) or spmd.is_host_copy(node.target):
+    """Whether it stands in the update for what reads it there, and may stand elsewhere: also what comes from the host for that."""
+    if node.op != "call_function" or not has_record(node) or spmd.is_collective(node.target):
+        return False
+    if spmd.is_host_copy(node.target) and not (node.target is spmd.from_host and node.all_input_nodes[0].op == "placeholder"):
         return False
     return not runs_on_host(node) and (is_getitem(node) or not records(node) or records(node)[0].phase == "update")
 

@@ -47,16 +47,22 @@ def _under(node: Node) -> Node | None:
     return producer.all_input_nodes[0] if shares else None
 
 
-def too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
-    """Those of these values that backward reads before a link could have them there and back, with nothing else on it. A device whose host
-    is itself hides no copy in any case. `home`: as `roots_of` has it."""
-    if device.host is None or not values:
-        return set()
+def moments(graph: Graph, device: Device) -> dict[Node, float]:
+    """When each node begins, if a device computes one after another and waits for nothing."""
     at: dict[Node, float] = {}
     now = 0.0
     for node in graph.nodes:
         at[node] = now
         now += seconds(node, device) if node.op == "call_function" else 0.0
+    return at
+
+
+def too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
+    """Those of these values that backward reads before a link could have them there and back, with nothing else on it. A device whose host
+    is itself hides no copy in any case. `home`: as `roots_of` has it."""
+    if device.host is None or not values:
+        return set()
+    at = moments(graph, device)
     last: dict[Node, float] = {}
     first: dict[Node, float] = {}
     for node, root in home.items():

@@ -34,6 +34,7 @@ class Request:
     schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
     stages_per_rank  of a pipeline; None: as many as the schedule wants
     memory_budget  bytes that a rank may hold; None: of a GPU its memory, for what is not named
+    host_budget   bytes of its host that a rank may have to keep that budget; None: what the plan says alone lies there
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
     check_indices  labels and indices that their reader has no row for are refused
@@ -76,6 +77,7 @@ class Request:
     pp_splits: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
     memory_budget: int | None = None
+    host_budget: int | None = None
     gather_once: bool = True
     check_indices: bool = True
     backend: str = "eager"

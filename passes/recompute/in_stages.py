@@ -87,5 +87,5 @@ class InStages:
         left = with_copies(self.lowered, [(self._readers[rank], kept.again) for rank, (kept, _) in found.items()])
         several = [kept for kept, _ in found.values()]
         again = tuple(dict.fromkeys(node for kept in several for node in kept.again))
-        whole = Kept(frozenset(), sum(kept.bytes for kept in several), 0.0, again, sum(kept.seconds for kept in several))
+        whole = Kept(frozenset(), frozenset(), sum(kept.bytes for kept in several), 0.0, again, sum(kept.seconds for kept in several))
         return left.noting(said(whole, sum(bound for _, bound in found.values()), self._can, " a microbatch")), len(again)

@@ -34,7 +34,7 @@ def least_kept(
     """
     sizes = {node: bytes_of(node) for node in values}
     unit = max(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
-    return _cut(values, operands, {node: None if size is None else max(1, size // unit) for node, size in sizes.items()}, {}, wanted)
+    return _cut(values, operands, {node: size and max(1, size // unit) for node, size in sizes.items()}, {}, wanted)
 
 
 def all_kept(

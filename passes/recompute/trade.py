@@ -1,10 +1,13 @@
-"""Trade: seconds of making again for bytes that are kept, a value at a time.
+"""Trade: seconds of making again, or of copies to the host and back, for bytes that are kept, a value at a time.
 
     seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or making again, is one minimum
             |    . .             cut (`least.py`), and lies on the lower hull of all choices. The price between two of the hull leads
             |      .      .      to one between them, until there is none. The line through both is below what any choice takes that keeps
             |__________.____ all  no more.
                bytes kept
+
+A value that may lie on the host is kept there where its copies take less than its bytes are worth: in the cut the cheaper of the two is the
+price of keeping it, so that it stays exact.
 
 Everett, Operations Research 11(3), 1963. Equal layers would all change at one price: what is early in forward counts up to a fiftieth more,
 so that they change one after another, the first of them first. The bound knows nothing of that.
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Final
 
 from torch.fx import Node
@@ -30,11 +34,21 @@ PRICES: Final = 40
 """Of which a byte is given one after another, at most."""
 
 
+DEAR: Final = 1000.0
+"""Times what all of it may take, at which bytes are all that counts, and seconds where they are alike."""
+
+
 @dataclass(frozen=True)
 class Kept:
-    """What is kept, its bytes, what is made again for it, and the seconds of that. `weighed`: bytes, of which early ones count more."""
+    """
+    nodes    what is kept;  there  those of them that lie on the host in between
+    bytes    of what lies on the device;  weighed  the same, of which early ones count more
+    again    what is made again for it
+    seconds  of making that again, and of copies that nothing hides
+    """
 
     nodes: frozenset[Node]
+    there: frozenset[Node]
     bytes: int
     weighed: float
     again: tuple[Node, ...]
@@ -43,10 +57,16 @@ class Kept:
 
 class Trade:
     """Of what may be made again. `takes`: seconds of making each value again, of those that take any. `times`: how often a value is kept
-    at once, where not once."""
+    at once, where not once. `copies`: of what may lie on the host, the seconds of that."""
 
-    def __init__(self, can: Remakable, takes: Mapping[Node, float], times: Mapping[Node, int] | None = None) -> None:
-        self.can, self.takes = can, takes
+    def __init__(
+        self,
+        can: Remakable,
+        takes: Mapping[Node, float],
+        times: Mapping[Node, int] | None = None,
+        copies: Mapping[Node, float] | None = None,
+    ) -> None:
+        self.can, self.takes, self.copies = can, takes, copies or {}
         self._sizes = {node: _times(can.bytes_of(node), (times or {}).get(node, 1)) for node in can.forward}
         count = max(1, len(can.forward))
         self._weight = {node: 1 + EARLIER * (1 - turn / count) for turn, node in enumerate(can.forward)}
@@ -59,7 +79,8 @@ class Trade:
     @cached_property
     def least(self) -> Kept:
         """The fewest bytes."""
-        return self._kept(least_kept(self.can.forward, self.can.operands, self._sizes.__getitem__, self.can.wanted))
+        here = {node: 0 if size is not None and node in self.copies else size for node, size in self._sizes.items()}
+        return self._kept(least_kept(self.can.forward, self.can.operands, here.__getitem__, self.can.wanted), inf)
 
     def within(self, most: int) -> tuple[Kept, float]:
         """What takes fewest seconds of what was found to keep at most so many bytes, and the seconds below which nothing does. What keeps
@@ -67,6 +88,8 @@ class Trade:
         low, high, price = self.least, self.all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
+        if self.copies and (dear := self._at(DEAR * low.seconds / high.bytes)).bytes <= most:
+            low = dear  # of what keeps least what takes least
         for _ in range(PRICES):
             price = max(0.0, low.seconds - high.seconds) / (high.weighed - low.weighed)
             between = self._at(price)
@@ -82,16 +105,22 @@ class Trade:
 
     def _at(self, price: float, even: bool = False) -> Kept:
         """The cheapest at a price of a byte. `even`: an early one counts no more than a late one."""
-        cost = {node: None if size is None else price * size * (1 if even else self._weight[node]) for node, size in self._sizes.items()}
-        return self._kept(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted))
+        cost = {node: None if size is None else self._cost(node, size, price, even) for node, size in self._sizes.items()}
+        return self._kept(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted), price, even)
 
-    def _kept(self, nodes: set[Node]) -> Kept:
+    def _cost(self, node: Node, size: int, price: float, even: bool) -> float:
+        return min(price * size * (1 if even else self._weight[node]), self.copies.get(node, inf))
+
+    def _kept(self, nodes: set[Node], price: float = 0.0, even: bool = False) -> Kept:
+        """`price`: of a byte, by which what may lie on the host does."""
         asked = [node for node in self.can.wanted if node not in nodes]
         made = made_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
         again = tuple(node for node in self.can.forward if node in made and node not in nodes and node in self.can.operands)
-        sizes = {node: self._sizes[node] or 0 for node in nodes}
+        there = {node for node in nodes & self.copies.keys() if self._cost(node, self._sizes[node] or 0, price, even) == self.copies[node]}
+        sizes = {node: self._sizes[node] or 0 for node in nodes - there}
         weighed = sum(size * self._weight[node] for node, size in sizes.items())
-        return Kept(frozenset(nodes), sum(sizes.values()), weighed, again, sum(self.takes.get(node, 0.0) for node in again))
+        takes = sum(self.takes.get(node, 0.0) for node in again) + sum(self.copies[node] for node in there)
+        return Kept(frozenset(nodes), frozenset(there), sum(sizes.values()), weighed, again, takes)
 
 
 def _times(size: int | None, count: int) -> int | None:

@@ -2,15 +2,18 @@
 
     18 GB:  everything kept: 21.3 GB held  ->  3.3 GB less kept: still too much  ->  9.4 GB kept: 17.9 GB held, 103 values made again
 
+Where a budget says how much of the host a rank may have, values lie there in between if that takes less (`elsewhere.py`).
+
 What is held is walked (`meshc/cost/memory.py`) over the whole graph, of one microbatch where there are several: what is made again is in
-memory too. What is over the budget must be kept less, three times at most; after that what keeps least is taken, and whether that does is
-for others to judge.
+memory too. What is over the budget must be kept less, by what keeping less has come to the time before, four times at most; after that
+what keeps least is taken, and whether that does is for others to judge.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Final
 
 from torch.fx import Graph, Node
@@ -19,20 +22,26 @@ from meshc.cost import memory
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
-from meshc.ir import spmd
+from meshc.ir import calls_of, local_bytes, record, spmd
 from meshc.ir.graph import copied, copy_into
 from meshc.passes.lower.schedule_collectives import start_reductions
 from meshc.passes.lower.share_memory import words_of
 from meshc.passes.lower.update_early import updated_early
+from meshc.passes.offload.there_and_back import lay_there, roots_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
+from meshc.passes.recompute.elsewhere import Elsewhere
 from meshc.passes.recompute.policies import BY_BUDGET
 from meshc.passes.recompute.remakable import Remakable, of_lowered
 from meshc.passes.recompute.trade import Kept, Trade
 from meshc.passes.recompute.write import make_again
 from meshc.program.program import Instruction
 
-ROUNDS: Final = 3
+BY_BUDGET_THERE: Final = "memory budget"
+"""Why a value lies on the host."""
+ROUNDS: Final = 4
+LEAST_FREED: Final = 0.25
+"""The share of what is kept less by which a rank is taken to hold less, whatever came of it the last time."""
 PARTS: Final = 4
 
 
@@ -42,35 +51,53 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
     if held <= budget:
         return lowered
     can = of_lowered(lowered, BY_BUDGET, fixed=fixed)
-    trade = Trade(can, takes_of(can, lowered, for_mesh(lowered.mesh)))
-    whole = trade.all.bytes
-    fewest = trade.least.bytes
-    most = whole
+    choice = _Choice(lowered, can, fixed)
+    whole, fewest = choice.most, choice.least
+    most, frees = whole, 1.0
     least: _Made | None = None
     for _ in range(ROUNDS):
-        most -= max(held - budget, (most - fewest) // ROUNDS)
-        made = _Made(lowered, can, *trade.within(most))
-        held = made.held
-        if held <= budget:
+        less = ceil((held - budget) / frees)
+        most = max(fewest, most - less)
+        made = _Made(lowered, can, *choice.within(most))
+        if made.held <= budget:
             return made.left
-        least = least or _Made(lowered, can, *trade.within(fewest))
+        least = least or _Made(lowered, can, *choice.within(fewest))
         if least.held > budget:
             # what is made again is in memory as well: one of those between may hold less
             between: list[_Made] = []
             for part in range(PARTS - 1, 0, -1):
-                between.append(_Made(lowered, can, *trade.within(whole * part // PARTS)))
+                between.append(_Made(lowered, can, *choice.within(whole * part // PARTS)))
                 if between[-1].held <= budget:
                     return between[-1].left
             return min((*between, made, least), key=lambda one: one.held).left
+        frees, held = min(1.0, max(LEAST_FREED, (held - made.held) / less)), made.held
     assert least is not None
     return least.left
+
+
+class _Choice:
+    """Of what is kept, made again or on the host in between. `most`, `least`: bytes that are kept on the device at the ends of it."""
+
+    def __init__(self, lowered: Lowered, can: Remakable, fixed: Collection[Node]) -> None:
+        device, (stage,) = for_mesh(lowered.mesh), lowered.stages.values()
+        self.takes = takes_of(can, lowered, device)
+        self.trade, room = Trade(can, self.takes), may_have_there(lowered.request)
+        self.elsewhere: Elsewhere | None = None
+        if room is not None:
+            self.elsewhere = Elsewhere(stage.graph, can, self.takes, device, room - _walked(lowered).host, fixed)
+        self.most = self.trade.all.bytes
+        self.least = self.trade.least.bytes if self.elsewhere is None else self.elsewhere.least
+
+    def within(self, most: int) -> tuple[Kept, float]:
+        """As `Trade.within`."""
+        return self.trade.within(most) if self.elsewhere is None else self.elsewhere.within(most)
 
 
 class _Made:
     """What comes of a choice, and what a rank holds of it."""
 
     def __init__(self, lowered: Lowered, can: Remakable, kept: Kept, bound: float) -> None:
-        self.left = with_copies(lowered, [(can.backward, kept.again)]).noting(said(kept, bound, can))
+        self.left = with_copies(lowered, [(can.backward, kept.again)], kept.there).noting(said(kept, bound, can))
         self.held = held_of(self.left)
 
 
@@ -80,8 +107,17 @@ def may_hold(request: Request) -> int | None:
     return None if request.memory_budget is None else request.memory_budget * (2 if request.double else 1)
 
 
+def may_have_there(request: Request) -> int | None:
+    """Likewise bytes of its host; None where a budget moves nothing there."""
+    return None if request.host_budget is None else request.host_budget * (2 if request.double else 1)
+
+
 def held_of(lowered: Lowered) -> int:
     """Bytes of a rank, as they are known before passes have made microbatches or stages and said where gradients are reduced and read."""
+    return _walked(lowered).total
+
+
+def _walked(lowered: Lowered) -> memory.RankBytes:
     (stage,) = lowered.stages.values()
     if lowered.request.train and lowered.request.microbatches == 1:
         stage = replace(stage, graph=copied(stage.graph))
@@ -89,7 +125,7 @@ def held_of(lowered: Lowered) -> int:
             start_reductions(stage.graph, reduction)
         updated_early(stage.graph)
     alone = replace(lowered, stages={stage.name: stage}, schedule=(Instruction("run", stage.name),))
-    return memory.worst(alone.as_program(), words_of).total
+    return memory.worst(alone.as_program(), words_of)
 
 
 def takes_of(can: Remakable, lowered: Lowered, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:
@@ -104,21 +140,27 @@ def takes_of(can: Remakable, lowered: Lowered, device: Device, each_s: Mapping[N
     }  # fmt: skip
 
 
-def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence[Node]]]) -> Lowered:
-    """A copy in which some of backward's nodes make some of forward's values again: pairs of both."""
+def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence[Node]]], there: Collection[Node] = ()) -> Lowered:
+    """A copy in which some of backward's nodes make some of forward's values again: pairs of both. `there`: what lies on the host in
+    between."""
     (stage,) = lowered.stages.values()
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(copy_into(graph, stage.graph, copies))
     for readers, values in again:
-        there = set(graph.nodes)  # what backward gathers itself may be a copy's twin, and gone
-        make_again(graph, [copies[node] for node in readers if copies[node] in there], [copies[node] for node in values])
+        left = set(graph.nodes)  # what backward gathers itself may be a copy's twin, and gone
+        make_again(graph, [copies[node] for node in readers if copies[node] in left], [copies[node] for node in values])
+    if there:
+        late = calls_of(graph, "backward")
+        lay_there(graph, {copies[node]: BY_BUDGET_THERE for node in there}, roots_of(calls_of(graph, "forward")), late)
     return replace(lowered, stages={stage.name: replace(stage, graph=graph)})
 
 
 def said(kept: Kept, bound: float, can: Remakable, often: str = "") -> str:
     """`often`: of what the seconds are, where not of a step."""
     least = f", at least {bound * 1e3:.3g} ms for so few bytes" if kept.seconds > bound else ""
+    moved = sum(local_bytes(record(node)) for node in kept.there)
+    there = f" and finds {len(kept.there)} on the host, {moved:,} bytes" if kept.there else ""
     return (
-        f"memory: to hold no more than it may, backward makes {len(kept.again)} of forward's {len(can.forward)} values again, which takes "
-        f"{kept.seconds * 1e3:.3g} ms{often}{least}; {kept.bytes:,} bytes are kept for it"
+        f"memory: to hold no more than it may, backward makes {len(kept.again)} of forward's {len(can.forward)} values again{there}, which "
+        f"takes {kept.seconds * 1e3:.3g} ms{often}{least}; {kept.bytes:,} bytes are kept for it"
     )

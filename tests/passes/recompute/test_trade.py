@@ -59,3 +59,30 @@ def test_a_choice_of_the_hull_is_found_and_is_the_best() -> None:
             assert best == pytest.approx(on.seconds, rel=1e-6, abs=1e-9)
             met += kept.seconds == pytest.approx(best, rel=1e-6, abs=1e-9) and bound == pytest.approx(best, rel=1e-3, abs=1e-6)
     assert met > 60
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_may_lie_on_the_host_is_weighed_with_the_rest(seed: int) -> None:
+    """Against all choices of what is kept, and of what of that lies there."""
+    found, _ = trade(seed)
+    can, rng = found.can, random.Random(100 + seed)
+    sizes = {node: can.bytes_of(node) or 0 for node in can.forward}
+    copies = {node: 0.5 * rng.random() for node in can.forward if sizes[node] and rng.random() < 0.6}
+    with_host = Trade(can, found.takes, copies=copies)
+    every = []
+    for some in (one for count in range(len(sizes) + 1) for one in combinations([n for n in can.forward if sizes[n]], count)):
+        if serves(set(some), can.operands, can.wanted):
+            plain = found._kept(set(some))
+            may = [node for node in some if node in copies]
+            for there in chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)):
+                every.append((plain.bytes - sum(sizes[n] for n in there), plain.seconds + sum(copies[n] for n in there)))
+    least, whole = with_host.least, with_host.all
+    assert least.bytes == min(size for size, _ in every) and not whole.there
+    gained = False
+    for most in range(least.bytes, whole.bytes + 1):
+        kept, bound = with_host.within(most)
+        best = min(seconds for size, seconds in every if size <= most)
+        assert kept.bytes <= most and bound <= best * (1 + 1e-6) + 1e-9 and best <= kept.seconds * (1 + 1e-6) + 1e-9
+        assert kept.there <= kept.nodes & copies.keys()
+        gained = gained or bool(kept.there)
+    assert gained or not copies
