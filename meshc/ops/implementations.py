@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, recurrence, routed, take, upsample
+from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, recurrence, routed, take, upsample, used_rows
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -23,6 +23,7 @@ def _collect() -> None:
         (recurrence, ("recurrence", "recurrence_backward", "recurrence_end")),
         (grouped, ("grouped_mm", "grouped_outer")),
         (routed, ("routed_mm", "routed_outer")),
+        (used_rows, ("used_rows", "rows_of_tokens", "rows_of_places", "used_mm", "used_outer", "tokens_of_rows", "places_of_rows")),
         (upsample, ("upsample", "upsample_backward")),
     ):
         for name in names:
