@@ -31,6 +31,7 @@ MAKING: Final[Mapping[str, tuple[tuple[int, ...], tuple[int | None, ...]]]] = {
     "meshc.used_outer": ((0, 1), (None,)),
     "meshc.tokens_of_rows": ((0, 1), (None,)),
     "meshc.places_of_rows": ((0, 1), (None,)),
+    "meshc.rows_spread": ((0,), (1,)),
 }
 """Operators of such rows: the places of their operands that are, and of each result the dim of its rows, if it has such."""
 

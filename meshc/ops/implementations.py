@@ -23,7 +23,8 @@ def _collect() -> None:
         (recurrence, ("recurrence", "recurrence_backward", "recurrence_end")),
         (grouped, ("grouped_mm", "grouped_outer")),
         (routed, ("routed_mm", "routed_outer")),
-        (used_rows, ("used_rows", "rows_of_tokens", "rows_of_places", "used_mm", "used_outer", "tokens_of_rows", "places_of_rows")),
+        (used_rows, ("used_rows", "rows_of_tokens", "rows_of_places", "used_mm", "used_outer")),
+        (used_rows, ("tokens_of_rows", "places_of_rows", "rows_spread")),
         (upsample, ("upsample", "upsample_backward")),
     ):
         for name in names:

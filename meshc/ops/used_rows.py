@@ -7,6 +7,7 @@
     used_outer(left [1, t * m, k], right [1, t * m, n], ends) -> [count, k, n]    of each expert the sum over its rows of left (x) right
     tokens_of_rows(rows [1, t * m, h], used, tokens, chosen) -> [t, h]            the sum over a token's rows
     places_of_rows(rows [1, t * m, ..], used, places) -> [1, t * m, ..]           each in its place; zeros in the others
+    rows_spread(rows [1, t * m, ..], dim, size, start, step) -> [1, t * m, ..]    a slice of a dim behind the rows, and zeros beside it
 
 A place is token * chosen + number, as in `own`, which `expert_groups.py` explains. The shapes above are bounds: of t * m there are in fact
 as many rows as there are choices from 0 up to `count`, those of expert 0 first. The rest of a group of rows need not be made, read or kept.
@@ -142,6 +143,28 @@ def places_of_rows(rows: Tensor, used: Tensor, places: int) -> Tensor:
 def _(rows: Tensor, used: Tensor, places: int) -> Tensor:
     _fit_rows("places_of_rows", rows, used, places, rows.dim() >= 2)
     return rows.new_empty((1, places, *rows.shape[2:]))
+
+
+@torch.library.custom_op("meshc::rows_spread", mutates_args=())
+def rows_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
+    """What `slice_backward` makes: rows lie at `start`, `start + step`, .. of a dim of `size`."""
+    shape = _fit_spread(rows, dim, size, start, step)
+    out = rows.new_zeros(shape)
+    where = tuple(slice(start, start + (rows.shape[dim] - 1) * step + 1, step) if place == dim else slice(None) for place in range(dim + 1))
+    out[where] = rows
+    return out
+
+
+@rows_spread.register_fake
+def _(rows: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
+    return rows.new_empty(_fit_spread(rows, dim, size, start, step))
+
+
+def _fit_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> list[int]:
+    fits = 2 <= dim < rows.dim() and rows.shape[0] == 1 and start >= 0 and step >= 1
+    if not fits or start + (rows.shape[dim] - 1) * step >= size:
+        raise misfit("rows_spread", f"rows [1, r, ..] lie at {start}, {start + step}, .. of dim {dim}, 2 or more, of {size}", rows=rows)
+    return [*rows.shape[:dim], size, *rows.shape[dim + 1 :]]
 
 
 def _placed(rows: Tensor, used: Tensor, places: int) -> Tensor:

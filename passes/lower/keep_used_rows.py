@@ -38,6 +38,8 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 
 HANDED: Final = (meshc.to_groups.default, meshc.in_slots.default)
 BROUGHT: Final = (meshc.from_groups.default, meshc.over_slots.default)
+SPREADING: Final = (aten.slice_backward.default, aten.select_backward.default)
+"""What puts a slice into a value of a shape that it is told, zeros elsewhere."""
 FILLED: Final[Mapping[object, int]] = {
     aten.zeros.default: 0, aten.full.default: 0, aten.ones.default: 0, aten.new_zeros.default: 1, aten.new_full.default: 1,
 }  # fmt: skip
@@ -134,12 +136,20 @@ def _followed(layer: _Layer, nodes: Sequence[Node]) -> tuple[dict[Node, int], li
             continue
         elif _puts_back(node, layer):
             ends.append(node)
-        else:
-            dim = rows_dim(node, lambda operand, node=node: _dim(operand, node, dims, layer)) if node.op == "call_function" else None
-            if dim is None:
-                return None
+        elif node.op == "call_function" and (dim := _made_along(node, dims, layer)) is not None:
             dims[node] = dim
+        else:
+            return None
     return dims, ends
+
+
+def _made_along(node: Node, dims: Mapping[Node, int], layer: _Layer) -> int | None:
+    """The dim of the rows in what a node makes of rows; None if it may not treat each by itself."""
+    if node.target in SPREADING:
+        sizes, along = node.args[1:3]
+        assert isinstance(sizes, list | tuple) and isinstance(along, int)
+        return 1 if dims.get(node.args[0]) == 1 and tuple(sizes[:2]) == (1, layer.places) and along % len(sizes) > 1 else None  # type: ignore[arg-type]
+    return rows_dim(node, lambda operand: _dim(operand, node, dims, layer))
 
 
 def _are_rows(node: Node, layer: _Layer) -> bool:
@@ -209,6 +219,8 @@ class _Writer:
             return self._call(_of_rows(node, 1), meshc.rows_of_tokens.default, tokens, self.used, layer.chosen)
         if node in layer.products:
             return self._call(_of_rows(node, 1), meshc.used_mm.default, self._rows(source, 1), node.args[1], self.ends, node.args[-1])
+        if node.target in SPREADING:
+            return self._spread(node)
 
         def there(operand: Node) -> Node:
             dim = _dim(operand, node, layer.dims, layer)
@@ -217,6 +229,18 @@ class _Writer:
         dim = layer.dims[node]
         args, kwargs = map_arg((with_open_rows(node, dim), node.kwargs), there)
         return self._call(_of_rows(node, dim), node.target, *args, **kwargs)
+
+    def _spread(self, node: Node) -> Node:
+        x, sizes, along, start, *end = node.args
+        assert isinstance(sizes, list | tuple) and isinstance(along, int) and isinstance(start, int)
+        rows, dim = self._rows(x, 1), along % len(sizes)
+        if node.target is aten.select_backward.default:
+            own = record(rows)
+            shape = (*own.shape[:dim], 1, *own.shape[dim:])
+            rows = self._call(replace(own, shape=shape, sharding=None), aten.unsqueeze.default, rows, dim)
+        step, size = end[1] if len(end) > 1 else 1, sizes[dim]
+        start = min(start % size if start < 0 else start, size)
+        return self._call(_of_rows(node, 1), meshc.rows_spread.default, rows, dim, size, start, step)
 
     def sum_of_outer(self, node: Node) -> None:
         """A product that sums over rows; made as it is read, where all read it transposed."""
