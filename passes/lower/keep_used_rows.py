@@ -51,15 +51,19 @@ def keep_used_rows(lowered: Lowered) -> Lowered:
     if lowered.request.backend != "eager":
         return lowered
     for stage in lowered.stages.values():
-        nodes = list(stage.graph.nodes)
-        if lowered.mesh.device_type == "cuda" and not any(node.target in spmd.OF_ROWS for node in nodes):
-            continue
-        found = [layer for node in nodes if (layer := _layer(node, nodes)) is not None]
-        for layer in found:
-            _rewrite(stage.graph, layer, nodes)
-        if found:
-            stage.graph.eliminate_dead_code()
+        if lowered.mesh.device_type != "cuda" or any(node.target in spmd.OF_ROWS for node in stage.graph.nodes):
+            keep(stage.graph)
     return lowered
+
+
+def keep(graph: Graph) -> None:
+    """In a graph of what each rank runs."""
+    nodes = list(graph.nodes)
+    found = [layer for node in nodes if (layer := _layer(node, nodes)) is not None]
+    for layer in found:
+        _rewrite(graph, layer, nodes)
+    if found:
+        graph.eliminate_dead_code()
 
 
 @dataclass(frozen=True)

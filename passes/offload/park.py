@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import copy_seconds
 from meshc.cost.operators import seconds
-from meshc.ir import KEY, has_record, is_getitem, is_tensor, local_bytes, record, records, set_record, spmd, value_of
+from meshc.ir import KEY, Record, has_record, is_getitem, is_tensor, local_bytes, record, records, set_record, spmd, value_of
 from meshc.ir.graph import call, copied, copied_node, made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.passes.phases.lowered import Lowered
@@ -119,9 +119,14 @@ def _chosen(forward: Sequence[Node], home: Mapping[Node, Node], said: Says) -> I
     seen: set[Node] = set()
     for node in forward:
         root = home.get(node)
-        if root is not None and root not in seen and is_tensor(root) and record(root).shape and (line := said(node)) is not None:
+        if root is not None and root not in seen and is_tensor(root) and _has_place(record(root)) and (line := said(node)) is not None:
             seen.add(root)
             yield root, str(line)
+
+
+def _has_place(made: Record) -> bool:
+    """Whether a value takes memory, of a size that is known."""
+    return bool(made.shape) and made.used is None
 
 
 def _not_worth_it(graph: Graph, chosen: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
