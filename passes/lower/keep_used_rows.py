@@ -251,7 +251,7 @@ class _Writer:
         left, right = (self._rows(operand, 1) for operand in node.args[:2])
         made, readers = record(node), list(node.users)
         if readers and all(map(_transposes, readers)):
-            left, right, made = right, left, record(readers[0])
+            left, right, made = right, left, replace(record(readers[0]), phase=made.phase)
         else:
             readers = [node]
         outer = self._call(made, meshc.used_outer.default, left, right, self.ends, node.args[-1])

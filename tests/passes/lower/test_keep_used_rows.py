@@ -159,7 +159,7 @@ def test_a_backend_that_compiles_has_all_rows() -> None:
         broad("ep=2", {"remat": "selective"}),
         broad("ep=2", {"remat": "cheap"}),
         broad("pp=2,ep=2", {"schedule": "1f1b"}),
-        broad("pp=2,ep=2", {"schedule": "zb1p", "remat": "layer"}),
+        broad("pp=2,ep=2", {"schedule": "zb_h1", "remat": "layer"}),
     ],
 )
 def test_what_is_made_again_or_kept_for_a_later_stage_equals_one_device(mesh: str, options: dict[str, Any]) -> None:
