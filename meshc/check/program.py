@@ -172,7 +172,8 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _alike(one: Record, other: Record) -> bool:
-    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and (one.host, one.disk, one.used) == (other.host, other.disk, other.used)
+    places = [(each.host, each.disk, each.used) for each in (one, other)]
+    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and places[0] == places[1]
     return same and _lie_alike(one.sharding, other.sharding)
 
 

@@ -1,4 +1,4 @@
-"""Values of which the used rows alone are there (`meshc/ir/used_rows.py`): what reads them treats each row by itself, and no other rank does.
+"""Values of which the used rows alone are there (`meshc/ir/used_rows.py`): who reads them treats each row by itself, and is no other rank.
 
     h: "f32[1, 8, 4] used(1)" = meshc.rows_of_tokens(x, used, 2)
     y: "f32[1, 8, 4]" = aten.silu(h)                  refused: there are fewer than 8 rows
@@ -35,5 +35,6 @@ def faults(stage: Stage, sent: Collection[str]) -> Iterator[tuple[str, str]]:
         if node.op == "placeholder" and used_rows.dim_of(node) is not None and not is_a(keys[node], *MAY):
             yield node.name, f"the parameter {node.name}: of {keys[node]} all rows are there"
     for key, value in stage.results().items():
-        if isinstance(value, Node) and ir.has_record(value) and used_rows.dim_of(value) is not None and (key in sent or not is_a(key, *MAY)):
+        leaves = key in sent or not is_a(key, *MAY)
+        if leaves and isinstance(value, Node) and ir.has_record(value) and used_rows.dim_of(value) is not None:
             yield f"return {key}", f"{key} leaves as {value}, of which the used rows alone are there"

@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from meshc.ir import spmd
 from meshc.ir.functions import Target
@@ -49,7 +50,8 @@ ELEMENTS: Final = frozenset(
 
 ALONG: Final[Mapping[object, tuple[int, ...]]] = {
     aten.slice.Tensor: (1,), aten.select.int: (1,), aten.unsqueeze.default: (1,), aten.squeeze.dim: (1,), aten.transpose.int: (1, 2),
-    aten.split.Tensor: (2,), aten.split_with_sizes.default: (2,), aten.cat.default: (1,), aten.slice_scatter.default: (2,), aten._softmax.default: (1,),
+    aten.split.Tensor: (2,), aten.split_with_sizes.default: (2,), aten.cat.default: (1,), aten.slice_scatter.default: (2,),
+    aten._softmax.default: (1,),
     aten._softmax_backward_data.default: (2,), aten.sum.dim_IntList: (1,), aten.mean.dim: (1,), aten.amax.default: (1,),
     aten.amin.default: (1,), spmd.mask: (1,),
 }  # fmt: skip
@@ -117,14 +119,14 @@ def fault(node: Node) -> str:
     return "" if set(told) == {dim} else f"it makes used rows along dim {dim}, and its type says {_said(told[0])}"
 
 
-def with_open_rows(node: Node, dim: int) -> tuple[object, ...]:
+def with_open_rows(node: Node, dim: int) -> tuple[Argument, ...]:
     """The arguments of a call that makes rows along `dim`, of however many."""
     if node.target not in SHAPED:
         return node.args
     return (node.args[0], [-1 if place == dim else size for place, size in enumerate(_sizes(node))], *node.args[2:])
 
 
-def _sizes(node: Node) -> Sequence[object]:
+def _sizes(node: Node) -> Sequence[Argument]:
     sizes = node.args[1] if len(node.args) > 1 else ()
     return sizes if isinstance(sizes, list | tuple) else ()
 
@@ -155,7 +157,9 @@ def _of_shape(target: Target, given: Sequence[int], dim: int, made: Sequence[int
 def _along(node: Node, first: Node, of_rows: Mapping[Node, int]) -> bool:
     """Whether an operator works along dims behind that of the rows, of which all that it reads are."""
     dim, rank = of_rows[first], len(records(first)[0].shape) + (node.target is aten.unsqueeze.default)
-    if set(of_rows) != set(node.all_input_nodes) - _integers(node) or set(of_rows.values()) != {dim} or node.kwargs.keys() & {"dim", "dims"}:
+    if set(of_rows) != set(node.all_input_nodes) - _integers(node) or set(of_rows.values()) != {dim}:
+        return False
+    if node.kwargs.keys() & {"dim", "dims"}:
         return False
     for place in ALONG[node.target]:
         said = node.args[place] if len(node.args) > place else 0

@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, recurrence, routed, take, upsample, used_rows
+from meshc.ops import (
+    attention,
+    attention_block,
+    attention_zigzag,
+    check_index,
+    grouped,
+    norm,
+    recurrence,
+    routed,
+    take,
+    upsample,
+    used_rows,
+)
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 

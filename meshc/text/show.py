@@ -24,7 +24,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     ... local(4, 128)                            a shape that does not follow from the sharding
     ... host                                     lies on the host: `f32[8, 128] host`
     ... disk                                     lies there in a file: `f32[8, 128] disk`
-    ... used(1)                                  of dim 1 the used positions alone are there: `f32[1, 2048, 64] used(1)` (`meshc/ir/used_rows.py`)
+    ... used(1)                                  of dim 1 the used positions alone are there (`meshc/ir/used_rows.py`)
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
     f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
     int                                          no tensor

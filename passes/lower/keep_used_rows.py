@@ -119,8 +119,11 @@ def _reshaped(own: Node) -> list[Node]:
 
 
 def _fits(product: Node, choices: Sequence[Node], count: int) -> bool:
-    matrices = record(product).shape[0] if product.target is meshc.group_outer.default else record(product.args[1]).shape[0]  # type: ignore[arg-type]
-    return product.args[2] in choices and product.args[3] == count == matrices
+    """Whether a product is by these choices, of as many matrices as a group has experts."""
+    of, each = product.args[2:4]
+    matrices = product if product.target is meshc.group_outer.default else product.args[1]
+    assert isinstance(matrices, Node)
+    return of in choices and isinstance(each, int) and each == count == record(matrices).shape[0]
 
 
 def _followed(layer: _Layer, nodes: Sequence[Node]) -> tuple[dict[Node, int], list[Node]] | None:
@@ -152,7 +155,8 @@ def _made_along(node: Node, dims: Mapping[Node, int], layer: _Layer) -> int | No
     if node.target in SPREADING:
         sizes, along = node.args[1:3]
         assert isinstance(sizes, list | tuple) and isinstance(along, int)
-        return 1 if dims.get(node.args[0]) == 1 and tuple(sizes[:2]) == (1, layer.places) and along % len(sizes) > 1 else None  # type: ignore[arg-type]
+        fits = dims.get(node.all_input_nodes[0]) == 1 and tuple(sizes[:2]) == (1, layer.places)
+        return 1 if fits and along % len(sizes) > 1 else None
     return rows_dim(node, lambda operand: _dim(operand, node, dims, layer))
 
 
@@ -192,7 +196,7 @@ def _rewrite(graph: Graph, layer: _Layer, nodes: Sequence[Node]) -> None:
             elif node in layer.products:
                 writer.sum_of_outer(node)
             elif node in layer.ends:
-                writer.put_back(node, writer.rows[node.args[0]])  # type: ignore[index]
+                writer.put_back(node, writer.rows[node.all_input_nodes[0]])
 
 
 class _Writer:
@@ -231,7 +235,8 @@ class _Writer:
             return operand if dim is None else self._rows(operand, dim)
 
         dim = layer.dims[node]
-        args, kwargs = map_arg((with_open_rows(node, dim), node.kwargs), there)
+        args = [map_arg(each, there) for each in with_open_rows(node, dim)]
+        kwargs = {name: map_arg(each, there) for name, each in node.kwargs.items()}
         return self._call(_of_rows(node, dim), node.target, *args, **kwargs)
 
     def _spread(self, node: Node) -> Node:
@@ -243,7 +248,8 @@ class _Writer:
             shape = (*own.shape[:dim], 1, *own.shape[dim:])
             rows = self._call(replace(own, shape=shape, sharding=None), aten.unsqueeze.default, rows, dim)
         step, size = end[1] if len(end) > 1 else 1, sizes[dim]
-        start = min(start % size if start < 0 else start, size)
+        assert isinstance(size, int)
+        start = start % size if start < 0 else start
         return self._call(_of_rows(node, 1), meshc.rows_spread.default, rows, dim, size, start, step)
 
     def sum_of_outer(self, node: Node) -> None:

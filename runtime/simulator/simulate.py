@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import CompileError, DeadlockError, MeshcError
-from meshc.ir import Record, record, records, spmd
+from meshc.ir import Record, records, spmd
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh

@@ -69,7 +69,8 @@ MESHES = ("dp=2", "ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2")
     "kind, mesh, microbatches",
     [
         ("Hit", "ep=2", 2), ("All", "dp=2,ep=2", None), ("Where", "ep=3", None),
-        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) != ("Where", "ep=3")), *(broad("Hit", mesh, 2) for mesh in MESHES),
+        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) != ("Where", "ep=3")),
+        *(broad("Hit", mesh, 2) for mesh in MESHES),
     ],
 )  # fmt: skip
 def test_experts_that_nobody_chooses_are_left_alone_as_on_one_device(kind: str, mesh: str, microbatches: int | None) -> None:
@@ -159,6 +160,29 @@ def test_another_loop_is_left_to_torch_which_names_its_line() -> None:
     assert loop_of(Summed()) is None
     with pytest.raises(meshc.CaptureError, match=r"test_listed_experts.py:\d+ `row, place = torch.where\(selected == i\)`"):
         meshc.compile(Summed(), meshc.Mesh("dp=2"), args=(torch.randn(4, 3, WIDTH),))
+
+
+class Sorted(nn.Module):
+    """Rows by expert, as people write it who want torch's product of runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = F.one_hot(chosen, EXPERTS).sum(0).cumsum(0).int()
+        made = torch._grouped_mm(x[order].bfloat16(), self.up, offs=ends)
+        return torch.zeros_like(x).index_add(0, order, made.to(x.dtype)) * weight[:, None]
+
+
+def test_rows_that_a_model_has_sorted_are_split_by_no_axis_and_the_error_has_their_line() -> None:
+    said = r"whose runs no axis splits: test_listed_experts.py:\d+ `made = torch._grouped_mm\(.*\n.*what to do: give experts as modules"
+    with pytest.raises(meshc.PlanError, match=said):
+        meshc.compile(Sorted(), meshc.Mesh("ep=2"), args=(torch.randn(16, WIDTH),))
+    assert meshc.compile(Sorted(), meshc.Mesh("dp=2"), args=(torch.randn(16, WIDTH),)).compiled is not None
 
 
 def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:

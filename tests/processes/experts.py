@@ -1,4 +1,5 @@
-"""Routed experts on real ranks: steps, a module in autograd, what a capacity drops, and steps in which more is chosen than there are places. A check a function."""
+"""Routed experts on real ranks: steps, a module in autograd, what a capacity drops, and steps in which more is chosen than there are
+places. A check a function."""
 
 from __future__ import annotations
 
