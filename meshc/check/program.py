@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import follow, hosted, memory, phases, shared
+from meshc.check import follow, hosted, memory, phases, shared, used_rows
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
 from meshc.check.ruled import Rules
@@ -59,13 +59,14 @@ def _all_faults(program: PlainProgram, where: str, rules: Rules | None) -> Itera
     if program.backend not in BACKENDS:
         yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
     yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes if axis.size > 1]))
+    sent = {key for keys in program.pipeline.messages.values() for key in keys} if program.pipeline is not None else frozenset()
     for world in _worlds(program):
         found = False
         for fault in _faults(world, where, rules):
             found = True
             yield fault
         for stage in () if found else world.stages.values():  # else a line that reads otherwise is what is wrong
-            for name, why in (*hosted.faults(stage), *shared.faults(stage)):
+            for name, why in (*hosted.faults(stage), *shared.faults(stage), *used_rows.faults(stage, sent)):
                 found = True
                 yield _at(stage, name, why)
         if found:
@@ -171,7 +172,8 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _alike(one: Record, other: Record) -> bool:
-    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and (one.host, one.disk) == (other.host, other.disk)
+    places = [(each.host, each.disk, each.used) for each in (one, other)]
+    same = tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype and places[0] == places[1]
     return same and _lie_alike(one.sharding, other.sharding)
 
 

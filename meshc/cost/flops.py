@@ -63,6 +63,8 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.routed_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "meshc.group_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
     "meshc.group_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
+    "meshc.used_mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
+    "meshc.used_outer": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] * _filled(node),
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
     "meshc.attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],

@@ -6,6 +6,11 @@
 
       is      out = out + sum over the slots of a token: its weight there times what the expert that it has chosen there makes of the token
 
+An expert may also be given all tokens, where gates or masks make nothing of what is not chosen:
+
+    for i, expert in enumerate(self.experts):      out = out + gates[..., i : i + 1] * expert(x)
+                                                   out = out + torch.where((choice == i).any(-1, keepdim=True), expert(x), 0) * ..
+
 Each statement of the loop must be one of those that this file knows; then the loop is replaced by one call, and everything else of the
 function is the user's. A loop with another statement in it is left as it is, for torch to trace or to refuse by its line.
 """
@@ -38,6 +43,7 @@ class Loop:
     weights    "choice": [tokens, choices]; "token": [tokens] or [tokens, 1], which have one choice; "expert": [tokens, experts]; None: 1
     one_hot    choices are rows of zeros and a one, or of zeros alone
     skips      an expert that is not chosen is not called, so that torch gives it no gradient at all
+    of_all     experts are given all tokens, and no statement branches: torch traces the loop as it is
     line       of the loop
     forward    the module's function, with a call in the place of the loop
     """
@@ -47,6 +53,7 @@ class Loop:
     weights: str | None
     one_hot: bool
     skips: bool
+    of_all: bool
     line: int
     forward: FunctionType
 
@@ -136,9 +143,13 @@ class _Reader(Terms):
         self.within = {each.id for each in ast.walk(found) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
         self.header(found)
         self.body(found.body)
-        if self.added is None or self.container is None or self.choice is None:
+        if self.added is None or self.container is None:
             raise Unread
         into, value = self.added
+        if "all" in value.more and "masked" not in value.more:
+            self.choice = ast.Constant(None)  # whichever are chosen, all are added
+        if self.choice is None:
+            raise Unread
         if self.known.get(into, Term("free")).kind != "zeros" or value.kind not in ("made", "weighed"):
             raise Unread
         others = [*self.tree.body[:place], *self.tree.body[place + 1 :]]
@@ -149,9 +160,10 @@ class _Reader(Terms):
         call = self.call(found, into, x, weights[0] if weights else ast.Constant(None))
         before = [self.without_hits(each, found, behind) for each in self.tree.body[:place]]
         body = [*(each for each in before if each is not None), call, *self.tree.body[place + 1 :]]
-        of = value.more[0] if weights and value.more else None
+        of = value.more[0] if weights and value.more else None  # how they lie
         assert of is None or isinstance(of, str)
-        return Loop(self.container, self.key, of, self.one_hot, self.skips, found.lineno, self.compiled(body))
+        of_all = "all" in value.more and not self.skips
+        return Loop(self.container, self.key, of, self.one_hot, self.skips, of_all, found.lineno, self.compiled(body))
 
     def calls_experts(self, statement: ast.stmt) -> bool:
         """Whether experts are read outside of the loop, but for how many there are."""
@@ -253,12 +265,26 @@ class _Reader(Terms):
             self.condition(statement)
         elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add) and isinstance(statement.target, ast.Subscript):
             self.adds(statement.target.value, statement.target.slice, self.term(statement.value), indexed=True)
+        elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add) and isinstance(statement.target, ast.Name):
+            self.adds_all(statement.target.id, statement.value)
+        elif isinstance(statement, ast.Assign) and (added := _added_to_itself(statement)) is not None:
+            self.adds_all(*added)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self.index_add(statement.value)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             self.assigned(statement.targets[0], statement.value)
         elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
             raise Unread
+
+    def adds_all(self, into: str, added: ast.expr) -> None:
+        """`out = out + value` of all tokens."""
+        value = self.term(added)
+        if value.kind not in ("made", "weighed") or "all" not in value.more or any(into in names_of(each) for each in value.of):
+            raise Unread
+        once = "masked" in value.more and "choice" not in value.more
+        if once and (not isinstance(self.choice, ast.Name) or self.choice.id not in self.distinct):
+            raise Unread  # a token that chooses an expert twice is added once
+        self.added = into, value
 
     def index_add(self, call: ast.Call) -> None:
         """`out.index_add_(0, token, value)`"""
@@ -269,8 +295,10 @@ class _Reader(Terms):
         self.adds(call.func.value, call.args[1], self.term(call.args[2]), indexed=False)
 
     def adds(self, into: ast.expr, places: ast.expr, value: Term, indexed: bool) -> None:
-        if not isinstance(into, ast.Name) or not self.tokens(places) or any(into.id in names_of(each) for each in value.of):
+        own = isinstance(into, ast.Name) and not any(into.id in names_of(each) for each in value.of)
+        if not own or "all" in value.more or not self.tokens(places):
             raise Unread
+        assert isinstance(into, ast.Name)
         self.added = into.id, value
         kinds = {self.kind(each) for each in (places.elts if isinstance(places, ast.Tuple) else [places])}
         if "any" in kinds or "expert" in value.more or (indexed and any(term.kind == "slot" for term in self.known.values())):
@@ -330,6 +358,16 @@ class _Reader(Terms):
             name, kind = x.func.attr, self.kind(x.func.value)
             return (name in ("numel", "size") and kind == "token") or (name == "sum" and kind in ("mask", "any"))
         return False
+
+
+def _added_to_itself(statement: ast.Assign) -> tuple[str, ast.expr] | None:
+    """`out = out + value`: the name, and the value."""
+    (target, *more), value = statement.targets, statement.value
+    if more or not isinstance(target, ast.Name) or not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return None
+    sides = [value.left, value.right]
+    own = [isinstance(each, ast.Name) and each.id == target.id for each in sides]
+    return (target.id, sides[own.index(False)]) if own.count(True) == 1 else None
 
 
 def _changed(statement: ast.stmt) -> set[str]:

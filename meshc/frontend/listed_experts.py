@@ -39,6 +39,12 @@ def is_listed(module: nn.Module) -> bool:
     return _name(module) == DBRX or loop_of(module) is not None
 
 
+def is_of_all(module: nn.Module) -> bool:
+    """Whether it gives its experts all tokens, which torch traces as it is: it is taken where axes split the experts alone."""
+    loop = loop_of(module)
+    return loop is not None and loop.of_all
+
+
 @contextmanager
 def listed_experts(module: nn.Module) -> Iterator[None]:
     """Inside, loops over experts are one product. Raises CaptureError for experts that cannot be: their loop cannot be traced either."""
@@ -82,7 +88,7 @@ def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     if _name(module) == DBRX:
         return _dbrx
     loop = loop_of(module)
-    if loop is None:
+    if loop is None or (loop.of_all and FORM not in module.__dict__):
         return None
     experts = loop.experts(module)
     tape = _tape(path, module, loop, experts)
@@ -145,7 +151,7 @@ def _differ(one: nn.Module, other: nn.Module) -> str | None:
     return next((found for name in mine if (found := _differ(mine[name], theirs[name])) is not None), None)
 
 
-def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor, weights: Tensor | None, before: Tensor) -> Tensor:
+def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor | None, weights: Tensor | None, before: Tensor) -> Tensor:
     """What stands for the loop: to the sum so far is added what experts make of x [.., h] that choices [.., k] say, by weight."""
     experts = loop.experts(module)
     form: Form = getattr(module, FORM, Form())
@@ -164,9 +170,12 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
     return before.add_(out.reshape(before.shape).to(before.dtype))  # in place, as the loop adds: another name may be a view of it
 
 
-def _choices(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Choices and weights [t, k] as the loop reads them: numbers that are of no expert choose none, and count 0."""
+def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Choices and weights [t, k] as the loop reads them: numbers that are of no expert choose none, and count 0. None: all experts."""
     count = tokens.shape[0]
+    if choice is None:
+        choice = torch.arange(experts, device=tokens.device).expand(count, -1)
+        return choice, _weights(loop, choice, weights, tokens, experts)
     if loop.one_hot:
         ones = choice.reshape(count, -1, choice.shape[-1])
         choice = torch.where(ones.sum(-1) > 0, ones.argmax(-1), -1)

@@ -32,6 +32,9 @@ class Term:
     hits       the numbers of experts that are chosen; index: the loop's expert
     found      where a mask is true; token, slot: its places
     expert     the module; rows: what it is given; made: what it makes; weight: [rows, 1]; weighed: both
+    scores     weights [tokens, slots] where they are of the loop's expert, zeros elsewhere
+
+    Where the expert is given all tokens, made and weighed are "all", and "masked" if others than those that have chosen it count nothing.
     """
 
     kind: str
@@ -126,10 +129,18 @@ class Terms:
         return Term("free", (x,))
 
     def times(self, left: Term, right: Term) -> Term | None:
-        if left.kind == "made":
+        if left.kind in ("made", "mask"):
             left, right = right, left
+        if left.kind == "free" and right.kind == "mask" and "turned" not in right.more:
+            return Term("scores", left.of)
         if right.kind != "made":
             return None
+        if left.kind == "any" and "wide" in left.more and "all" in right.more:
+            return Term("made", right.of, (*right.more, "masked"))
+        if ("all" in left.more) != ("all" in right.more):
+            raise Unread
+        if left.kind == "weight" and "wide" in left.more and "all" in left.more:
+            return Term("weighed", (*right.of, *left.of), (*left.more, *right.more))
         if left.kind == "rows":  # weights [tokens, 1]
             return Term("weighed", (*right.of, *left.of), ("token",))
         if left.kind == "weight" and "wide" in left.more:
@@ -159,6 +170,10 @@ class Terms:
             return Term("index")
         if value is not None and value.kind == "weight" and len(inner) == 2 and isinstance(inner[0], ast.Slice) and kinds[1] == "none":
             return Term("weight", value.of, (*value.more, "wide"))
+        if value is not None and value.kind in ("any", "weight") and kinds[-1] == "none" and _all_before(inner):  # x[..., None]
+            return Term(value.kind, value.of, (*value.more, "wide"))
+        if (wide := self.of_gates(inner, kinds)) is not None:
+            return Term("weight", self.free(x.value).of, ("expert", "all", *wide))
         if not {"token", "any"} & set(kinds):
             return None
         of = self.free(x.value).of
@@ -174,6 +189,17 @@ class Terms:
             return Term("weight", of, ("expert", *wide))
         raise Unread
 
+    def of_gates(self, inner: Sequence[ast.expr], kinds: Sequence[str]) -> tuple[str, ...] | None:
+        """Of gates [.., experts] the loop's expert's: None if it is not that, and whether it is a column, [.., 1]."""
+        last = inner[-1]
+        if isinstance(last, ast.Slice) and _all_before(inner):
+            low, high = last.lower, last.upper
+            ends = isinstance(high, ast.BinOp) and isinstance(high.op, ast.Add) and self.kind(high.left) == "index" and _is_one(high.right)
+            return ("wide",) if ends and low is not None and self.kind(low) == "index" and last.step is None else None
+        if len(inner) > 2 and kinds[-2:] == ["index", "none"] and _all_before(inner[:-1]):
+            return ("wide",)
+        return ("flat",) * (len(inner) == 2 and isinstance(inner[0], ast.Slice)) if kinds[-1] == "index" and _all_before(inner) else None
+
     def key_of(self, index: ast.expr) -> str | None | bool:
         """None: by number; a text: by a name that begins so; False: it is no index of an expert."""
         if self.kind(index) == "index":
@@ -186,13 +212,17 @@ class Terms:
     def called(self, x: ast.Call) -> Term | None:
         if isinstance(x.func, ast.Name | ast.Subscript) and self.kind(x.func) == "expert":
             rows = self.term(x.args[0]) if len(x.args) == 1 and not x.keywords else Term("")
-            return Term("made", rows.of) if rows.kind == "rows" else unread()
+            return Term("made", rows.of, ("all",) if rows.kind == "free" else ()) if rows.kind in ("rows", "free") else unread()
         name = called_name(x)
         if name in ("torch.where", "torch.nonzero") and self.kind(x.args[0]) in ("mask", "any") and len(x.args) == 1:
             if name == "torch.nonzero" and not as_tuple(x):
                 raise Unread
             found = self.term(x.args[0])
             return Term("found", found.of, found.more)
+        if name == "torch.where" and len(x.args) == 3 and not x.keywords:
+            where, made, other = (self.term(each) for each in x.args)
+            fits = where.kind == "any" and "wide" in where.more and made.kind in ("made", "weighed") and "all" in made.more
+            return Term(made.kind, made.of, (*made.more, "masked")) if fits and (is_zero(x.args[2]) or other.kind == "zeros") else unread()
         if name in ("torch.nn.functional.one_hot", "F.one_hot", "nn.functional.one_hot", "one_hot"):
             return Term("onehot", self.free(x.args[0]).of)
         if name in ("torch.greater", "torch.gt") and len(x.args) == 2 and is_zero(x.args[1]):
@@ -220,15 +250,23 @@ class Terms:
             return Term("found", of.of, of.more)
         if of.kind == "mask" and name == "squeeze" and numbers == [0]:
             return of
-        if of.kind == "mask" and name == "any" and numbers == [-1] and "turned" not in of.more:
-            return Term("any", of.of)
+        if of.kind == "mask" and name == "any" and numbers in ([-1], [-1, True]) and "turned" not in of.more:
+            return Term("any", of.of, ("wide",) * (len(numbers) - 1))
+        if of.kind == "any" and name == "unsqueeze" and numbers == [-1]:
+            return Term("any", of.of, ("wide",))
+        if of.kind in ("mask", "any") and name in ("to", "type_as", "float"):
+            return of
+        if of.kind == "scores" and name == "sum" and numbers in ([-1], [-1, True]):
+            return Term("weight", of.of, ("choice", "all", "masked", *("wide",) * (len(numbers) - 1)))
         if of.kind == "any" and (name in ("view", "reshape") and numbers == [-1] or name == "flatten"):
             return of
         if of.kind == "rows_in_one" and name in ("reshape", "view") and numbers[:1] == [-1] and len(x.args) == 2:
             return Term("rows", of.of)
+        if of.kind == "weight" and "all" in of.more and name == "unsqueeze" and numbers != [-1] and "flat" not in of.more:
+            raise Unread
         if of.kind in ("weight", "rows") and name == "unsqueeze" and numbers in ([-1], [1]):
             return Term("weight", of.of, (*(of.more or ("token",)), "wide"))
-        if of.kind in ("made", "weighed") and name in ("to", "type_as"):
+        if of.kind in ("made", "weighed", "weight") and name in ("to", "type_as"):
             return of
         if of.kind == "index" and name == "item":
             return of
@@ -245,6 +283,17 @@ def names_of(x: ast.AST) -> set[str]:
 
 def is_zero(x: ast.expr) -> bool:
     return isinstance(x, ast.Constant) and x.value == 0 and not isinstance(x.value, bool)
+
+
+def _is_one(x: ast.expr) -> bool:
+    return isinstance(x, ast.Constant) and x.value == 1 and not isinstance(x.value, bool)
+
+
+def _all_before(index: Sequence[ast.expr]) -> bool:
+    """Whether an index takes all of the dims in front of its last: x[.., i], x[:, i]."""
+    whole = [isinstance(each, ast.Slice) and each.lower is each.upper is each.step is None for each in index[:-1]]
+    dots = [isinstance(each, ast.Constant) and each.value is ... for each in index[:-1]]
+    return len(index) > 1 and all(one or other for one, other in zip(whole, dots, strict=True))
 
 
 def is_none(x: ast.expr) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
-from meshc.frontend.listed_experts import is_listed
+from meshc.frontend.listed_experts import is_listed, is_of_all
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
 """Implementations of one meaning: products of runs, a matrix gathered for each row, a loop over the experts."""
@@ -58,8 +58,8 @@ def formed_experts(
         for path, each in module.named_modules():
             if not hasattr(each, "_is_expert_parallel") and not is_listed(each):
                 continue
-            form = Form(groups(path), bound, batch, capacity)
-            if form.count > 1 or capacity is not None:
+            form = Form(groups(path), bound, batch, None if is_of_all(each) else capacity)
+            if form.count > 1 or form.capacity is not None:
                 each.__dict__[FORM] = form
                 marked.append(each)
         yield

@@ -5,6 +5,7 @@
 - A call has a record, of each of several results one; who reads one of several has its record. A sharding has as many dims as its value,
   and on a rank the shape is the tile's.
 - A call's arguments are those of its operator's schema; what a collective gives has the shape that it makes.
+- What reads a value of which the used rows alone are there treats each row by itself.
 - Ranks that run different graphs meet in the same collectives in the same order.
 
 It looks at each node once: no operator is run, and no meaning is checked (`MESHC_VERIFY` does that).
@@ -20,7 +21,7 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.ir import spmd
+from meshc.ir import spmd, used_rows
 from meshc.ir.nodes import KEY, Record
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.private import OpOverload
@@ -66,6 +67,7 @@ def verify_graph(
     nodes = verify_order(graph)
     entered = 0
     parked: set[Node] = set()
+    of_rows: set[Node] = set()
     for node in nodes:
         if parked and node.op == "call_function" and not parked.isdisjoint(node.all_input_nodes):
             _verify_side(node, parked)
@@ -89,8 +91,13 @@ def verify_graph(
                 raise Malformed("it has no record" if record is None else f"its record is a {type(record).__name__}")
             if record.host:
                 parked.add(node)
+            if record.used is not None:
+                of_rows.add(node)
             if record.sharding is not None and id(record) not in known:
                 _verify_sharding(node, record, record.sharding, sizes)
+    for node in dict.fromkeys(one for rows in of_rows for one in (rows, *rows.users)):
+        if why := used_rows.fault(node):
+            raise Malformed(f"{node.name}: {why}")
     if entered != inputs:
         raise Malformed(f"{entered} values enter the graph, and there are {inputs} ports for them")
 

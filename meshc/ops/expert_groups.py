@@ -236,9 +236,9 @@ def _tokens_backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 def _group_mm_backward(ctx, grad):  # type: ignore[no-untyped-def]
     (rows, matrices, choice), (each, filled) = ctx.saved_tensors, ctx.rest
-    of_rows = group_mm(grad, matrices.transpose(1, 2), choice, each, filled) if ctx.needs_input_grad[0] else None
-    count = matrices.shape[0]
+    count = matrices.shape[0]  # the sum first: rows are not read any more then, while what comes of the other is as large
     of_matrices = group_outer(rows, grad, choice, each, count, filled) if ctx.needs_input_grad[1] else None
+    of_rows = group_mm(grad, matrices.transpose(1, 2), choice, each, filled) if ctx.needs_input_grad[0] else None
     return of_rows, of_matrices, None, None, None
 
 

@@ -28,13 +28,15 @@ KERNEL_BYTES = 16
 def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_mm`."""
     _fit_mm(rows, matrices, ends)
-    if _has_kernel(rows):
+    if _has_kernel(rows) and len(rows):
         found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=_safe(ends, rows))[:, : matrices.shape[2]]
         kept = torch.arange(rows.shape[0], device=rows.device) < _safe(ends, rows)[-1:]
         return torch.where(kept.unsqueeze(1), found, 0.0)
-    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    out, done = rows.new_empty(rows.shape[0], matrices.shape[2]), 0
     for run, part in _runs(ends):
         torch.mm(rows[part], matrices[run], out=out[part])
+        done = part.stop
+    out[done:].zero_()
     return out
 
 
@@ -56,12 +58,15 @@ def _fit_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
 def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_outer`."""
     _fit_outer(left, right, ends)
-    if _has_kernel(left):
+    if _has_kernel(left) and len(left):
         found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=_safe(ends, left))
         return found[:, : left.shape[1], : right.shape[1]].contiguous()
-    out = left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
+    out, without = left.new_empty(ends.shape[0], left.shape[1], right.shape[1]), set(range(ends.shape[0]))
     for run, part in _runs(ends):
         torch.mm(left[part].t(), right[part], out=out[run])
+        without.remove(run)
+    for run in without:
+        out[run].zero_()
     return out
 
 

@@ -5,7 +5,21 @@ from __future__ import annotations
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, recurrence, routed, take, upsample
+from meshc.ops import (
+    attention,
+    attention_block,
+    attention_zigzag,
+    capacity,
+    check_index,
+    expert_groups,
+    grouped,
+    norm,
+    recurrence,
+    routed,
+    take,
+    upsample,
+    used_rows,
+)
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -23,6 +37,11 @@ def _collect() -> None:
         (recurrence, ("recurrence", "recurrence_backward", "recurrence_end")),
         (grouped, ("grouped_mm", "grouped_outer")),
         (routed, ("routed_mm", "routed_outer")),
+        (capacity, ("counts_of_rows",)),
+        (expert_groups, ("group_choices", "weights_of_groups", "weights_to_tokens", "group_mm", "group_outer")),
+        (expert_groups, ("to_groups", "in_slots", "from_groups", "over_slots")),
+        (used_rows, ("used_rows", "rows_of_tokens", "rows_of_places", "used_mm", "used_outer")),
+        (used_rows, ("tokens_of_rows", "places_of_rows", "rows_spread")),
         (upsample, ("upsample", "upsample_backward")),
     ):
         for name in names:

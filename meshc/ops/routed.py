@@ -26,7 +26,7 @@ def mm_of_choices(rows: Tensor, matrices: Tensor, choice: Tensor) -> Tensor:
     """The kernel of `routed_mm`."""
     order, ends = _runs(choice, matrices.shape[0])
     out = rows.new_zeros(rows.shape[0], matrices.shape[2])
-    return out.index_copy_(0, order, mm_of_runs(rows[order], matrices, ends))
+    return out.index_copy_(0, order, mm_of_runs(rows.index_select(0, order), matrices, ends))
 
 
 @routed_mm.register_fake
@@ -50,7 +50,7 @@ def routed_outer(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Ten
 def outer_of_choices(left: Tensor, right: Tensor, choice: Tensor, count: int) -> Tensor:
     """The kernel of `routed_outer`."""
     order, ends = _runs(choice, count)
-    return outer_of_runs(left[order], right[order], ends)
+    return outer_of_runs(left.index_select(0, order), right.index_select(0, order), ends)
 
 
 @routed_outer.register_fake

@@ -112,18 +112,19 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     dims = [_dim(dim.strip(), text, hints) for dim in _ITEM.findall(match["dims"])] if match["dims"].strip() else []
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
-        if clause[1] not in ("pending", "pad", "whole", "local", "host", "disk") or clause[1] in clauses:
+        if clause[1] not in ("pending", "pad", "whole", "local", "host", "disk", "used") or clause[1] in clauses:
             raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
         clauses[clause[1]] = clause[2] or ""
     if clauses.keys() >= {"host", "disk"}:
         raise ArtifactError(f"{text!r} is no type: what lies on the disk lies on the host: say one of the two")
     disk = clauses.pop("disk", None) is not None
     host = clauses.pop("host", None) is not None or disk
+    used = _used(clauses.pop("used", None), len(dims), text)
     plain = all(isinstance(dim, int) for dim in dims)
     if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"pending", "pad", "whole"}):
         if clauses:
             raise ArtifactError(f"{text!r} is no type: a value without factors has no {', '.join(clauses)}")
-        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host, disk=disk)
+        return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host, disk=disk, used=used)
     if any(isinstance(dim, int) and dim != 1 for dim in dims):
         raise ArtifactError(f"{text!r} is no type: dims have factors in all places (1 aside) or in none; {TYPE_EXAMPLE}")
     sharding = Sharding(
@@ -131,7 +132,15 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     )
     if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
         raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
-    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, host=host, disk=disk)
+    return Record(_shape(sharding, clauses.get("local"), axis_sizes, text, hints), dtype, sharding, host=host, disk=disk, used=used)
+
+
+def _used(said: str | None, dims: int, text: str) -> int | None:
+    if said is None:
+        return None
+    if not re.fullmatch(r"\d{1,3}", said, re.ASCII) or int(said) >= dims:
+        raise ArtifactError(f"{text!r} is no type: used() names a dim of it")
+    return int(said)
 
 
 def _shape(

@@ -24,6 +24,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     ... local(4, 128)                            a shape that does not follow from the sharding
     ... host                                     lies on the host: `f32[8, 128] host`
     ... disk                                     lies there in a file: `f32[8, 128] disk`
+    ... used(1)                                  of dim 1 the used positions alone are there (`meshc/ir/used_rows.py`)
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
     f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
     int                                          no tensor
@@ -240,7 +241,8 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
 
 
 def _place(value: Record) -> str:
-    return " disk" if value.disk else " host" if value.host else ""
+    lies = " disk" if value.disk else " host" if value.host else ""
+    return lies if value.used is None else f"{lies} used({value.used})"
 
 
 def side_table(stage: Stage) -> SideTable:

@@ -14,6 +14,7 @@ from meshc.passes.depth.grow import grow
 from meshc.passes.lower.fetch_ahead import fetch_ahead
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
+from meshc.passes.lower.keep_used_rows import keep_used_rows
 from meshc.passes.lower.schedule_collectives import schedule_collectives
 from meshc.passes.lower.send_rows import send_rows
 from meshc.passes.lower.share_memory import share_memory
@@ -74,6 +75,9 @@ GROW: Final[Pass[Lowered, Lowered]] = Pass(
 ROWS: Final[Pass[Lowered, Lowered]] = Pass(
     "send_rows", send_rows, "after grow, on the whole graph; before recompute, since what is sent and kept is less"
 )
+USED_ROWS: Final[Pass[Lowered, Lowered]] = Pass(
+    "used_rows", keep_used_rows, "after send_rows, which looks for what hands rows out; before recompute, which may make rows again"
+)
 CHUNKS: Final[Pass[Lowered, Lowered]] = Pass(
     "chunks", write_chunks, "after grow, whose blocks have no chunks; before recompute, which asks what forward leaves to backward"
 )
@@ -88,7 +92,7 @@ RECOMPUTE: Final[Pass[Lowered, Lowered]] = Pass(
 )
 PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled what backward reads; before microbatch and stages likewise")
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass("microbatch", split_microbatches, "after partition: a microbatch is one more axis there")
-GROWN: Final = (GROW, ROWS, CHUNKS, PARK_PARAMS, PARK_STATE)
+GROWN: Final = (GROW, ROWS, USED_ROWS, CHUNKS, PARK_PARAMS, PARK_STATE)
 REMADE: Final = (*GROWN, RECOMPUTE)
 PARTS: Final = (PARK, MICROBATCH)
 """Those of them that come before a pipeline is cut: before and up to what backward makes again, and behind that."""

@@ -18,7 +18,7 @@ from meshc.cost.devices import for_mesh
 from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, record, records, value_of
 from meshc.ir.graph import copied, made_of, made_only_of
 from meshc.ir.keys import is_a
-from meshc.passes.offload.there_and_back import lay_there, roots_of, too_soon
+from meshc.passes.offload.there_and_back import has_place, lay_there, roots_of, too_soon
 from meshc.passes.phases.lowered import Lowered
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
@@ -88,6 +88,6 @@ def _chosen(forward: Sequence[Node], home: Mapping[Node, Node], said: Says) -> I
     seen: set[Node] = set()
     for node in forward:
         root = home.get(node)
-        if root is not None and root not in seen and is_tensor(root) and record(root).shape and (line := said(node)) is not None:
+        if root is not None and root not in seen and is_tensor(root) and has_place(record(root)) and (line := said(node)) is not None:
             seen.add(root)
             yield root, str(line)

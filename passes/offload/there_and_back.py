@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from meshc.cost.devices import Device
 from meshc.cost.links import copy_seconds
 from meshc.cost.operators import seconds
-from meshc.ir import KEY, is_getitem, local_bytes, record, records, set_record, spmd, value_of
+from meshc.ir import KEY, Record, is_getitem, local_bytes, record, records, set_record, spmd, value_of
 from meshc.ir.graph import call, copied_node
 from meshc.program.packing import is_view
 
@@ -45,6 +45,11 @@ def _under(node: Node) -> Node | None:
     target = producer.target
     shares = isinstance(target, torch._ops.OpOverload) and any(one.alias_info is not None for one in target._schema.returns)
     return producer.all_input_nodes[0] if shares else None
+
+
+def has_place(made: Record) -> bool:
+    """Whether a value takes memory, of a size that is known."""
+    return bool(made.shape) and made.used is None
 
 
 def moments(graph: Graph, device: Device) -> dict[Node, float]:

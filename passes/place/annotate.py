@@ -15,7 +15,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Final
 
+import torch
+
+from meshc.ir import records
 from meshc.ir.mesh import Axis
+from meshc.ops import grouped as _grouped  # noqa: F401 - registers its operators
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.operator_pins import operator_pins
 from meshc.passes.place.pins import Pinning
@@ -25,9 +29,14 @@ from meshc.plan.entries import AxisEntry
 from meshc.plan.faults import refuse_faults
 
 NO_EXPERTS: Final = (
-    "the model has no routed experts there that are traced in groups (those of transformers are, where it keeps their weights in one "
-    "tensor)\n    what to do: use these ranks as dp or tp, or write what they take instead, as in `ep: batch`"
+    "the model has no routed experts there that are traced in groups (those of transformers are, and modules in a loop as docs/experts.md "
+    "has them)"
 )
+SHOWN: Final = 3
+"""Lines of a model that an error names."""
+OTHERS: Final = "use these ranks as dp or tp, or write what they take instead, as in `ep: batch`"
+SORTED: Final = (torch.ops.meshc.grouped_mm.default, torch.ops.aten._grouped_mm.default)
+"""Products of rows that a model has sorted by expert itself: how many there are of each is data, of which no axis can take its part."""
 
 
 def annotate(placed: Placed) -> Placed:
@@ -63,7 +72,7 @@ def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
             if any(term.covers(name) for name in (*known, *placed.names.ones)):
                 continue
             if term.factor == EXPERTS and placed.mesh.size(entry.axis) > 1:
-                faults.append(f"{entry.where}: {NO_EXPERTS}")
+                faults.append(f"{entry.where}: {_no_experts(placed)}")
                 continue
             if entry.source != "hand":
                 notes.append(f"{entry.axis}: this model has no {term.factor}, so {entry.source} goes without it")
@@ -74,6 +83,19 @@ def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
             )
             faults.append(f"{entry.where}: the model has no factor {term.factor!r}; {hint}")
     return notes, faults
+
+
+def _no_experts(placed: Placed) -> str:
+    """Why no axis can split experts, with the lines of those that the model has."""
+    calls = [records(node)[0].source for node in placed.joint.graph.nodes if node.target in SORTED]
+    lines = dict.fromkeys(f"{source} `{source.code}`" if source.code else str(source) for source in calls)
+    if not lines:
+        return f"{NO_EXPERTS}\n    what to do: {OTHERS}"
+    more = f", and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return (
+        f"the model multiplies rows that it has sorted by expert, whose runs no axis splits: {', '.join(list(lines)[:SHOWN])}{more}\n"
+        f"    what to do: give experts as modules in a loop, which is traced as one product (docs/experts.md); or {OTHERS}"
+    )
 
 
 def idle(placed: Placed) -> dict[str, AxisEntry]:

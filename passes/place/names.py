@@ -1,8 +1,9 @@
 """Names: what a plan may call the factor classes of a graph.
 
 batch and seq come from the dims of the inputs, height, width, depth and length from what windows run over. The others come from what rules
-say that a letter is to a model (`ROLES` in `rules/rule.py`): vocab, heads (kv_heads, group), head and hidden as they say it, ffn from what
-one product makes and another contracts. Anything else is `<module path>.<dim>` of the first parameter that has it. A name may cover
+say that a letter is to a model (`ROLES` in `rules/rule.py`): experts, vocab, heads (kv_heads, group), head and hidden as they say it,
+experts also from stacks of weights, ffn from what one product makes and another contracts. Anything else is `<module path>.<dim>` of the
+first parameter that has it. A name may cover
 several classes (each layer has its own heads); `names=` given by the user win.
 """
 
@@ -33,6 +34,7 @@ def name_factors(
     _by_role(found, factors, "experts", "experts")
     _attention(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
     _inputs(found, factors, inputs, placeholders)
+    _stacked(found, factors, [placeholders[port.key] for port in inputs if port.kind == "parameter"])
     _by_role(found, factors, "vocabulary", "vocab")
     _by_role(found, factors, "hidden", "hidden")
     _feed_forward(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
@@ -180,6 +182,17 @@ def _by_role(found: Names, factors: Factors, role: str, name: str) -> None:
         for factor in _classes(instance, role):
             if factor not in found.of:
                 found.set(factor, name)
+
+
+def _stacked(found: Names, factors: Factors, parameters: Sequence[Node]) -> None:
+    """The dim along which weights [experts, .., ..] are stacked that products multiply one by one, if another product, a router's,
+    makes it. So is a mixture written that gives every expert all tokens."""
+    stacks = {classes[0] for node in parameters if len(dims := factors.dims[(node, 0)]) == 3 for classes in dims[:1] if len(classes) == 1}
+    multiplied = {factor for instance in _forward(factors) for factor in _classes(instance, "multiplies")}
+    made = {factor for product in _products(factors) for factor in product.out}
+    for factor in sorted(stacks & multiplied & made):
+        if factor not in found.of:
+            found.set(factor, "experts")
 
 
 @dataclass(frozen=True)

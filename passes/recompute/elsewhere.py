@@ -20,7 +20,7 @@ from meshc.cost.devices import Device
 from meshc.cost.links import copy_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_tensor, local_bytes, record
-from meshc.passes.offload.there_and_back import moments, roots_of
+from meshc.passes.offload.there_and_back import has_place, moments, roots_of
 from meshc.passes.recompute.policies import layer_of
 from meshc.passes.recompute.remakable import Remakable
 from meshc.passes.recompute.trade import Kept, Trade
@@ -43,7 +43,7 @@ class Elsewhere:
         home = roots_of(can.forward)
         may = {
             node for node in can.forward
-            if home.get(node) is node and is_tensor(node) and record(node).shape and node not in can.learned and node not in fixed
+            if home.get(node) is node and is_tensor(node) and has_place(record(node)) and node not in can.learned and node not in fixed
             and not any(user.op == "output" for user in node.users)
         }  # fmt: skip
         self.seconds = {node: 2 * copy_seconds(local_bytes(record(node)), device) for node in may}

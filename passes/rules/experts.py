@@ -20,7 +20,7 @@ from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - register
 from meshc.ops import capacity as _capacity  # noqa: F401 - likewise
 from meshc.ops import expert_groups as _expert_groups  # noqa: F401 - likewise
 from meshc.passes.rules.contraction import WEIGHT
-from meshc.passes.rules.rule import Rule, RuleFunction, by_text, einsum, integer
+from meshc.passes.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -131,22 +131,27 @@ def _module(local: Local) -> str:
     return records(local.node)[0].source.module
 
 
+def _summing(text: str) -> RuleFunction:
+    """Of what adds up rows: what each of them still waits for, the sum waits for, and is smaller."""
+    return lambda node, tensors: einsum(text, node, tensors, linear=ALONE, defers=True)
+
+
 RULES: dict[object, RuleFunction] = {
     meshc.group_choices.default: _choices,
     meshc.to_groups.default: by_text("t h, q t m! -> q t m! h"),
-    meshc.from_groups.default: by_text("q t m! h, q t m! -> t h +q"),
+    meshc.from_groups.default: _summing("q t m! h, q t m! -> t h +q"),
     meshc.in_slots.default: by_text("q t h, q t m! -> q t m! h"),
-    meshc.over_slots.default: by_text("q t m! h, q t m! -> q t h"),
+    meshc.over_slots.default: _summing("q t m! h, q t m! -> q t h"),
     meshc.weights_of_groups.default: by_text("t k!, q t m!, q t m! -> q t m!"),
-    meshc.weights_to_tokens.default: by_text("q t m!, q t m!, q t m! -> t k! +q"),
+    meshc.weights_to_tokens.default: _summing("q t m!, q t m!, q t m! -> t k! +q"),
     meshc.counts_of_rows.default: _counts,
     meshc.first_choices.default: _first,
     meshc.heaviest_choices.default: _heaviest,
     meshc.bounded_choices.default: _bounded,
     meshc.to_places.default: by_text("b s! h, q b p! -> q b p! h"),
     meshc.in_places.default: by_text("q b s! h, q b p! -> q b p! h"),
-    meshc.from_places.default: by_text("q b p! h, q b p! -> b s! h +q"),
-    meshc.over_places.default: by_text("q b p! h, q b p! -> q b s! h"),
+    meshc.from_places.default: _summing("q b p! h, q b p! -> b s! h +q"),
+    meshc.over_places.default: _summing("q b p! h, q b p! -> q b s! h"),
     meshc.group_mm.default: _mm,
     meshc.group_outer.default: _outer,
 }

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from meshc.ir import is_getitem, is_tensor, spmd
+from meshc.errors import PlanError
+from meshc.ir import is_getitem, is_tensor, record, spmd
 from meshc.ir.graph import made_of
 from meshc.ir.keys import key_of
+from meshc.ir.used_rows import dim_of
 from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds
 from meshc.pipelining.schedule import Action, Link
 
@@ -107,10 +109,22 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
             if ranks[stage] == ranks[target] and _precedes(turns[op, stage], turns[op, target])
         ]  # fmt: skip
         there = {node for stage in first for node in made.messages.get((op, source, stage), ())}
-        keys = tuple(flow_of(node) for node in nodes if node not in there)
+        sent = [node for node in nodes if node not in there]
+        _refuse_used_rows(sent)
+        keys = tuple(flow_of(node) for node in sent)
         if keys:
             found[Link(op, source, target)] = keys
     return found
+
+
+def _refuse_used_rows(sent: Iterable[Node]) -> None:
+    """How many rows of a layer's experts are used is data of the rank that has them (`meshc/ir/used_rows.py`)."""
+    for node in sent:
+        if dim_of(node) is not None:
+            raise PlanError(
+                f"a stage of the pipeline begins within the experts of {record(node).source.module or 'the model'}\n"
+                "  what to do: name modules in Options(pp_splits=...) that hold a layer's experts whole, or stand behind them"
+            )
 
 
 def _precedes(one: Mapping[int, int], other: Mapping[int, int]) -> bool:

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from meshc.cost.links import link_of, send_seconds
 from meshc.ir import is_getitem, local_bytes, records
+from meshc.ir.used_rows import dim_of
 from meshc.passes.stages.balance import Numbers
 from meshc.passes.stages.prices import HALVES, Prices
 from meshc.passes.stages.stage_assignment import Kinds
@@ -102,7 +103,8 @@ class Cuttable:
         self.prices, self.order = prices, found.forward
         self.trains = bool(found.backward)
         self._crossing = _crossing(self.order)
-        places = [i for i in range(1, len(self.order)) if not is_getitem(self.order[i])]
+        inside = _inside_experts(self.order)
+        places = [i for i in range(1, len(self.order)) if not is_getitem(self.order[i]) and not inside[i]]
         if len(places) > MOST_PLACES:
             places = sorted(sorted(places, key=lambda i: (*self._crossing[i], i))[:MOST_PLACES])
         self.points = (0, *places, len(self.order))
@@ -139,6 +141,17 @@ class Cuttable:
             pairs += [(a, b, takes[shared.node]) for a, b in zip(readers, readers[1:], strict=False)]
         columns = np.array(pairs, dtype=float).reshape(-1, 3)
         return Spent(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
+
+
+def _inside_experts(order: Sequence[Node]) -> list[int]:
+    """How many values of which the used rows alone are there each place is between: what goes to another rank has all that it says."""
+    position = {node: i for i, node in enumerate(order)}
+    change = [0] * (len(order) + 1)
+    for i, node in enumerate(order):
+        if dim_of(node) is not None:
+            change[i + 1] += 1
+            change[max((position[user] for user in node.users if user in position), default=i) + 1] -= 1
+    return list(accumulate(change))
 
 
 def _crossing(order: Sequence[Node]) -> list[tuple[int, int]]:

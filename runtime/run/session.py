@@ -87,7 +87,8 @@ class Session:
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
         in_stages, parks = program.pipeline is not None, uses_host(program)
-        by_choice = any(node.target in spmd.OF_ROWS for stage in program.stages.values() for node in stage.graph.nodes)
+        waiting = (*spmd.OF_ROWS, torch.ops.meshc.used_rows.default)  # for how many rows there are
+        by_choice = any(node.target in waiting for stage in program.stages.values() for node in stage.graph.nodes)
         self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device, in_stages, parks, by_choice)
         self._await_host = self.device.type == "cuda" and any(port.host for port in program.inputs)
         self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)

@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc.check.failed import failed
 from meshc.check.guards import guarded
 from meshc.errors import CompileError, DeadlockError, MeshcError
-from meshc.ir import Record, record, records, spmd
+from meshc.ir import Record, records, spmd
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
@@ -375,7 +375,7 @@ def _poison(node: Node, value: object, coordinates: Mapping[str, int], sizes: Ma
     found = node.meta.get("meshc")
     if not isinstance(found, Record) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    sharding = record(node).sharding
+    sharding = None if found.used is not None else found.sharding  # rows that are not there have no padding
     return value if sharding is None else fill_padding(value, sharding, coordinates, sizes)
 
 

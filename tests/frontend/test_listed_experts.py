@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_tape import NotRows, record
 from meshc.frontend.listed_experts import listed_experts, unchosen
+from meshc.frontend.stock_experts import formed_experts
 from tests.broad import broad
-from tests.zoo.loops import EXPERTS, LOOPS, WIDTH, Expert, Layer, Model
+from tests.zoo.loops import EXPERTS, LOOPS, OF_ALL, WIDTH, Expert, Layer, Model
 
-SKIPS = {"Hit": True, "All": False, "Masked": True, "One": True, "Places": True}
+SKIPS = {"Hit": True, "All": False, "Masked": True, "One": True, "Places": True, **dict.fromkeys(OF_ALL, False)}
 """Whether an expert that nobody has chosen is not called."""
 
 
@@ -30,8 +32,9 @@ def test_a_loop_is_one_product_that_means_the_same(kind: str) -> None:
     wanted = layer(x)
     theirs = torch.autograd.grad(wanted.square().sum(), inputs, allow_unused=True)
     loop = loop_of(layer)
-    assert loop is not None and loop.skips == SKIPS[kind]
-    with listed_experts(layer):
+    assert loop is not None and loop.skips == SKIPS[kind] and loop.of_all == (kind in OF_ALL)
+    groups = 2 if kind in OF_ALL else 1
+    with formed_experts(layer, lambda path: groups), listed_experts(layer):
         assert "forward" in layer.__dict__
         mine = layer(x)
         grads = torch.autograd.grad(mine.square().sum(), inputs, allow_unused=True)
@@ -40,6 +43,13 @@ def test_a_loop_is_one_product_that_means_the_same(kind: str) -> None:
     for grad, their in zip(grads, theirs, strict=True):
         assert grad is not None
         torch.testing.assert_close(grad, torch.zeros_like(grad) if their is None else their)
+
+
+@pytest.mark.parametrize("kind", OF_ALL)
+def test_experts_that_are_given_all_tokens_are_traced_as_they_are_where_no_axis_splits_them(kind: str) -> None:
+    layer = LOOPS[kind]()
+    with formed_experts(layer, lambda path: 1, capacity=Capacity(1.25, "drop", None, "position")), listed_experts(layer):
+        assert "forward" not in layer.__dict__
 
 
 def trained(model: nn.Module, mesh: str, microbatches: int | None = None) -> meshc.Program:
@@ -58,8 +68,9 @@ MESHES = ("dp=2", "ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2")
 @pytest.mark.parametrize(
     "kind, mesh, microbatches",
     [
-        ("Hit", "ep=2", 2), ("All", "dp=2,ep=2", None),
-        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES), *(broad("Hit", mesh, 2) for mesh in MESHES),
+        ("Hit", "ep=2", 2), ("All", "dp=2,ep=2", None), ("Where", "ep=3", None),
+        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) != ("Where", "ep=3")),
+        *(broad("Hit", mesh, 2) for mesh in MESHES),
     ],
 )  # fmt: skip
 def test_experts_that_nobody_chooses_are_left_alone_as_on_one_device(kind: str, mesh: str, microbatches: int | None) -> None:
@@ -149,6 +160,29 @@ def test_another_loop_is_left_to_torch_which_names_its_line() -> None:
     assert loop_of(Summed()) is None
     with pytest.raises(meshc.CaptureError, match=r"test_listed_experts.py:\d+ `row, place = torch.where\(selected == i\)`"):
         meshc.compile(Summed(), meshc.Mesh("dp=2"), args=(torch.randn(4, 3, WIDTH),))
+
+
+class Sorted(nn.Module):
+    """Rows by expert, as people write it who want torch's product of runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = F.one_hot(chosen, EXPERTS).sum(0).cumsum(0).int()
+        made = torch._grouped_mm(x[order].bfloat16(), self.up, offs=ends)
+        return torch.zeros_like(x).index_add(0, order, made.to(x.dtype)) * weight[:, None]
+
+
+def test_rows_that_a_model_has_sorted_are_split_by_no_axis_and_the_error_has_their_line() -> None:
+    said = r"whose runs no axis splits: test_listed_experts.py:\d+ `made = torch._grouped_mm\(.*\n.*what to do: give experts as modules"
+    with pytest.raises(meshc.PlanError, match=said):
+        meshc.compile(Sorted(), meshc.Mesh("ep=2"), args=(torch.randn(16, WIDTH),))
+    assert meshc.compile(Sorted(), meshc.Mesh("dp=2"), args=(torch.randn(16, WIDTH),)).compiled is not None
 
 
 def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:

@@ -1,4 +1,5 @@
-"""Routed experts on real ranks: what a capacity drops, and steps in which more is chosen than there are places. A check a function."""
+"""Routed experts on real ranks: steps, a module in autograd, what a capacity drops, and steps in which more is chosen than there are
+places. A check a function."""
 
 from __future__ import annotations
 
@@ -59,7 +60,41 @@ def dropped(mesh: Any) -> None:
     found = _case()
     twin = copy.deepcopy(found.model)
     _drop(twin)
-    theirs, program = _adamw(twin), _step(found.model, mesh, expert_capacity=0.75)
+    program = _equal_steps(found, twin, mesh, expert_capacity=0.75)
+    assert any(int(load.dropped) for load in program.metrics["experts"].values())
+
+
+def trained(mesh: Any) -> None:
+    """Two steps are those of one device, the ranks' experts chosen by different numbers of tokens."""
+    found = _case()
+    program = _equal_steps(found, _twin(found.model), mesh)
+    tokens = [load.tokens.view(2, -1).sum(1).tolist() for load in program.metrics["experts"].values()]
+    assert any(one != other for one, other in tokens)
+
+
+def module(mesh: Any) -> None:
+    """Forward keeps its rows for a backward that torch asks for."""
+    found = _case()
+    twin, program = _twin(found.model), meshc.compile(found.model, mesh, kwargs=found.call_kwargs)
+    for model, call in ((found.model, program), (twin, twin)):
+        call(**found.call_kwargs).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    wanted = dict(twin.named_parameters())
+    for name, parameter in found.model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name].grad, msg=name)  # type: ignore[union-attr]
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for path, experts in twin.named_modules():
+        if path.endswith("mlp.experts"):
+            experts.config._experts_implementation = "eager"  # type: ignore[union-attr]  # torch's products of runs know no float64
+    return twin
+
+
+def _equal_steps(found: Case, twin: nn.Module, mesh: Any, **options: Any) -> meshc.Program:
+    """Loss and parameters of two steps are those of the twin."""
+    theirs, program = _adamw(twin), _step(found.model, mesh, **options)
     for _ in range(2):
         loss = program(**found.call_kwargs)
         wanted = twin(**found.call_kwargs).loss
@@ -67,8 +102,8 @@ def dropped(mesh: Any) -> None:
         theirs.step()
         theirs.zero_grad()
         torch.testing.assert_close(loss, wanted.detach())
-        assert any(int(load.dropped) for load in program.metrics["experts"].values())
     _same(found.model, dict(twin.named_parameters()))
+    return program
 
 
 def _same(model: nn.Module, wanted: dict[str, Any]) -> None:
@@ -128,4 +163,4 @@ def strict(mesh: Any) -> None:
 
 
 def run(mesh: str, *names: str) -> None:
-    run_checks((dropped, bounded, strict), mesh, names)
+    run_checks((trained, module, dropped, bounded, strict), mesh, names)

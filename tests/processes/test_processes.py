@@ -85,7 +85,7 @@ def test_metrics() -> None:
     assert [line for line in run("metrics", 2, "dp=2", *names).split("\n") if line in names] == [*names]
 
 
-@pytest.mark.parametrize("names", [("dropped", "strict"), ("bounded",)], ids=lambda names: names[-1])
+@pytest.mark.parametrize("names", [("trained", "module", "dropped", "strict"), ("bounded",)], ids=lambda names: names[-1])
 def test_experts(names: tuple[str, ...]) -> None:
     """A check in which a step is refused is the last of its launch."""
     assert run("experts", 2, "ep=2", *names).split() == [*names]

@@ -108,7 +108,60 @@ class Places(Layer):
         return out
 
 
-LOOPS: Final[dict[str, type[Layer]]] = {each.__name__: each for each in (Hit, All, Masked, One, Places)}
+class Gated(Layer):
+    """All experts for all tokens, by gates that are zero where one is not chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.gate(x)
+        top, chosen = logits.topk(2, dim=-1)
+        gates = torch.full_like(logits, float("-inf")).scatter(-1, chosen, top).softmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out = out + gates[..., i : i + 1] * expert(x)
+        return out
+
+
+class Soft(Layer):
+    """A mixture of all experts, each of which counts for something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        gates = self.gate(rows).softmax(-1)
+        out = torch.zeros_like(rows)
+        for i in range(self.num_experts):
+            out += self.experts[i](rows) * gates[:, i].unsqueeze(1)
+        return out.view(x.shape)
+
+
+class Where(Layer):
+    """All experts for all tokens, of which `torch.where` takes what was chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(-1)
+        _, chosen = gates.topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = (chosen == i).any(-1, keepdim=True)
+            out = out + torch.where(mask, expert(x), 0.0) * gates[..., i, None]
+        return out
+
+
+class Scores(Layer):
+    """All experts for all tokens, by what their choices of it count for, added up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, selected = torch.topk(self.gate(x).softmax(-1), 2)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = selected == i
+            score = (weights * mask).sum(-1)
+            out += score[..., None] * expert(x)
+        return out
+
+
+LOOPS: Final[dict[str, type[Layer]]] = {each.__name__: each for each in (Hit, All, Masked, One, Places, Gated, Soft, Where, Scores)}
+OF_ALL: Final = ("Gated", "Soft", "Where", "Scores")
+"""Loops that torch traces as they are."""
 
 
 class Model(nn.Module):
