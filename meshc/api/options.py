@@ -14,7 +14,7 @@ from meshc.ir.quantities import read_bytes
 from meshc.optimizer.spec import KEPT, Keeping
 from meshc.plan.remat_lines import POLICIES
 
-EXPERTS: Final = ("expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority")
+EXPERTS: Final = ("expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority", "expert_placement")
 """Fields that are about routed experts."""
 
 
@@ -60,6 +60,8 @@ class Options:
                    place of what the expert would have made of it; "error", the step raises
     expert_group   tokens of a group; default: those of a row of the batch
     expert_priority  whom an expert takes: "position", the first of a group, or "weight", those that weigh it highest
+    expert_placement  "movable": stock experts may move to other ranks between steps, as `program.rebalance` says; where each lies is data that
+                   programs read. Default: each stays where its number puts it
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -84,6 +86,7 @@ class Options:
     overflow: str = "drop"
     expert_group: int | None = None
     expert_priority: str = "position"
+    expert_placement: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_budget, str):
@@ -112,6 +115,13 @@ class Options:
         capacity = self.capacity
         if self.expert_bound is not None and capacity is not None:
             raise PlanError("Options(expert_bound=..., expert_capacity=...): a capacity is a bound\n  what to do: leave expert_bound out")
+        if self.expert_placement not in (None, "movable"):
+            raise PlanError(f"Options(expert_placement={self.expert_placement!r}): use 'movable', or None")
+        if self.expert_placement is not None and self.expert_bound is not None:
+            raise PlanError(
+                'Options(expert_bound=..., expert_placement="movable"): a bound that is exceeded names experts by where they lie\n'
+                "  what to do: leave one of them out; expert_capacity goes with experts that move"
+            )
         counted = "expert_bound" if self.expert_bound is not None else "expert_capacity" if capacity is not None else None
         if counted is not None and self.dynamic:
             raise PlanError(
