@@ -231,7 +231,7 @@ class Program:
         Raises StateError without `Options(expert_placement="movable")`, before a first step if no loads are given, and for optimizer state
         that has no row for each expert; PlanError where no axis splits experts; InputError for loads that do not fit the model."""
         self.world.refuse_call()
-        with self.guarded("rebalance"), self.world.together("rebalance"):
+        with self.world.together("rebalance"):
             return rebalancing.rebalance(self, loads, least)
 
     # -------------------------------------------------------------------------------------------------------------------- state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ def rebalance(program: Program, loads: Loads | None, least: float) -> Report:
             'options=meshc.Options(expert_placement="movable"), from the first program of the model on'
         )
     found = _loads(store, movable, _measured(program) if loads is None else loads, given=loads is not None)
-    program.world.agree("rebalance", {"loads of experts": _digest(found), "least": repr(least)})
+    _refuse_differing(store, repr((least, sorted(found.items()))))
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
     groups = {path: groups_of(program.plan, sizes, path) for path in found}
     if all(count == 1 for count in groups.values()):
@@ -92,5 +91,13 @@ def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least
     return Rebalanced(path, tuple(wanted), groups, before, best, best, moved, moved_experts.bytes_of(store, path, wanted))
 
 
-def _digest(loads: Mapping[str, Sequence[float]]) -> str:
-    return hashlib.sha256(repr(sorted(loads.items())).encode()).hexdigest()
+def _refuse_differing(store: Store, said: str) -> None:
+    """Raises InputError, on all ranks, where they say different things."""
+    other = moved_experts.first_that_differs(store, said)
+    if other is not None:
+        error = InputError(
+            f"rebalance: ranks 0 and {other} were given different loads, and experts lie where all ranks know them\n"
+            "  what to do: the same loads on every rank, such as sums over all; program.metrics has those of the whole batch"
+        )
+        error.everywhere = True  # all have compared the same
+        raise error

@@ -9,6 +9,7 @@ placements for, and have memory of their own only from `sync` to the next step (
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from meshc.errors import StateError
 from meshc.frontend.expert_slots import SLOTS, slots_of, weights_of
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
-from meshc.runtime.comm import reorder
+from meshc.runtime.comm import collectives, reorder
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.state import ownership
 from meshc.runtime.state.held import Held, inverse
@@ -55,6 +56,14 @@ def bytes_of(store: Store, path: str, wanted: Sequence[int]) -> int:
     """What the rank that gets most is sent, where the experts at this path come to lie so."""
     source = _source(slots_now(store, path), wanted)
     return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in rows_of(store, path))
+
+
+def first_that_differs(store: Store, said: str) -> int | None:
+    """The first rank that does not say what rank 0 says; None where all say the same."""
+    world = store.transfers.groups.world
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
+    digests = collectives.all_gather(torch.tensor([digest], dtype=torch.int64, device=store.device), world).wait().tolist()
+    return next((rank for rank, value in enumerate(digests) if value != digests[0]), None)
 
 
 def move(store: Store, path: str, wanted: Sequence[int]) -> None:
