@@ -223,10 +223,10 @@ class Program:
                [experts], a list, or what `metrics["experts"]` holds; None: what the last step has measured
         least  a layer's experts move if what the busiest rank has falls by more than this share
 
-        Along the axes that split a layer's experts, each rank keeps as many as it has. Rows of parameters and of optimizer state are sent to
-        where they are wanted, a tensor at a time; programs stay as they are. Parameters, `state_dict` and files have experts in the
-        model's order as before; a DTensor of what has moved is a copy, brought up to date by `sync` and `state_dict`, with memory only
-        until the next step. Returns what was done, layer by layer; as text, a table.
+        Each rank keeps as many experts of a layer as it has. Rows of parameters and of optimizer state are sent to where they are wanted, a
+        tensor at a time; programs stay as they are. Parameters, `state_dict` and files have experts in the model's order as before; a
+        DTensor of what has moved is a copy, brought up to date by `sync` and `state_dict`, with memory only until the next step.
+        Returns what was done, layer by layer; as text, a table.
 
         Raises StateError without `Options(expert_placement="movable")`, before a first step if no loads are given, and for optimizer state
         that has no row for each expert; PlanError where no axis splits experts; InputError for loads that do not fit the model."""

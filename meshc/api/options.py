@@ -60,7 +60,7 @@ class Options:
                    place of what the expert would have made of it; "error", the step raises
     expert_group   tokens of a group; default: those of a row of the batch
     expert_priority  whom an expert takes: "position", the first of a group, or "weight", those that weigh it highest
-    expert_placement  "movable": stock experts may move to other ranks between steps, as `program.rebalance` says; where each lies is data that
+    expert_placement  "movable": stock experts may move to other ranks between steps (`program.rebalance`), and where each lies is data that
                    programs read. Default: each stays where its number puts it
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """

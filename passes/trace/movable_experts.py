@@ -57,7 +57,8 @@ def _strangers(weights: Node) -> list[Node]:
 
 def _by_slot(user: Node) -> bool:
     """Whether what it reads is where an expert of a token's choice lies."""
-    (index, *more) = user.args[1]  # type: ignore[misc]
+    indices = user.args[1]
+    index = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
     while isinstance(index, Node) and index.target in (*LAYOUT, *CLAMPED):
         index = index.args[0]
-    return not more and isinstance(index, Node) and index.target is meshc.choices_to_slots.default
+    return isinstance(index, Node) and index.target is meshc.choices_to_slots.default

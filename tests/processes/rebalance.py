@@ -22,7 +22,7 @@ from tests.zoo.experts import FAMILIES
 
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 UNEVEN = {LAYERS[0]: [9.0, 7.0, 2.0, 1.0], LAYERS[1]: torch.tensor([1, 2, 0, 0])}
-"""Loads by which experts 0 and 1 are parted: of the first layer [0, 3] and [1, 2] lie together, of the second [0, 2 or 3] and [1, 3 or 2]."""
+"""Loads by which experts 0 and 1, which lie on one rank by number, are parted; of the first layer [0, 3] and [1, 2] then lie together."""
 MOVABLE = {"expert_placement": "movable"}
 
 
