@@ -90,7 +90,7 @@ ORDINARY = (("mixtral", "ep=2", None, {}),)
 BROAD = (
     *((family, mesh, None, {}) for family in ("mixtral", "gpt_oss", "deepseek_v3") for mesh in (*MESHES, "ep=3", "ep=2,tp=2", "pp=2,ep=2")),
     ("olmoe", "dp=2", None, {}),
-    ("olmoe", "ep=4", 2, {}),
+    ("olmoe", "ep=2", 2, {}),
     ("olmoe", "ep=2", None, {"expert_capacity": 8.0}),
 )  # fmt: skip
 
