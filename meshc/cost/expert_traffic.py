@@ -1,11 +1,11 @@
 """What experts are predicted to be sent and to do, if the rank that has most of it has so many times the mean.
 
-    rows(i)    i T k / n, no more than there are places            choices that fall to experts of that rank
-    share(i)   1 - C(E - i E/n, k) / C(E, k)                       of tokens that have an expert there, C(x, k) = x (x - 1) .. (x - k + 1) / k!
+    rows(i)    i T k / n, no more than there are places      choices that fall to experts of that rank
+    share(i)   1 - C(E - i E/n, k) / C(E, k)                 of tokens that have an expert there; C(x, k) = x (x - 1) .. (x - k + 1) / k!
     bytes(i)   (n - 1) / n T h b share(i) for each exchange of rows; (n - 1) / n T h b for one in which all tokens travel
 
-T tokens along the n ranks that split E experts choose k each, of width h and b bytes an element. Rows and share are as if the rank had i times
-as many of the experts, all of them equally likely. Read off a program's own graphs.
+T tokens along the n ranks that split E experts choose k each, of width h and b bytes an element. Rows and share are as if the rank had i
+times as many of the experts, all of them equally likely. Read off a program's own graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Traffic:
     path     of their module
     tokens   whose choices a rank knows: those along the axes that split the experts
     places   rows that a rank has, whoever fills them
-    whole    bytes that a rank gets or gives in a call where all tokens travel;  read: likewise where those do that are read, if chosen alike
+    whole    bytes that a rank gets or gives in a call where all tokens travel
+    read     likewise where those travel that are read, if all are chosen alike
     times    how often a call runs it (once a microbatch)
     """
 

@@ -50,7 +50,7 @@ def test_rows_and_bytes_by_the_formula() -> None:
     "mesh, options, rows, bytes",
     [
         broad("dp=2,ep=2", {}, [TOKENS // 2, TOKENS], [4 / 2 * TOKENS / 2 * WIDTH * 4] * 2),  # all tokens travel, whatever is chosen
-        broad("ep=2", {"expert_capacity": 1.25}, [TOKENS, 16 * 8 * 20], [4 / 2 * TOKENS * WIDTH * 4] * 2),  # 20 places for each of 8 experts
+        broad("ep=2", {"expert_capacity": 1.25}, [TOKENS, 16 * 8 * 20], [4 / 2 * TOKENS * WIDTH * 4] * 2),  # 20 places for each expert
     ],
 )
 def test_where_all_tokens_travel(mesh: str, options: dict[str, Any], rows: list[int], bytes: list[float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ def _step(model: nn.Module, mesh: Any, optimizer: torch.optim.Optimizer | None =
 class _Twin:
     """The model on one device, whose experts are called one by one."""
 
-    def __init__(self, found: Case) -> None:
+    def __init__(self, found: Case, layers: Sequence[str] = LAYERS) -> None:
         self.model = copy.deepcopy(found.model)
         self.model.config._experts_implementation = "eager"  # type: ignore[union-attr]  # torch's products of runs know no float64
         self.optimizer, self.inputs = _adamw(self.model), found.call_kwargs
         self.chosen: dict[str, Tensor] = {}
-        for path in LAYERS:
+        for path in layers:
             self.model.get_submodule(path).register_forward_pre_hook(lambda _, args, path=path: self._count(path, args[1]))
 
     def _count(self, path: str, choice: Tensor) -> None:
@@ -65,7 +66,7 @@ class _Twin:
 
 def _one_step(program: meshc.Program, twin: _Twin) -> None:
     torch.testing.assert_close(program(**twin.inputs), twin.step())
-    for path in LAYERS:
+    for path in twin.chosen:
         assert torch.equal(program.metrics["experts"][path].tokens, twin.chosen[path]), path
 
 
@@ -227,6 +228,24 @@ def autograd(mesh: Any) -> None:
         late.backward()
 
 
+def biased(mesh: Any) -> None:
+    """Biases of routers go towards what was chosen less, before and after experts have moved, and are in checkpoints."""
+    found, path, name = _case("deepseek_v3"), "model.layers.1.mlp.experts", "model.layers.1.mlp.gate.e_score_correction_bias"
+    twin, chosen = _Twin(found, (path,)), []
+    program = _step(found.model, mesh, expert_bias_update=0.05)
+    for step in range(4):
+        _one_step(program, twin)
+        tokens, bias = twin.chosen[path].tolist(), twin.model.get_buffer(name)
+        for expert, count in enumerate(tokens):
+            mean = sum(tokens) / len(tokens)
+            bias[expert] += 0.0 if count == mean else 0.05 if count < mean else -0.05
+        _close(program.state_dict()["model"][name], bias, name)  # type: ignore[index]
+        chosen.append(tokens)
+        if step == 1:
+            assert program.rebalance({path: [8, 7, 6, 5, 4, 3, 2, 1]}).moved
+    assert chosen[0] != chosen[3], "routers choose by them"
+
+
 def other_state(mesh: Any) -> None:
     """State in 8 bits and Adafactor's moments of rows and columns go along; master weights too."""
     for options in ({"optimizer_state": "8bit"}, {"optimizer_state": "bf16", "master_weights": True}, {}):
@@ -281,4 +300,4 @@ def unequal(mesh: Any) -> None:
 
 
 def run(mesh: str, *names: str) -> None:
-    run_checks((moved, elsewhere, measured, saved, autograd, other_state, refused, unequal), mesh, names)
+    run_checks((moved, elsewhere, measured, saved, autograd, biased, other_state, refused, unequal), mesh, names)
