@@ -10,7 +10,7 @@ times as many of the experts, all of them equally likely. Read off a program's o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Final
 
@@ -76,7 +76,8 @@ class _Layer:
     """What has been found of one layer."""
 
     made: Traffic | None = None
-    moved: dict[str, float] = field(default_factory=lambda: {"whole": 0.0, "read": 0.0})
+    whole: float = 0.0
+    read: float = 0.0
 
 
 def traffic(program: PlainProgram) -> list[Traffic]:
@@ -95,7 +96,7 @@ def traffic(program: PlainProgram) -> list[Traffic]:
                 layer.made = _made(program, node, path, experts[path], often[stage.name])
             if record(node).shape[-1] != 1:  # weights, of which each choice has one, do not go by rows
                 _count(program, layer, node, often[stage.name])
-    found = [replace(layer.made, **layer.moved) for layer in layers.values() if layer.made is not None]
+    found = [replace(layer.made, whole=layer.whole, read=layer.read) for layer in layers.values() if layer.made is not None]
     return [one for one in found if one.ranks > 1]
 
 
@@ -126,10 +127,10 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int) -> None
     found = _through(node.args[0]) if node.target in HANDED else _only_reader(node)
     size = payload(found, program.axis_sizes) if spmd.is_collective(found.target) else 0
     if found.target in spmd.OF_ROWS:
-        layer.moved["read"] += times * size
+        layer.read += times * size
     elif found.target in (spmd.all_gather, spmd.reduce_scatter):
         ranks = prod(program.axis_sizes[axis] for axis in found.args[1])  # type: ignore[union-attr, misc, index]
-        layer.moved["whole"] += times * size * (ranks - 1) / ranks
+        layer.whole += times * size * (ranks - 1) / ranks
 
 
 def _through(x: object) -> Node:
