@@ -63,7 +63,7 @@ def by_hand(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     "mesh, microbatches, options",
     [
         ("dp=2,ep=2", None, {}),
-        broad("ep=2", 2, {}), broad("dp=2", 4, {}), broad("ep=3", None, {"expert_placement": "movable"}),
+        broad("ep=2", 2, {}), broad("dp=2", 2, {}), broad("ep=3", None, {"expert_placement": "movable"}),
         broad("pp=2,ep=2", 2, {}), broad("ep=2", None, {"expert_capacity": 1.0}),
     ],
 )  # fmt: skip
