@@ -228,6 +228,33 @@ def autograd(mesh: Any) -> None:
         late.backward()
 
 
+def from_meta(mesh: Any) -> None:
+    """A model without values is filled where experts lie by number, and looked through by a function where they have moved."""
+    found = _case()
+    values = {name: value.detach().clone() for name, value in found.model.state_dict().items()}
+    with torch.device("meta"):
+        model = type(found.model)(found.model.config).double()  # type: ignore[call-overload]
+    program = _step(model, mesh)
+    program.prepare((), found.call_kwargs)
+    rotary = {name: value for name, value in found.model.named_buffers() if SLOTS not in name}
+
+    def fill(module: nn.Module) -> None:
+        module.load_state_dict(values, strict=False)
+        for name, value in rotary.items():
+            module.get_buffer(name).copy_(value)
+
+    program.init_weights(fill)
+    twin = _Twin(found)
+    _one_step(program, twin)
+    program.rebalance(UNEVEN)
+    seen: dict[str, Tensor] = {}
+    program.init_weights(lambda module: seen.update({name: value.detach().clone() for name, value in module.named_parameters()}))
+    for name, value in seen.items():
+        _close(value, twin.model.get_parameter(name), name)
+    _one_step(program, twin)
+    _same(program, twin)
+
+
 def biased(mesh: Any) -> None:
     """Biases of routers go towards what was chosen less, before and after experts have moved, and are in checkpoints."""
     found, path, name = _case("deepseek_v3"), "model.layers.1.mlp.experts", "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -300,4 +327,4 @@ def unequal(mesh: Any) -> None:
 
 
 def run(mesh: str, *names: str) -> None:
-    run_checks((moved, elsewhere, measured, saved, autograd, biased, other_state, refused, unequal), mesh, names)
+    run_checks((moved, elsewhere, measured, saved, autograd, from_meta, biased, other_state, refused, unequal), mesh, names)
