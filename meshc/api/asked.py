@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshc.api.options import Options, refuse_others
-from meshc.errors import PlanError
+from meshc.errors import PlanError, StateError
 from meshc.frontend import admission, calling, dynamic
+from meshc.frontend.expert_bias import refuse_without_bias
+from meshc.frontend.expert_slots import give_slots, slots_of
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -72,6 +74,10 @@ class Asked:
         refused = getattr(self.traced.function, "refused", [])
         if refused:
             raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
+        if options.expert_bias_update is not None:
+            self._refuse_bias()
+        if options.expert_placement is not None:
+            self._make_movable()
         if inputs == "local" and not self._data_axes():
             raise PlanError(
                 f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none'
@@ -84,6 +90,25 @@ class Asked:
             return Traced(self.what, calling.call_module, self.what.forward)
         function = cast(Function, self.what)
         return Traced(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
+
+    def _refuse_bias(self) -> None:
+        """An update of routers' biases that nothing makes, or that finds none. Raises PlanError."""
+        if self.step is None:
+            raise PlanError(
+                "Options(expert_bias_update=): routers' biases change after a step, and what is compiled is none\n"
+                "  what to do: compile a meshc.TrainStep, or leave the option out"
+            )
+        refuse_without_bias(self.module)
+
+    def _make_movable(self) -> None:
+        """The model's experts say where they lie, unless they do already. Raises PlanError, StateError."""
+        if Store.of(self.module) is None:
+            give_slots(self.module)
+        elif not any(slots_of(module) is not None for module in self.module.modules()):
+            raise StateError(
+                'Options(expert_placement="movable"): the model has a program already whose experts stay where they are\n'
+                "  what to do: give all programs of the model the option; the first to be compiled decides"
+            )
 
     @property
     def module(self) -> nn.Module:
@@ -164,6 +189,7 @@ class Asked:
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
             depth=self.options.depth, remat=self.options.remat, attention=self.options.attention,
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
+            expert_bias_update=self.options.expert_bias_update,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc.api import explaining, pretrained, saving
+from meshc.api import explaining, pretrained, rebalancing, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -29,6 +29,7 @@ from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.report import explained, searched, summary
+from meshc.report.rebalanced import Report
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.ownership import calls_allowed
@@ -214,6 +215,24 @@ class Program:
         Raises StateError for a model without `save_pretrained` and for a folder of something else; FileError if it cannot be written."""
         with self.world.together("save_pretrained"):
             pretrained.save_pretrained(self, path, **kwargs)
+
+    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = 0.05) -> Report:
+        """Move experts between ranks, by what they have to do, so that ranks have as much. Between two steps; all ranks call it.
+
+        loads  by the path of a layer's experts how much each has to do (tokens, over one step or many), the same on every rank: a tensor
+               [experts], a list, or what `metrics["experts"]` holds; None: what the last step has measured
+        least  a layer's experts move if what the busiest rank has falls by more than this share
+
+        Each rank keeps as many experts of a layer as it has. Rows of parameters and of optimizer state are sent to where they are wanted, a
+        tensor at a time; programs stay as they are. Parameters, `state_dict` and files have experts in the model's order as before; a
+        DTensor of what has moved is a copy, brought up to date by `sync` and `state_dict`, with memory only until the next step.
+        Returns what was done, layer by layer; as text, a table.
+
+        Raises StateError without `Options(expert_placement="movable")`, before a first step if no loads are given, and for optimizer state
+        that has no row for each expert; PlanError where no axis splits experts; InputError for loads that do not fit the model."""
+        self.world.refuse_call()
+        with self.world.together("rebalance"):
+            return rebalancing.rebalance(self, loads, least)
 
     # -------------------------------------------------------------------------------------------------------------------- state
 

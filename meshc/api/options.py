@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Final
 
 from meshc.errors import PlanError
@@ -14,7 +15,9 @@ from meshc.ir.quantities import read_bytes
 from meshc.optimizer.spec import KEPT, Keeping
 from meshc.plan.remat_lines import POLICIES
 
-EXPERTS: Final = ("expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority")
+EXPERTS: Final = (
+    "expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority", "expert_placement", "expert_bias_update",
+)  # fmt: skip
 """Fields that are about routed experts."""
 
 
@@ -63,6 +66,10 @@ class Options:
                    place of what the expert would have made of it; "error", the step raises
     expert_group   tokens of a group; default: those of a row of the batch
     expert_priority  whom an expert takes: "position", the first of a group, or "weight", those that weigh it highest
+    expert_placement  "movable": stock experts may move to other ranks between steps (`program.rebalance`), and where each lies is data that
+                   programs read. Default: each stays where its number puts it
+    expert_bias_update  by how much the bias of a router (DeepSeek V3's `e_score_correction_bias`) changes after a step: up where an expert
+                   had fewer tokens than the mean, down where it had more (0.001). Default: it stays, as the model leaves it
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -88,6 +95,8 @@ class Options:
     overflow: str = "drop"
     expert_group: int | None = None
     expert_priority: str = "position"
+    expert_placement: str | None = None
+    expert_bias_update: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_budget", "host_budget"):
@@ -128,6 +137,15 @@ class Options:
         capacity = self.capacity
         if self.expert_bound is not None and capacity is not None:
             raise PlanError("Options(expert_bound=..., expert_capacity=...): a capacity is a bound\n  what to do: leave expert_bound out")
+        if self.expert_bias_update is not None and not 0 < self.expert_bias_update < inf:
+            raise PlanError(f"Options(expert_bias_update={self.expert_bias_update!r}): a number above 0, such as 0.001, or None")
+        if self.expert_placement not in (None, "movable"):
+            raise PlanError(f"Options(expert_placement={self.expert_placement!r}): use 'movable', or None")
+        if self.expert_placement is not None and self.expert_bound is not None:
+            raise PlanError(
+                'Options(expert_bound=..., expert_placement="movable"): a bound that is exceeded names experts by where they lie\n'
+                "  what to do: leave one of them out; expert_capacity goes with experts that move"
+            )
         counted = "expert_bound" if self.expert_bound is not None else "expert_capacity" if capacity is not None else None
         if counted is not None and self.dynamic:
             raise PlanError(

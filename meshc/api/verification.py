@@ -17,6 +17,7 @@ from torch.fx import Graph
 from meshc.api.asked import Arguments
 from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
+from meshc.frontend.expert_bias import counted
 from meshc.frontend.one_device import one_device
 from meshc.ir import records, trees
 from meshc.ir.keys import key_of
@@ -285,19 +286,26 @@ def verify_update(
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
     clip = program.step.clip_grad_norm
-    verification.compare_steps(
-        compiled,
-        reference,
-        optimizer,
-        state,
-        lambda: numbers(optimizer),
-        clip,
-        report,
-        keep=keep,
-        widened=widened,
-        steps=steps,
-        parameters=double,
-    )
+    with counted(twin, program.options.expert_bias_update) as counts:
+
+        def after(step: int) -> None:
+            keep(step)
+            if counts is not None:
+                counts.update()
+
+        verification.compare_steps(
+            compiled,
+            reference,
+            optimizer,
+            state,
+            lambda: numbers(optimizer),
+            clip,
+            report,
+            keep=after,
+            widened=widened,
+            steps=steps,
+            parameters=double,
+        )
 
 
 def _call_inputs(inputs: Inputs, args: tuple[object, ...], kwargs: dict[str, object], program: Program) -> Arguments:

@@ -22,6 +22,7 @@ from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
 from meshc.ops.bounded_groups import bounded_choices, from_places, to_places
 from meshc.ops.expert_groups import from_groups, group_choices, group_mm, to_groups, weights_of_groups
+from meshc.ops.expert_slots import choices_to_slots
 from meshc.ops.routed import routed_mm
 
 
@@ -157,14 +158,17 @@ def laid_out(choice: Tensor, weights: Tensor, experts: int, form: Form, some: bo
 
 
 def routed_sum(
-    made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False
-) -> Tensor:
-    """The sum over what experts make of tokens [t, h] that choose them, by weight; `made` makes it of tokens and how their rows lie."""
+    made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False,
+    slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The sum over what experts make of tokens [t, h] that choose them, by weight; `made` makes it of tokens and how their rows lie.
+    `slots`: where experts lie [experts], if not where their numbers say."""
+    taken = choice if form.capacity is None else form.capacity.taken(choice, weights, form.batch, experts)
+    lies = taken if slots is None else choices_to_slots(taken, slots)
     if form.capacity is None:
-        return made(x, laid_out(choice, weights, experts, form, some))
-    taken = form.capacity.taken(choice, weights, form.batch, experts)
+        return made(x, laid_out(lies, weights, experts, form, some))
     kept = torch.where(taken < 0, 0.0, weights)
-    out = made(x, laid_out(taken, kept, experts, form))
+    out = made(x, laid_out(lies, kept, experts, form))
     if form.capacity.overflow != "pass":
         return out
     left = torch.where(taken < 0, weights, 0.0).sum(1, keepdim=True)

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
+from meshc.frontend.expert_slots import is_stock, slots_of
 from meshc.frontend.listed_experts import is_listed, is_of_all
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
@@ -56,7 +57,7 @@ def formed_experts(
     marked = []
     try:
         for path, each in module.named_modules():
-            if not hasattr(each, "_is_expert_parallel") and not is_listed(each):
+            if not is_stock(each) and not is_listed(each):
                 continue
             form = Form(groups(path), bound, batch, None if is_of_all(each) else capacity)
             if form.count > 1 or form.capacity is not None:
@@ -94,7 +95,8 @@ def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
             "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
     form: Form = getattr(self, FORM, Form())
-    return routed_sum(partial(_made, self), hidden_states, top_k_index, top_k_weights, self.down_proj.shape[0], form)
+    count, slots = self.down_proj.shape[0], slots_of(cast(nn.Module, self))
+    return routed_sum(partial(_made, self), hidden_states, top_k_index, top_k_weights, count, form, slots=slots)
 
 
 def _made(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:

@@ -100,13 +100,13 @@ def _same_dim(one: tuple[Part, ...], other: tuple[Part, ...], mesh: Mesh, sizes:
     axes = splitting_axes(Sharding((one, other)), mesh)
     zeros = dict.fromkeys(sizes, 0)
     for at in all_coordinates(axes, sizes):
-        places = [_places(parts, sizes, zeros | at) for parts in (one, other)]
+        places = [places_of(parts, sizes, zeros | at) for parts in (one, other)]
         if not torch.equal(*places):
             return False
     return True
 
 
-def _places(parts: tuple[Part, ...], sizes: Mapping[str, int], coordinates: Coordinates) -> Tensor:
+def places_of(parts: tuple[Part, ...], sizes: Mapping[str, int], coordinates: Coordinates) -> Tensor:
     """For each position of a dim's tile the global position it holds, counted from 1; 0 in the padding."""
     sharding = Sharding((parts,))
     return take_tile(torch.arange(1, sharding.shape[0] + 1), sharding, sizes, coordinates)
@@ -184,7 +184,7 @@ def _aligned(dims: tuple[tuple[Part, ...], ...], mesh: Mesh) -> bool:
         one = Sharding((parts,))
         chunks = torch_placements(one, mesh)
         for at in all_coordinates(splitting_axes(one, mesh), sizes):
-            places = _places(parts, sizes, zeros | at)
+            places = places_of(parts, sizes, zeros | at)
             ((start, length),) = chunk_ranges(one.shape, chunks, mesh, zeros | at)
             if not torch.equal(places[:length], torch.arange(start + 1, start + length + 1)) or places[length:].any():
                 return False

@@ -30,7 +30,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
-from meshc.report import held, parked
+from meshc.report import experts, held, parked
 from meshc.report.account import link_accounts, stage_accounts
 from meshc.report.tables import bytes_text, part_text, placement, seconds_text, table
 
@@ -81,8 +81,8 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     """What a user wants to know of a compiled program before running it; times are those of a device by name, or of the mesh's. `budget`:
     bytes that a rank may hold, where the user has said so."""
     on = for_mesh(program.mesh) if device is None else named(device)
-    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), _parked(program)]
-    blocks += [held.told(program, budget), _time(program, on), _work(program), _padding(program), _notes(program)]
+    blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.told(program)]
+    blocks += [_parked(program), held.told(program, budget), _time(program, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

@@ -44,13 +44,13 @@ def split_microbatches(lowered: Lowered) -> Lowered:
         return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]
     results = stage.results()
-    written = {key: node for key, node in results.items() if is_a(key, "buffer")} if lowered.parts is not None else {}
-    """Where each microbatch is a step of its own: the buffers that it writes."""
+    done = read_by(sums)
+    written = {key: node for key, node in results.items() if is_a(key, "buffer") and node not in done} if lowered.parts is not None else {}
+    """Where each microbatch is a step of its own: the buffers that it writes. What is made of the whole batch is written after the last."""
     own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
     own += [node for node, key in keys.items() if key in written]
     among = set(sums)
     varies = read_by(own, through=lambda node: node not in among).difference(sums)
-    done = read_by(sums)
     mixing = ahead_of(graph, varies, done, sums, lowered)
     learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
     repeated = {*varies, *done, *learned, *parts}

@@ -45,6 +45,7 @@ class Request:
     attention     "ring", "zigzag" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
     expert_bound  places for rows of experts that a rank has, in multiples of what it has if all are chosen alike; None: the worst case
     expert_capacity  what an expert takes of the tokens that choose it; None: all
+    expert_bias_update  by how much routers' biases change after a step, towards experts that were chosen less; None: they do not
     chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says
     spare         bytes of that budget that are left to what passes after `recompute` and `stages` add
     beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
@@ -87,6 +88,7 @@ class Request:
     attention: str | None = None
     expert_bound: float | None = None
     expert_capacity: Capacity | None = None
+    expert_bias_update: float | None = None
     chunks: int | None = None
     spare: int = 0
     beaten_s: float | None = None

@@ -19,6 +19,7 @@ from meshc.ir.window import Window
 from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers them
 from meshc.ops import capacity as _capacity  # noqa: F401 - likewise
 from meshc.ops import expert_groups as _expert_groups  # noqa: F401 - likewise
+from meshc.ops import expert_slots as _expert_slots  # noqa: F401 - likewise
 from meshc.passes.rules.contraction import WEIGHT
 from meshc.passes.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer
 
@@ -144,6 +145,7 @@ RULES: dict[object, RuleFunction] = {
     meshc.over_slots.default: _summing("q t m! h, q t m! -> q t h"),
     meshc.weights_of_groups.default: by_text("t k!, q t m!, q t m! -> q t m!"),
     meshc.weights_to_tokens.default: _summing("q t m!, q t m!, q t m! -> t k! +q"),
+    meshc.choices_to_slots.default: by_text("t k, e! -> t k"),
     meshc.counts_of_rows.default: _counts,
     meshc.first_choices.default: _first,
     meshc.heaviest_choices.default: _heaviest,

@@ -34,6 +34,7 @@ from meshc.optimizer.spec import MASTER
 from meshc.passes.depth.slice import sliced
 from meshc.passes.depth.standing import whole_names
 from meshc.passes.phases.traced import Traced
+from meshc.passes.trace.bias_updates import bias_updates
 from meshc.passes.trace.keep_unchosen import Unchosen
 from meshc.program.program import Port
 
@@ -102,6 +103,8 @@ def append_update(traced: Traced) -> Traced:
     with sliced(traced.request.module, traced.depth):
         modules = dict(traced.request.module.named_parameters())
         uncalled = unchosen(traced.request.module)
+        step, model = traced.request.expert_bias_update, traced.request.module
+        kept += [] if step is None else bias_updates(model, step, entered, kept, add.call)
     if not gradients:
         _refuse_frozen(list(modules))
     total = _global_norm(add, gradients, updates)

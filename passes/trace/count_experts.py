@@ -76,6 +76,8 @@ def _chosen(node: Node) -> Node:
         elif is_getitem(node) and isinstance(made, Node) and made.target in CHOOSING:
             assert isinstance(made.args[0], Node)
             node = made.args[0]
+        elif node.target is meshc.choices_to_slots.default and isinstance(made, Node):
+            node = made
         else:
             return node
 

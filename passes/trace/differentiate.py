@@ -9,6 +9,7 @@ from meshc.passes.trace import parts
 from meshc.passes.trace.close_loss import close_loss
 from meshc.passes.trace.count_experts import count_experts
 from meshc.passes.trace.joint_graph import joint_graph
+from meshc.passes.trace.movable_experts import refuse_other_readers
 
 
 def differentiate(traced: Traced) -> Traced:
@@ -23,4 +24,5 @@ def differentiate(traced: Traced) -> Traced:
         joint = traced.operators()
         parts.number_draws(joint.graph, traced.parts)
         parts.mark_sums(joint, traced.parts.count)
+    refuse_other_readers(traced.operators())
     return count_experts(traced) if traced.request.train else traced

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, local_shape
-from meshc.runtime.comm import collectives
+from meshc.runtime.comm import collectives, reorder
 from meshc.runtime.comm.groups import Groups
 
 
@@ -115,6 +115,24 @@ class Transfers:
         chunks = self._gathered(padded, layouts.splitting_axes(sharding, self.mesh))
         full = layouts.put_chunks(chunks, sharding.shape, placements, self.mesh)
         return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
+
+    def reordered(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
+        """A new tensor: the tile under the same sharding, where row i of dim 0 is what row source[i] was. Rows that move are sent, in one
+        uneven all-to-all, and no others."""
+        axes = self.splitting(Sharding((sharding.dims[0],)))
+        here = tile.to(self.device)
+        if not axes:
+            return here.index_select(0, torch.tensor(source, dtype=torch.int64, device=self.device))
+        group = self._group(axes)
+        assert group is not None
+        moves = reorder.moves(sharding.dims[0], axes, self.sizes, self.coordinates, source)
+        made, me = torch.zeros_like(here, memory_format=torch.contiguous_format), group.rank()
+        sent = [here[moves[me, other].taken] if other != me else here[:0] for other in range(group.size())]
+        coming = [moves[other, me].put if other != me else [] for other in range(group.size())]
+        pending = collectives.all_to_all_pieces(sent, [(len(put), *here.shape[1:]) for put in coming], group)
+        made[moves[me, me].put] = here[moves[me, me].taken]
+        made[[row for put in coming for row in put]] = pending.wait().view(-1, *here.shape[1:])
+        return made
 
     def chunk_of(self, value: Tensor, placements: Sequence[Placement]) -> Tensor:
         """A value that a user or a loader left, as the local tensor of a DTensor with these placements (whole, if there are none).

@@ -22,6 +22,7 @@ class Call:
     def __init__(self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None]) -> None:
         self.session = session
         self.step = session.store.step
+        self.moves = session.store.moves
         self.parameters = list(parameters)
         self.inputs = list(inputs)
         self.scale = dict(scale)
@@ -62,6 +63,11 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[object, ...]:
         call = ctx.call
         session = call.session
+        if call.moves != session.store.moves:
+            raise StateError(
+                "experts have moved between this call and its backward, which would read others in their places\n"
+                "  what to do: program.rebalance() before the call, or after the backward"
+            )
         env = dict(call.saved)
         received = set()
         for port, grad in zip(call.results, grads, strict=True):

@@ -20,7 +20,7 @@ from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import layouts, spmd
 from meshc.ir.functions import Function, Keywords
-from meshc.ir.keys import name_of
+from meshc.ir.keys import key_of, name_of
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
@@ -225,7 +225,8 @@ class Session:
 
     def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
         """A gradient as autograd wants it: like its parameter."""
-        return self._dtensor(gradient, value)
+        held, sharding = self.store.find(key_of("parameter", gradient.name)), gradient.sharding
+        return self._dtensor(gradient, value if held is None or sharding is None else held.as_model(value, sharding))
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """One call: values, schedule, write-back. Returns every value by key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,11 @@ from meshc.optimizer.optimizer import Slot
 from meshc.runtime.comm.transfers import Transfers
 
 
+def inverse(slots: Sequence[int]) -> list[int]:
+    """By slot which expert lies there."""
+    return sorted(range(len(slots)), key=slots.__getitem__)
+
+
 @dataclass(eq=False)
 class Held:
     """One stored tensor.
@@ -26,6 +32,7 @@ class Held:
     of, slot, fresh, optimizer  of optimizer state: its parameter's key, what it is called there, how it begins, and whose it is
     stale    the program has written the buffer, and `live` is older;  lags  so it is on ranks of other stages, after each run
     parked   it lies on the rank's host;  on_disk  in a file there
+    slots    of experts that have been moved, where the row of each lies in `buffer`; None: where its number says
     seen     the version that was read last;  memory  the DTensor's own local tensor
     """
 
@@ -49,6 +56,7 @@ class Held:
     lags: bool = False
     parked: bool = False
     on_disk: bool = False
+    slots: list[int] | None = None
     seen: tuple[int, int] = (0, 0)
     memory: Tensor | None = None
 
@@ -71,6 +79,46 @@ class Held:
     def version(self) -> tuple[int, int]:
         """Changes with every write through the DTensor, or through what its `to_local` gave."""
         return (self.live._version, self.live._local_tensor._version if isinstance(self.live, DTensor) else 0)
+
+    def whole(self) -> Tensor:
+        """The program's values, as the model has them, whole on every rank."""
+        full = self.home.whole(self.buffer, self.sharding)
+        return full if self.slots is None else full[self.slots]
+
+    def scattered(self, value: Tensor | None) -> Tensor:
+        """The program's tile of rank 0's `value`, which is as the model has it."""
+        there = value if value is None or self.slots is None else value[inverse(self.slots)]
+        return self.home.scatter(there, self.sharding, self.dtype)
+
+    def as_chunk(self) -> Tensor:
+        """What the user sees of the program's values on this rank."""
+        return self.home.to_chunk(self.as_model(self.buffer, self.sharding), self.sharding)
+
+    def as_tile(self, chunk: Tensor) -> Tensor:
+        """The program's tile of what the user sees."""
+        return self.in_slots(self.home.to_tile(chunk, self.sharding))
+
+    def as_model(self, tile: Tensor, sharding: Sharding) -> Tensor:
+        """A tile of this, or of its gradient, with experts where their numbers say."""
+        return tile if self.slots is None else self.home.reordered(tile, sharding, self.slots)
+
+    def in_slots(self, tile: Tensor) -> Tensor:
+        """A tile in which experts lie where their numbers say, with each where it has been moved to."""
+        return tile if self.slots is None else self.home.reordered(tile, self.sharding, inverse(self.slots))
+
+    def show(self, local: Tensor) -> None:
+        """The DTensor that is seen has this memory."""
+        assert isinstance(self.live, DTensor)
+        self.local = self.live._local_tensor = local
+        self.remember()
+        self.seen = self.version()
+
+    def let_go(self) -> None:
+        """Of experts that have been moved what is seen is a copy, whose memory is only there from `sync` to the next step. Until then it
+        is NaN, and cannot be written."""
+        if self.slots is not None and not self.shared:
+            nothing = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.local.device)
+            self.show(nothing.expand(self.local.shape))
 
     def check_untouched(self) -> None:
         """Raises StateError where the copy that is seen was written while it was out of date."""

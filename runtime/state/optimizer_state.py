@@ -24,7 +24,7 @@ from meshc.ir.sharding import Sharding
 from meshc.optimizer.forms import in_form, other_names
 from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
 from meshc.program.program import Port
-from meshc.runtime.state import ownership
+from meshc.runtime.state import moved_experts, ownership
 
 if TYPE_CHECKING:
     from meshc.runtime.state.held import Held
@@ -136,6 +136,7 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
     sharding = port.sharding or layouts.whole_sharding(port.shape)
     if present is None:
         tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)
+        tile = parameter.as_model(tile, sharding) if slot is not None and slot.fill is None else tile
     elif isinstance(present, DTensor):
         whole = store.transfers.full(present).to(store.device, port.dtype)
         tile = (parameter.home if port.shape else store.transfers).take_tile(whole, sharding)
@@ -146,4 +147,5 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
         tile = tile.cpu()  # where torch keeps counts of steps
     held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), parked=port.host, on_disk=port.disk)
     held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
+    moved_experts.follow(parameter, held)
     return held

@@ -48,12 +48,18 @@ def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
 def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store) -> None:
     """Ties a model to its store; `holders_of_copies` are the submodules whose tensors need `sync` before they are read."""
     for module in holders_of_copies | {model}:
-        _STORES[module] = store
-        module.register_state_dict_pre_hook(_sync)
-        module.register_load_state_dict_pre_hook(_sync)
+        own_copies(module, store)
     model.register_state_dict_pre_hook(_look_who_asks)
     model.register_load_state_dict_post_hook(_after_model_load)
     _refuse_replaced_parameters()
+
+
+def own_copies(module: nn.Module, store: Store) -> None:
+    """What a submodule holds are copies from now on, which need `sync` before they are read."""
+    if _STORES.get(module) is not store:
+        _STORES[module] = store
+        module.register_state_dict_pre_hook(_sync)
+        module.register_load_state_dict_pre_hook(_sync)
 
 
 def guard_calls(model: nn.Module) -> None:

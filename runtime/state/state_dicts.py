@@ -130,7 +130,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
     error: list[str | None] = [None]
     with torch.no_grad():
         for held in held_ones:
-            whole = held.home.whole(held.buffer, held.sharding)
+            whole = held.whole()
             if root and held.name in unfilled:
                 values.append(_empty(held))
             elif root:
@@ -152,7 +152,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
         raise StateError(f"init_weights: the function failed on rank 0\n  why: {error[0]}")
     with torch.no_grad():
         for index, held in enumerate(held_ones):
-            held.buffer.copy_(held.home.scatter(values[index] if root else None, held.sharding, held.dtype))
+            held.buffer.copy_(held.scattered(values[index] if root else None))
             held.stale = not held.shared
     store.sync()
 
@@ -298,7 +298,7 @@ def _full(store: Store, state: State) -> State:
         if held is None:
             return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         if held.key not in done:
-            gathered = held.home.whole(held.buffer, held.sharding)
+            gathered = held.whole()
             done[held.key] = gathered.to("cpu", copy=True) if root else gathered.new_empty(0)
         return done[held.key]
 

@@ -49,7 +49,7 @@ class Store:
     """Made by `Store.adopt`; `Store.of(model)` finds it again.
 
     `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them. `filling`: plain tensors stand in
-    the model for the time of `init_weights`, on one rank.
+    the model for the time of `init_weights`, on one rank. `moves`: how often experts have been moved.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, groups: Groups | None = None) -> None:
@@ -61,6 +61,7 @@ class Store:
         self.device = device
         self.seed = 0
         self.step = 0
+        self.moves = 0
         self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
         self.owners: dict[str, int] = {}
@@ -165,6 +166,7 @@ class Store:
         for held in self.held.values() if keys is None else map(self.find, keys):
             if held is not None:
                 held.stale = held.lags or not held.shared
+                held.let_go()
 
     def sync(self) -> None:
         """Brings the live tensors up to date."""
@@ -269,15 +271,18 @@ class Store:
             )
         with torch.no_grad():
             chunk = held.home.chunk_of(value.detach(), held.placements)
+            if held.slots is not None and not held.shared:
+                held.show(torch.empty_like(chunk, dtype=held.dtype, device=held.local.device, memory_format=torch.contiguous_format))
             if chunk.data_ptr() != held.local.data_ptr() or chunk.dtype != held.dtype:
                 held.local.copy_(chunk)
             self._read_back(held)
         self._unfilled.discard(held.key)
 
     def write_tile(self, held: Held, tile: Tensor) -> None:
-        """Gives a stored tensor this rank's padded tile of it, in any dtype that can be cast. All ranks that have a part call it."""
+        """Gives a stored tensor this rank's padded tile of it, as the model has it, in any dtype that can be cast. All ranks that have a
+        part call it."""
         with torch.no_grad():
-            held.buffer.copy_(tile)
+            held.buffer.copy_(held.in_slots(tile))
             self._refresh(held)
         self._unfilled.discard(held.key)
 
@@ -444,13 +449,15 @@ class Store:
         self.held = {key: held for key, held in self.held.items() if not held.of}
 
     def _refresh(self, held: Held) -> None:
-        if not held.shared:
-            held.local.copy_(held.home.to_chunk(held.buffer, held.sharding))
+        if not held.shared and held.slots is not None:
+            held.show(held.as_chunk().to(held.local.device, copy=True, memory_format=torch.contiguous_format))
+        elif not held.shared:
+            held.local.copy_(held.as_chunk())
         held.stale, held.seen = False, held.version()
 
     def _read_back(self, held: Held) -> None:
         if not held.shared:
-            held.buffer.copy_(held.home.to_tile(held.local, held.sharding))
+            held.buffer.copy_(held.as_tile(held.local))
         held.stale, held.seen = False, held.version()
 
 

@@ -107,6 +107,7 @@ def _own() -> Iterator[Call]:
     yield _of(ops.routed_outer, x, _x(4, 3), choice, 2)
     chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1]])
     own, slot = ops.group_choices(chosen, 2, 2, 2, 0)
+    yield _of(ops.choices_to_slots, chosen, torch.tensor([2, 0, 1]))
     yield _of(ops.group_choices, chosen, 2, 2, 2, 0)
     yield _of(ops.to_groups, x, own)
     yield _of(ops.from_groups, _x(2, 4, 2, 6), own)

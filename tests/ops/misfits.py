@@ -70,6 +70,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "negative count", ops.routed_outer, (x(8, 4), x(8, 4), ints(8), -1)
     yield "right has more rows", ops.routed_outer, (x(8, 4), x(9, 4), ints(8), 2)
     yield "choices are float", ops.group_choices, (x(8, 2), 2, 2, 2, 0)
+    yield "slots are int32", ops.choices_to_slots, (ints(8, 2), ints(4).int())
     yield "groups of nothing", ops.group_choices, (ints(8, 2), 2, 0, 2, 0)
     yield "more than are chosen", ops.group_choices, (ints(8, 2), 2, 2, 3, 0)
     yield "choices of fewer rows", ops.to_groups, (x(8, 4), ints(2, 4, 2))

@@ -91,6 +91,19 @@ def test_experts(names: tuple[str, ...]) -> None:
     assert run("experts", 2, "ep=2", *names).split() == [*names]
 
 
+@pytest.mark.parametrize(
+    "mesh, ranks, names",
+    [
+        ("ep=2", 2, ("moved", "refused")),
+        broad("ep=2", 2, ("measured", "saved", "autograd")), broad("ep=2", 2, ("other_state", "unequal", "biased", "from_meta")),
+        *(broad(mesh, 4, ("elsewhere",)) for mesh in ("ep=4", "dp=2,ep=2", "dp_shard=2,ep=2", "ep=2,tp=2", "pp=2,ep=2")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)  # fmt: skip
+def test_experts_that_move(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
+    assert [line for line in run("rebalance", ranks, mesh, *names).split("\n") if line in names] == [*names]
+
+
 def test_local_inputs() -> None:
     names = ("unequal_labels", "dynamic_sizes", "batch_norm", "microbatches", "local_mean", "local_loss_unsaid")
     assert run("local_inputs", 2, "dp=2", *names).split() == [*names]

@@ -1,0 +1,103 @@
+"""`program.rebalance`: experts that have much to do and lie on one rank are spread, between two calls, by measured load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshc.cost import expert_balance
+from meshc.errors import InputError, PlanError, StateError, listed
+from meshc.frontend.expert_load import ExpertLoad
+from meshc.passes.trace.expert_groups import groups_of
+from meshc.report.rebalanced import Rebalanced, Report
+from meshc.runtime.state import moved_experts
+from meshc.runtime.state.store import Store
+
+if TYPE_CHECKING:
+    from meshc.api.handle import Program
+
+Loads = Mapping[str, "torch.Tensor | Sequence[float] | ExpertLoad"]
+
+
+def rebalance(program: Program, loads: Loads | None, least: float) -> Report:
+    """What `Program.rebalance` does, on every rank."""
+    if not 0 <= least < 1:
+        raise InputError(f"rebalance(least={least!r}): a share from 0 to 1, such as 0.05")
+    store = program.store
+    movable = moved_experts.experts_of(store.model)
+    if program.options.expert_placement is None or not movable:
+        raise StateError(
+            "the experts of this program stay where they are\n  what to do: compile with "
+            'options=meshc.Options(expert_placement="movable"), from the first program of the model on'
+        )
+    found = _loads(store, movable, _measured(program) if loads is None else loads, given=loads is not None)
+    _refuse_differing(store, repr((least, sorted(found.items()))))
+    sizes = {axis.name: axis.size for axis in program.mesh.axes}
+    groups = {path: groups_of(program.plan, sizes, path) for path in found}
+    if all(count == 1 for count in groups.values()):
+        raise PlanError(
+            f"no axis of the mesh {program.mesh} splits these experts, so every rank has them all\n"
+            "  what to do: an axis called ep, or `AXIS: experts > batch` in the plan"
+        )
+    store.refuse_unfilled()
+    store.refuse_changed_model()
+    store.adopt_changes()
+    planned = [_planned(store, path, each, groups[path], least) for path, each in found.items()]  # all are looked at before any moves
+    for one in planned:
+        if one.moved:
+            moved_experts.move(store, one.path, one.slots)
+    return Report(tuple(planned))
+
+
+def _measured(program: Program) -> Mapping[str, ExpertLoad]:
+    experts = program.metrics.get("experts")
+    if not isinstance(experts, Mapping):
+        raise StateError(
+            "no load of experts has been measured: that is what a step tells (program.metrics)\n"
+            '  what to do: call the program first, or rebalance(loads={"model.layers.0.mlp.experts": tokens of each expert})'
+        )
+    return experts
+
+
+def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> dict[str, list[float]]:
+    """By layer, in the model's order. Raises InputError for what does not fit the model."""
+    strange = [path for path in loads if path not in movable] if given else []
+    if strange:
+        raise InputError(f"rebalance: {listed(strange, 3)} are no experts that can be moved; those are {listed(list(movable), 4)}")
+    found: dict[str, list[float]] = {}
+    for path in (path for path in movable if path in loads):
+        said = loads[path]
+        values = said.tokens if isinstance(said, ExpertLoad) else said
+        found[path] = [float(load) for load in (values.tolist() if isinstance(values, torch.Tensor) else values)]
+        count = len(moved_experts.slots_now(store, path))
+        if len(found[path]) != count or not all(isfinite(load) and load >= 0 for load in found[path]):
+            raise InputError(f"rebalance: the load of {path} is one number for each of its {count} experts, 0 or more: {found[path]}")
+    if not found:
+        raise InputError(f"rebalance: loads of no layer; experts that can be moved are those of {listed(list(movable), 4)}")
+    return found
+
+
+def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least: float) -> Rebalanced:
+    now = moved_experts.slots_now(store, path)
+    wanted = expert_balance.balanced(loads, now, groups)
+    before, best = (expert_balance.imbalance(loads, slots, groups) for slots in (now, wanted))
+    if before - best <= least * before:
+        return Rebalanced(path, tuple(now), groups, before, best, before)
+    each = expert_balance.sizes_of(len(now), groups)[0]
+    moved = sum(one // each != other // each for one, other in zip(now, wanted, strict=True))
+    return Rebalanced(path, tuple(wanted), groups, before, best, best, moved, moved_experts.bytes_of(store, path, wanted))
+
+
+def _refuse_differing(store: Store, said: str) -> None:
+    """Raises InputError, on all ranks, where they say different things."""
+    other = moved_experts.first_that_differs(store, said)
+    if other is not None:
+        error = InputError(
+            f"rebalance: ranks 0 and {other} were given different loads, and experts lie where all ranks know them\n"
+            "  what to do: the same loads on every rank, such as sums over all; program.metrics has those of the whole batch"
+        )
+        error.everywhere = True  # all have compared the same
+        raise error

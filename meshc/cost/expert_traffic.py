@@ -1,0 +1,149 @@
+"""What experts are predicted to be sent and to do, if the rank that has most of it has so many times the mean.
+
+    rows(i)    i T k / n, no more than there are places      choices that fall to experts of that rank
+    share(i)   1 - C(E - i E/n, k) / C(E, k)                 of tokens that have an expert there; C(x, k) = x (x - 1) .. (x - k + 1) / k!
+    bytes(i)   (n - 1) / n T h b share(i) for each exchange of rows; (n - 1) / n T h b for one in which all tokens travel
+
+T tokens along the n ranks that split E experts choose k each, of width h and b bytes an element. Rows and share are as if the rank had i
+times as many of the experts, all of them equally likely. Read off a program's own graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from meshc.cost.links import payload
+from meshc.cost.memory import runs
+from meshc.ir import is_getitem, record, spmd
+from meshc.program.program import PlainProgram
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+HANDED: Final = (meshc.to_groups.default, meshc.in_slots.default, meshc.to_places.default, meshc.in_places.default)
+BROUGHT: Final = (meshc.from_groups.default, meshc.over_slots.default, meshc.from_places.default, meshc.over_places.default)
+CHOICES: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one layer's experts, in one call.
+
+    path     of their module
+    tokens   whose choices a rank knows: those along the axes that split the experts
+    places   rows that a rank has, whoever fills them
+    whole    bytes that a rank gets or gives in a call where all tokens travel
+    read     likewise where those travel that are read, if all are chosen alike
+    times    how often a call runs it (once a microbatch)
+    """
+
+    path: str
+    experts: int
+    chosen: int
+    ranks: int
+    tokens: int
+    places: int
+    whole: float = 0.0
+    read: float = 0.0
+    times: int = 1
+
+    @property
+    def most(self) -> float:
+        """The largest imbalance: all that a rank can have of each token's choices."""
+        here = min(self.chosen, ceil(self.experts / self.ranks))
+        return here * self.ranks / self.chosen
+
+    def rows(self, imbalance: float) -> int:
+        """Of the rank with most, of a call."""
+        return self.times * min(self.places, round(imbalance * self.tokens * self.chosen / self.ranks))
+
+    def share(self, imbalance: float) -> float:
+        """Of tokens that have an expert on the rank with most."""
+        others = self.experts - imbalance * self.experts / self.ranks
+        return 1.0 - prod(max(0.0, others - nth) / (self.experts - nth) for nth in range(self.chosen))
+
+    def bytes(self, imbalance: float) -> int:
+        """That the rank with most is sent, and sends back, in all phases of a call."""
+        return round(self.whole + self.read * self.share(imbalance) / self.share(1.0))
+
+
+@dataclass
+class _Layer:
+    """What has been found of one layer."""
+
+    made: Traffic | None = None
+    whole: float = 0.0
+    read: float = 0.0
+
+
+def traffic(program: PlainProgram) -> list[Traffic]:
+    """Of every layer whose experts are split, in the program's order."""
+    layers: dict[str, _Layer] = {}
+    often = runs(program)
+    for stage in program.stages.values():
+        nodes = list(stage.graph.nodes)
+        experts = _experts(nodes)
+        for node in nodes:
+            if node.target not in HANDED and node.target not in BROUGHT:
+                continue
+            path = record(node).source.module
+            layer = layers.setdefault(path, _Layer())
+            if layer.made is None and path in experts:
+                layer.made = _made(program, node, path, experts[path], often[stage.name])
+            if record(node).shape[-1] != 1:  # weights, of which each choice has one, do not go by rows
+                _count(program, layer, node, often[stage.name])
+    found = [replace(layer.made, whole=layer.whole, read=layer.read) for layer in layers.values() if layer.made is not None]
+    return [one for one in found if one.ranks > 1]
+
+
+def _experts(nodes: list[Node]) -> dict[str, int]:
+    """How many experts there are, by path."""
+    found: dict[str, int] = {}
+    for node in nodes:
+        if node.target is meshc.group_mm.default and isinstance(node.args[1], Node):
+            lies = record(node.args[1]).sharding
+            found[record(node).source.module] = record(node.args[1]).shape[0] if lies is None else lies.shape[0]
+    return found
+
+
+def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int) -> Traffic | None:
+    """By what a rank's groups have chosen, where that is made in the same stage."""
+    said = node.args[1]
+    made = said.args[0] if isinstance(said, Node) and is_getitem(said) else None
+    if not isinstance(made, Node) or made.target not in CHOICES or not isinstance(said, Node) or not isinstance(made.args[0], Node):
+        return None
+    choice, lies = record(made.args[0]).shape, record(said).sharding
+    axes = () if lies is None else tuple(axis for part in lies.dims[0] for axis in part.axes)
+    ranks, places = prod(program.axis_sizes[axis] for axis in axes), prod(record(said).shape)
+    return Traffic(path, experts, choice[-1], ranks, prod(choice[:-1]), places, times=times)
+
+
+def _count(program: PlainProgram, layer: _Layer, node: Node, times: int) -> None:
+    """Adds the exchange that brings tokens here, or what is made of them back."""
+    found = _through(node.args[0]) if node.target in HANDED else _only_reader(node)
+    size = payload(found, program.axis_sizes) if spmd.is_collective(found.target) else 0
+    if found.target in spmd.OF_ROWS:
+        layer.read += times * size
+    elif found.target in (spmd.all_gather, spmd.reduce_scatter):
+        ranks = prod(program.axis_sizes[axis] for axis in found.args[1])  # type: ignore[union-attr, misc, index]
+        layer.whole += times * size * (ranks - 1) / ranks
+
+
+def _through(x: object) -> Node:
+    assert isinstance(x, Node)
+    while x.target is aten.reshape.default and isinstance(x.args[0], Node):
+        x = x.args[0]
+    return x
+
+
+def _only_reader(x: Node) -> Node:
+    while len(x.users) == 1:
+        (reader,) = x.users
+        if reader.target is not aten.reshape.default:
+            return reader
+        x = reader
+    return x

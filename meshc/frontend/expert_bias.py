@@ -1,0 +1,88 @@
+"""The bias of a router that balances experts without a loss: up where an expert had fewer tokens than the mean, down where it had more.
+
+    bias[i] += u * sign(mean(tokens) - tokens[i])            after a step; tokens of the whole batch, [experts]
+
+Wang et al.: Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts (arXiv 2408.15664); DeepSeek-V3 (arXiv 2412.19437). Stock
+models have the buffer, and leave its update to whoever trains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import PlanError
+from meshc.frontend.expert_slots import is_stock
+
+BIAS: Final = "e_score_correction_bias"
+"""What stock models call it."""
+
+
+def biases_of(model: nn.Module) -> dict[str, str]:
+    """Path of a layer's experts -> the name of its router's bias, of experts that have one: beside them, or in their router."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if is_stock(module):
+            around = path.rpartition(".")[0]
+            count = module.get_parameter("down_proj").shape[0]
+            below = model.get_submodule(around).named_buffers(prefix=around)
+            names = [name for name, buffer in below if name.rpartition(".")[2] == BIAS and buffer.shape == (count,)]
+            if len(names) == 1:
+                found[path] = names[0]
+    return found
+
+
+def refuse_without_bias(model: nn.Module) -> None:
+    """Raises PlanError for a model of which no router has such a buffer."""
+    if not biases_of(model):
+        raise PlanError(
+            f"Options(expert_bias_update=): no router of the model has a buffer {BIAS}, a number for each of its experts, such as those of "
+            "DeepSeek V3 and GLM-4-MoE\n  what to do: leave the option out; what balances these experts is the model's own loss"
+        )
+
+
+def updated(bias: Tensor, tokens: Tensor, step: float) -> Tensor:
+    """The bias after a step, by how many tokens have chosen each expert."""
+    return bias + step * torch.sign(tokens.sum() - tokens * tokens.numel()).to(bias.dtype)
+
+
+class Counted:
+    """How often each expert of a model on one device is chosen, between two `update`s."""
+
+    def __init__(self, model: nn.Module, step: float) -> None:
+        self.buffers, self.step = {path: model.get_buffer(name) for path, name in biases_of(model).items()}, step
+        self.tokens = {path: torch.zeros(len(buffer), dtype=torch.int64) for path, buffer in self.buffers.items()}
+
+    def count(self, path: str, choice: Tensor) -> None:
+        if torch.is_grad_enabled():  # a run that trains
+            self.tokens[path] += choice.flatten().bincount(minlength=len(self.tokens[path]))
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for path, buffer in self.buffers.items():
+                buffer.copy_(updated(buffer, self.tokens[path], self.step))
+                self.tokens[path].zero_()
+
+
+@contextmanager
+def counted(model: nn.Module, step: float | None) -> Iterator[Counted | None]:
+    """While a model runs on one device, what its experts are asked for; nothing without a step."""
+    if step is None:
+        yield None
+        return
+    counts, hooks = Counted(model, step), []
+    try:
+        for path in counts.buffers:
+
+            def asked(_: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
+                counts.count(path, args[1])
+
+            hooks.append(model.get_submodule(path).register_forward_pre_hook(asked))
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()

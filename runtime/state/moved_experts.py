@@ -1,0 +1,117 @@
+"""Experts that move between ranks: rows of their parameters and of their optimizer state change places, and the buffer that says where.
+
+    meshc_slots  [0 1 2 3]  ->  [0 2 1 3]         experts 1 and 2 change places, and so ranks, where each has two
+    gate_up_proj, its exp_avg, its exp_avg_sq ..  rows 1 and 2 are sent; nothing else moves
+
+The user's DTensors keep experts in the model's order. Where experts lie elsewhere these are copies, as of any storage that torch has no
+placements for, and have memory of their own only from `sync` to the next step (`Held.let_go`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshc.errors import StateError
+from meshc.frontend.expert_slots import SLOTS, slots_of, weights_of
+from meshc.ir import layouts
+from meshc.ir.keys import key_of
+from meshc.runtime.comm import collectives, reorder
+from meshc.runtime.comm.stage_transfers import StageTransfers
+from meshc.runtime.state import ownership
+from meshc.runtime.state.held import Held, inverse
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.store import Store
+
+
+def slots_now(store: Store, path: str) -> list[int]:
+    """Where the experts at a module's path lie: of each its slot."""
+    return [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
+
+
+def rows_of(store: Store, path: str) -> list[Held]:
+    """What has a row for each of the experts at this path: parameters, and state of these. Raises StateError for state that mixes them."""
+    module = store.model.get_submodule(path)
+    found: list[Held] = []
+    for name in weights_of(module):
+        parameter = store.find(key_of("parameter", f"{path}.{name}".lstrip(".")))
+        assert parameter is not None, "a store has all parameters of its model"
+        states = [held for held in store.held.values() if held.of == parameter.key]
+        mixed = [held for held in states if not _follows(held, parameter) and held.shape[:1] not in ((), (1,))]
+        if mixed:
+            raise StateError(
+                f"{mixed[0].name} is of shape {list(mixed[0].shape)}, and experts of {path} cannot be moved with state that has no row for "
+                f"each of the {parameter.shape[0]}\n  what to do: another optimizer for the experts, or leave them where they are"
+            )
+        found += [parameter, *(held for held in states if _follows(held, parameter))]
+    return found
+
+
+def bytes_of(store: Store, path: str, wanted: Sequence[int]) -> int:
+    """What the rank that gets most is sent, where the experts at this path come to lie so."""
+    source = _source(slots_now(store, path), wanted)
+    return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in rows_of(store, path))
+
+
+def first_that_differs(store: Store, said: str) -> int | None:
+    """The first rank that does not say what rank 0 says; None where all say the same."""
+    world = store.transfers.groups.world
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
+    digests = collectives.all_gather(torch.tensor([digest], dtype=torch.int64, device=store.device), world).wait().tolist()
+    return next((rank for rank, value in enumerate(digests) if value != digests[0]), None)
+
+
+def move(store: Store, path: str, wanted: Sequence[int]) -> None:
+    """Expert i of those at this path comes to lie in slot wanted[i]. All ranks call it, in the same order, between two calls."""
+    module = store.model.get_submodule(path)
+    source, held_ones = _source(slots_now(store, path), wanted), rows_of(store, path)
+    with torch.no_grad():
+        for held in held_ones:
+            held.buffer.copy_(held.home.reordered(held.buffer, held.sharding, source))
+            _lies(held, wanted)
+        slots = slots_of(module)
+        assert slots is not None
+        slots.copy_(torch.tensor(wanted, dtype=torch.int64))
+    ownership.own_copies(module, store)
+    store.moves += 1
+
+
+def follow(parameter: Held, state: Held) -> None:
+    """State that is new, with experts where their numbers say, follows its parameter, whose experts have been moved."""
+    if parameter.slots is not None and _follows(state, parameter):
+        with torch.no_grad():
+            state.buffer.copy_(state.home.reordered(state.buffer, state.sharding, inverse(parameter.slots)))
+        _lies(state, parameter.slots)
+
+
+def _follows(state: Held, parameter: Held) -> bool:
+    return state.shape[:1] == parameter.shape[:1]
+
+
+def _source(now: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """By slot in which the expert lies now that comes to lie there."""
+    return [now[expert] for expert in inverse(wanted)]
+
+
+def _lies(held: Held, slots: Sequence[int]) -> None:
+    """Its rows have moved: what is seen of it is the buffer only where it is in the model's order again."""
+    held.slots = None if list(slots) == sorted(slots) else list(slots)
+    if isinstance(held.home, StageTransfers) and not held.home.member:
+        return  # there is nothing of it here
+    held.shared = held.slots is None and layouts.shares_memory(held.sharding, held.home.mesh)
+    held.stale = held.slots is not None
+    if held.slots is not None:
+        held.let_go()
+    else:
+        chunk = held.as_chunk()
+        held.show(chunk if held.shared else chunk.to(held.local.device, copy=True))
+
+
+def experts_of(model: nn.Module) -> list[str]:
+    """Paths of experts that may be moved."""
+    return [path for path, module in model.named_modules() if slots_of(module) is not None]
