@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError
 from meshc.frontend import admission, calling, dynamic
+from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -154,7 +155,7 @@ class Asked:
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
         fixed, parked = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.parked)
         ask: dict[str, Any] = dict(
-            module=self.module, function=self.traced.function, signature=self.traced.signature, args=args, kwargs=kwargs,
+            module=self.module, function=self._function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
@@ -166,6 +167,14 @@ class Asked:
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
         )  # fmt: skip
         return Request(**{**ask, **changes})
+
+    def _function(self, kwargs: Mapping[str, object]) -> Function:
+        """What is traced; of a call with a cache the model as a function of the cache's buffers."""
+        if LENGTH not in kwargs:
+            return self.traced.function
+        from meshc.frontend import padded_caches
+
+        return padded_caches.call
 
     def _microbatches(self, grad: bool) -> int | None:
         """None: as many as are predicted to be fastest, which a pipeline alone can tell."""

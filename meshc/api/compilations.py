@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from meshc.runtime.agreement.compare import Disagreement
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.ownership import calls_allowed, guard_calls
+from meshc.runtime.state.ownership import calls_allowed, guard_calls, run_calls
 from meshc.runtime.state.store import Store
 
 WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
@@ -53,8 +53,9 @@ class Compilation:
 class Compilations:
     """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches."""
 
-    def __init__(self, asked: Asked, world: World) -> None:
-        self.asked, self.world = asked, world
+    def __init__(self, asked: Asked, world: World, run: Callable[..., Any]) -> None:
+        """run: what calls a program of them; a compiled module's own call does the same."""
+        self.asked, self.world, self.run = asked, world, run
         self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
@@ -171,7 +172,9 @@ class Compilations:
         first = Store.of(asked.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
-        if isinstance(asked.what, nn.Module) or asked.step is not None:
+        if isinstance(asked.what, nn.Module):
+            run_calls(asked.module, self.run)
+        elif asked.step is not None:
             guard_calls(asked.module)
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc.api import explaining, pretrained, saving
+from meshc.api import cached_calls, explaining, pretrained, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -45,7 +45,7 @@ class Program:
 
     def __init__(self, asked: Asked, world: World) -> None:
         self.asked, self.world = asked, world
-        self.compilations = Compilations(asked, world)
+        self.compilations = Compilations(asked, world, self.__call__)
         self.metrics: dict[str, object] = {}
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -63,7 +63,20 @@ class Program:
         """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
         self.world.refuse_call()
         with self.guarded("call"):
-            return self._call(args, kwargs)
+            with self.world.refusable():
+                cached = cached_calls.opened(self.asked, args, kwargs)
+            return self._call(args, kwargs) if cached is None else cached.closed(self._call(cached.args, cached.kwargs))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same
+        on every rank (docs/generation.md). Raises StateError for a model without one."""
+        own = getattr(self.asked.what, "generate", None)
+        if not isinstance(self.asked.what, nn.Module) or own is None:
+            raise StateError(
+                f"{self.asked.name} has no generate\n"
+                "  what to do: compile a model that has one, meshc.compile(model, mesh, ...), as a transformers causal model does"
+            )
+        return own(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         raise StateError(

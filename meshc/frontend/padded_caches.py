@@ -14,17 +14,13 @@ window needs nothing else: its mask hides what lies before it. This file imports
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-LENGTH: Final = "cache_length"
-"""The argument of `call` that says how many tokens the buffers hold, a 0-dim int64; None: there are no buffers yet."""
-NAMES: Final = ("cache", "past_key_values")
-"""What models call the argument: as of transformers 5.24, and before."""
-
+from meshc.frontend.stock_caches import LENGTH, NAMES
 
 class PaddedLayer(CacheLayerMixin):
     """Keys and values of one layer of the model, in buffers with room."""
