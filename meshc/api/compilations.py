@@ -65,6 +65,11 @@ class Compilations:
         self._known: list[str] = []
         self._last: Compilation | None = None
 
+    def run_by_model(self) -> None:
+        """From here on a call of the module that is compiled runs its program, where there are ranks to run it."""
+        if isinstance(self.asked.what, nn.Module) and self.world.has_ranks:
+            run_calls(self.asked.module, self.run)
+
     @property
     def last(self) -> Compilation:
         """The one that was called last."""
@@ -172,9 +177,8 @@ class Compilations:
         first = Store.of(asked.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
-        if isinstance(asked.what, nn.Module):
-            run_calls(asked.module, self.run)
-        elif asked.step is not None:
+        self.run_by_model()
+        if asked.step is not None:
             guard_calls(asked.module)
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
