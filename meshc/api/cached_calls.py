@@ -26,6 +26,7 @@ from meshc.errors import InputError
 from meshc.frontend.padded_sizes import rows_of, tokens_of
 from meshc.frontend.stock_caches import LENGTH, NAMES
 from meshc.ir import trees
+from meshc.runtime.run.session import digest_of
 
 ALONG: Final[Mapping[str, tuple[int, int]]] = {
     "input_ids": (0, 1), "inputs_embeds": (0, 1), "token_type_ids": (0, 1), "mm_token_type_ids": (0, 1), "position_ids": (-2, -1),
@@ -38,6 +39,10 @@ LEFT: Final[Mapping[str, tuple[int, int, int | None]]] = {
     "logits": (0, 1, None), "hidden_states": (0, 1, None), "attentions": (0, 2, 3),
 }  # fmt: skip
 """Outputs, by the first word of their path: their dims of rows, new tokens and keys."""
+ADVICE: Final = (
+    "\n  why: all ranks work on one sequence, and what a rank has of the cache belongs to the tokens that it was given\n"
+    "  what to do: draw the same on every rank, torch.manual_seed(n) before generate; pass the same prompts everywhere"
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,11 @@ class CachedCall:
     tokens: int
     past: int
     kept: int
+
+    def noted(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What ranks compare of it, by name."""
+        plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH)]
+        return ("a digest of what is passed", "the number of tokens before it"), (digest_of(plain), self.past)
 
     def closed(self, output: Any) -> Any:
         """The output as the model would give it: cut to the call's rows and tokens, with the user's cache. Raises InputError for an

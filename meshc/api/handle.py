@@ -29,6 +29,7 @@ from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.report import explained, searched, summary
+from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.ownership import calls_allowed
@@ -47,6 +48,8 @@ class Program:
         self.asked, self.world = asked, world
         self.compilations = Compilations(asked, world, self.__call__)
         self.metrics: dict[str, object] = {}
+        self._tokens: Stream | None = None
+        """What calls with a cache pass, for the comparison with the other ranks."""
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
@@ -65,7 +68,14 @@ class Program:
         with self.guarded("call"):
             with self.world.refusable():
                 cached = cached_calls.opened(self.asked, args, kwargs)
-            return self._call(args, kwargs) if cached is None else cached.closed(self._call(cached.args, cached.kwargs))
+            return self._call(args, kwargs) if cached is None else self._with_cache(cached)
+
+    def _with_cache(self, cached: cached_calls.CachedCall) -> Any:
+        if self._tokens is None and self.world.board is not None:
+            self._tokens = self.world.board.numbers.stream("the tokens of program", cached_calls.ADVICE)
+        if self._tokens is not None:
+            self._tokens.note(*cached.noted())
+        return cached.closed(self._call(cached.args, cached.kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,7 +185,21 @@ def refusals(mesh: Any) -> None:
         program(input_ids=ids, cache=DynamicCache())
 
 
-CHECKS = (greedy, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals)
+def seeds(mesh: Any) -> None:
+    """Ranks that draw differently have different sequences, which is said. No collective works afterwards."""
+    program, _, _ = compiled(llama, mesh)
+    cache, rank = DynamicCache(), torch.distributed.get_rank()
+    program(input_ids=prompts(), cache=cache)
+    for _ in range(4):  # the first, second and fourth call of a program compare what they are passed at once
+        program(input_ids=prompts(3, 1), cache=cache)
+    program(input_ids=torch.full((3, 1), 5 + rank), cache=cache)
+    with pytest.raises(meshc.PeerError, match=r"(?s)a digest of what is passed is .* on rank 0 and .* on rank 1.*torch.manual_seed"):
+        for _ in range(20):
+            time.sleep(0.5)
+            program(input_ids=prompts(3, 1), cache=cache)
+
+
+CHECKS = (greedy, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, seeds)
 
 
 def run(mesh: str, *names: str) -> None:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
     "mesh, ranks, names",
     [
         ("tp=2", 2, ("greedy", "refusals")),
+        broad("tp=2", 2, ("seeds",)),
         broad("tp=2", 2, ("rows", "sampled", "beams_and_chunks", "windows_and_static", "turns", "looked_at", "pipelines")),
         broad("dp=2", 2, ("greedy", "rows", "beams_and_chunks", "turns", "looked_at")),
         broad("pp=2", 2, ("greedy", "rows", "sampled")),
