@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -69,6 +71,8 @@ class Asked:
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._traced()
+        self.called: object = what
+        """What runs the program when it is called: the model, or a module of it."""
         admission.refuse_module(self.module, Store.of(self.module) is not None)
         refused = getattr(self.traced.function, "refused", [])
         if refused:
@@ -85,6 +89,12 @@ class Asked:
             return Traced(self.what, calling.call_module, self.what.forward)
         function = cast(Function, self.what)
         return Traced(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
+
+    def part(self, path: str) -> Asked:
+        """The same for calls of a module inside the model: programs of their own, over the model's parameters."""
+        found, inner = copy.copy(self), self.module.get_submodule(path)
+        found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
+        return found
 
     @property
     def module(self) -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from meshc.api import module_mode, shared
 from meshc.api.asked import Asked, Key
@@ -29,7 +28,7 @@ from meshc.runtime.agreement.compare import Disagreement
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.ownership import calls_allowed, guard_calls, run_calls
+from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
 WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
@@ -53,9 +52,9 @@ class Compilation:
 class Compilations:
     """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches."""
 
-    def __init__(self, asked: Asked, world: World, run: Callable[..., Any]) -> None:
-        """run: what calls a program of them; a compiled module's own call does the same."""
-        self.asked, self.world, self.run = asked, world, run
+    def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
+        """adopted: what is done when the model's parameters have become this rank's parts."""
+        self.asked, self.world, self._adopted = asked, world, adopted
         self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
@@ -64,11 +63,6 @@ class Compilations:
         self.store: Store | None = None
         self._known: list[str] = []
         self._last: Compilation | None = None
-
-    def run_by_model(self) -> None:
-        """From here on a call of the module that is compiled runs its program, where there are ranks to run it."""
-        if isinstance(self.asked.what, nn.Module) and self.world.has_ranks:
-            run_calls(self.asked.module, self.run)
 
     @property
     def last(self) -> Compilation:
@@ -177,7 +171,7 @@ class Compilations:
         first = Store.of(asked.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
-        self.run_by_model()
+        self._adopted()
         if asked.step is not None:
             guard_calls(asked.module)
         if asked.step is not None:

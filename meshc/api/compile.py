@@ -66,5 +66,5 @@ def compile(
     if args or kwargs:
         program.prepare(args, kwargs)
     else:
-        program.compilations.run_by_model()
+        program.run_by_model()
     return program

@@ -16,6 +16,7 @@ from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
+from meshc.frontend import stock
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
@@ -32,7 +33,7 @@ from meshc.report import explained, searched, summary
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.ownership import calls_allowed
+from meshc.runtime.state.ownership import calls_allowed, run_calls
 from meshc.runtime.state.store import Store
 from meshc.text import show
 
@@ -46,10 +47,23 @@ class Program:
 
     def __init__(self, asked: Asked, world: World) -> None:
         self.asked, self.world = asked, world
-        self.compilations = Compilations(asked, world, self.__call__)
+        self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, object] = {}
+        self._encoder: Program | None = None
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
+
+    def run_by_model(self) -> None:
+        """From here on a call of the module that is compiled runs its program, where there are ranks to run it; a call of the encoder
+        alone, which generate makes, runs one of its own."""
+        called = self.asked.called
+        if not isinstance(called, nn.Module) or not self.world.has_ranks:
+            return
+        run_calls(called, self.__call__)
+        path = stock.encoder_of(called) if called is self.asked.module else None
+        if path is not None and self._encoder is None:
+            self._encoder = Program(self.asked.part(path), self.world)
+            self._encoder.run_by_model()
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
@@ -70,7 +84,7 @@ class Program:
                 cached = cached_calls.opened(self.asked, args, kwargs)
             return self._call(args, kwargs) if cached is None else self._with_cache(cached)
 
-    def _with_cache(self, cached: cached_calls.CachedCall) -> Any:
+    def _with_cache(self, cached: cached_calls.FilledCall) -> Any:
         if self._tokens is None and self.world.board is not None:
             self._tokens = self.world.board.numbers.stream("the tokens of program", cached_calls.ADVICE)
         if self._tokens is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from meshc.frontend.stock_caches import LENGTH, NAMES
 
@@ -71,9 +71,22 @@ def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
     """What is traced: the model with a cache of these buffers. Its output holds the cache with what the call has written."""
     length = kwargs.pop(LENGTH)
     name = NAMES[0] if NAMES[0] in kwargs else NAMES[1]
-    pairs = kwargs.pop(name)
-    cache = PaddedCache(None if length is None else [PaddedLayer(keys, values, length) for keys, values in pairs])
+    buffers = kwargs.pop(name)
+    if module.config.is_encoder_decoder:
+        own, cross = (None, None) if length is None else buffers
+        cache: Cache = EncoderDecoderCache(_cache(own, length), _cross(cross))
+    else:
+        cache = _cache(None if length is None else buffers, length)
     return module(*args, **{name: cache}, **kwargs)
+
+
+def _cache(pairs: Sequence[Sequence[Tensor]] | None, length: Tensor | int) -> PaddedCache:
+    return PaddedCache(None if pairs is None else [PaddedLayer(keys, values, length) for keys, values in pairs])
+
+
+def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
+    """Of attention to an encoder, whose tokens are all there."""
+    return PaddedCache(None if pairs is None else [PaddedLayer(keys, values, keys.shape[2]) for keys, values in pairs])
 
 
 def flatten(cache: PaddedCache) -> tuple[list[object], None]:

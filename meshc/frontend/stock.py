@@ -64,6 +64,14 @@ def learn_trees(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def encoder_of(module: nn.Module) -> str | None:
+    """Where in a stock model the encoder is that its own generate calls by itself; None if it has none."""
+    if not type(module).__module__.startswith("transformers.") or not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return None
+    encoder = module.get_encoder() if hasattr(module, "get_encoder") else None
+    return next((path for path, child in module.named_modules() if path and child is encoder), None)
+
+
 def _install_hooks(child: nn.Module) -> None:
     """What collects hidden states and router logits. The first call that wants some installs it under a lock, which cannot be traced."""
     from transformers import PreTrainedModel

@@ -74,7 +74,8 @@ def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
 @contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
     """A context in which a call of the model is its own: for tracing, which would trace `guard_calls` too, and for copies of the model."""
-    guard, run = _GUARDS.pop(model, None), model.__dict__.pop(RUN, None)
+    guard = _GUARDS.pop(model, None)
+    runs = [(module, run) for module in model.modules() if (run := module.__dict__.pop(RUN, None)) is not None]
     if guard is not None:
         guard.remove()
     try:
@@ -82,8 +83,8 @@ def calls_allowed(model: nn.Module) -> Iterator[None]:
     finally:
         if guard is not None:
             guard_calls(model)
-        if run is not None:
-            run_calls(model, run)
+        for module, run in runs:
+            run_calls(module, run)
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
