@@ -165,7 +165,7 @@ class Asked:
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
         fixed, parked = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.parked)
         ask: dict[str, Any] = dict(
-            module=self.module, function=self._function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
+            module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
@@ -178,7 +178,7 @@ class Asked:
         )  # fmt: skip
         return Request(**{**ask, **changes})
 
-    def _function(self, kwargs: Mapping[str, object]) -> Function:
+    def function(self, kwargs: Mapping[str, object]) -> Function:
         """What is traced; of a call with a cache the model as a function of the cache's buffers."""
         if LENGTH not in kwargs:
             return self.traced.function

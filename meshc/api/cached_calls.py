@@ -13,7 +13,8 @@ its calls are filled up all the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.api.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
-from meshc.errors import InputError
+from meshc.errors import CaptureError, InputError
 from meshc.frontend.padded_sizes import rows_of, tokens_of
 from meshc.frontend.stock_caches import LENGTH, NAMES
 from meshc.ir import trees
@@ -39,6 +40,11 @@ FIRST: Final[Mapping[str, tuple[str, ...]]] = {
 ADVICE: Final = (
     "\n  why: all ranks work on one sequence, and what a rank has of the cache belongs to the tokens that it was given\n"
     "  what to do: draw the same on every rank, torch.manual_seed(n) before generate; pass the same prompts everywhere"
+)
+
+OF_LENGTH: Final = (
+    "  beside that: this call hands the model its cache, and one program serves all lengths of it, so that the length is a tensor, as it is\n"
+    "  for a StaticCache of transformers. A model that takes no StaticCache generates with use_cache=False, a program for each length"
 )
 
 
@@ -96,7 +102,11 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
     filled = _filled(asked, named, table, have, past)
     buffers: list[Any] = []
     if past:
-        assert asked.mesh.device_mesh is not None
+        if asked.mesh.device_mesh is None:
+            raise InputError(
+                f'a cache that holds tokens lies on ranks, and meshc.Mesh("{asked.mesh}") has none\n'
+                "  what to do: pass an empty cache, DynamicCache(), or compile with a DeviceMesh under torchrun"
+            )
         buffers = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
         filled["k"] = held_caches.capacity_in(buffers)
     sizes = Sizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
@@ -108,6 +118,17 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
         call[KEPT] = torch.arange(max(have["t"] - kept, 0), have["t"])
     call |= {name: buffers, LENGTH: torch.tensor(past) if past else None}
     return FilledCall(rest, call, table, sizes, kept if isinstance(kept, int) and kept else have["t"], cache, name, past)
+
+
+@contextmanager
+def explained(kwargs: Mapping[str, object]) -> Iterator[None]:
+    """A context for compiling: what a model refuses of a call with a cache is said to be of that."""
+    try:
+        yield
+    except CaptureError as error:
+        if kwargs.get(LENGTH) is not None:
+            error.args = (f"{error}\n{OF_LENGTH}",)
+        raise
 
 
 def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshc.api import module_mode, shared
+from meshc.api import cached_calls, module_mode, shared
 from meshc.api.asked import Asked, Key
 from meshc.api.made import Made
 from meshc.api.world import Context, World
@@ -157,7 +157,8 @@ class Compilations:
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
-            made = shared.compiled(self.world.board, asked, request)
+            with cached_calls.explained(kwargs):
+                made = shared.compiled(self.world.board, asked, request)
         for note in made.program.notes:
             if any(words in note for words in WARNED):
                 warnings.warn(note, stacklevel=6)
