@@ -66,6 +66,14 @@ def count(program: Any) -> int:
     return len(program.compilations.kept)
 
 
+def short(mesh: Any) -> None:
+    """A few tokens, most likely and drawn, by two programs."""
+    program, model, twin = compiled(llama, mesh)
+    same(model, twin, input_ids=prompts(), max_new_tokens=4)
+    same(program, twin, input_ids=prompts(4, 15), max_new_tokens=4, do_sample=True)
+    assert count(program) == 2
+
+
 def greedy(mesh: Any) -> None:
     """Prompts of any length and number, with and without padding, through two sizes of buffers: one program for each size."""
     program, model, twin = compiled(llama, mesh)
@@ -199,7 +207,7 @@ def seeds(mesh: Any) -> None:
             program(input_ids=prompts(3, 1), cache=cache)
 
 
-CHECKS = (greedy, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, seeds)
+CHECKS = (short, greedy, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, seeds)
 
 
 def run(mesh: str, *names: str) -> None:

@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "mesh, ranks, names",
     [
-        ("tp=2", 2, ("greedy", "refusals")),
+        ("tp=2", 2, ("short", "refusals")),
+        broad("tp=2", 2, ("greedy",)),
         broad("tp=2", 2, ("seeds",)),
         broad("tp=2", 2, ("rows", "sampled", "beams_and_chunks", "windows_and_static", "turns", "looked_at", "pipelines")),
         broad("dp=2", 2, ("greedy", "rows", "beams_and_chunks", "turns", "looked_at")),
