@@ -3,10 +3,10 @@
     program(input_ids=[3, 40], cache=DynamicCache())      [4, 64], cache=[], cache_length=None; the cache has buffers of 64, 40 in use
     program(input_ids=[3, 1], cache=cache)                [4, 1], cache=[[k, v], ...], cache_length=40
 
-Rows, tokens and buffers are filled up to sizes of which there are few (`filled_calls.py`), so that few programs serve all calls: one for
-each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of them sees it;
-what it leaves in a buffer is written over by the next one. The output is cut to what was asked for, and the cache in it is the one that
-came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has no cache:
+Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/filled_calls.py`), so that few programs serve all
+calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of them
+sees it; what it leaves in a buffer is written over by the next one. The output is cut to what was asked for, and the cache in it is the one
+that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has no cache:
 its calls are filled up all the same.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from meshc.api import held_caches
 from meshc.api.asked import Asked
-from meshc.api.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
 from meshc.errors import CaptureError, InputError
+from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
 from meshc.frontend.padded_sizes import rows_of, tokens_of
 from meshc.frontend.stock_caches import LENGTH, NAMES
 from meshc.ir import trees
@@ -43,8 +43,8 @@ ADVICE: Final = (
 )
 
 OF_LENGTH: Final = (
-    "  beside that: this call hands the model its cache, and one program serves all lengths of it, so that the length is a tensor, as it is\n"
-    "  for a StaticCache of transformers. A model that takes no StaticCache generates with use_cache=False, a program for each length"
+    "  beside that: this call hands the model its cache, and one program serves all lengths of it, so that the length is a tensor, as\n"
+    "  it is for a StaticCache of transformers. A model that takes no StaticCache generates with use_cache=False, a program for each length"
 )
 
 
@@ -156,8 +156,8 @@ def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
                 break
     wanted = {letters[1] for letters in table.inputs.values()}
     if missing := wanted - found.keys():
-        names = " or ".join(name for name, letters in table.inputs.items() if letters[1] in missing)
-        raise InputError(f"a call with a cache takes tokens, [rows, tokens]: {names}")
+        ways = " or ".join(name for name, letters in table.inputs.items() if letters[1] in missing)
+        raise InputError(f"a call with a cache takes tokens, [rows, tokens]: {ways}")
     return found
 
 

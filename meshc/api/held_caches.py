@@ -100,7 +100,7 @@ def _is_ours(layer: object) -> bool:
 
 
 def _adopted(layer: Any, mesh: DeviceMesh, most: int) -> Any:
-    """What a layer of transformers holds, whole on every rank, as one on the mesh. Of a window what has left it is not there, and not read."""
+    """What a layer of transformers holds, whole on every rank, as one on the mesh. What has left a window is not there, and not read."""
     from meshc.runtime.run.cache_layers import CacheLayer
 
     length = int(layer.get_seq_length())

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from meshc.frontend.stock_caches import LENGTH, NAMES
 
+
 class PaddedLayer(CacheLayerMixin):
     """Keys and values of one layer of the model, in buffers with room."""
 
@@ -72,7 +73,8 @@ def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
     length = kwargs.pop(LENGTH)
     name = NAMES[0] if NAMES[0] in kwargs else NAMES[1]
     buffers = kwargs.pop(name)
-    if module.config.is_encoder_decoder:
+    config: Any = module.config
+    if config.is_encoder_decoder:
         own, cross = (None, None) if length is None else buffers
         cache: Cache = EncoderDecoderCache(_cache(own, length), _cross(cross))
     else:

@@ -68,7 +68,8 @@ def encoder_of(module: nn.Module) -> str | None:
     """Where in a stock model the encoder is that its own generate calls by itself; None if it has none."""
     if not type(module).__module__.startswith("transformers.") or not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return None
-    encoder = module.get_encoder() if hasattr(module, "get_encoder") else None
+    get: Any = getattr(module, "get_encoder", None)
+    encoder = None if get is None else get()
     return next((path for path, child in module.named_modules() if path and child is encoder), None)
 
 

@@ -31,16 +31,16 @@ class CacheLayer(DynamicLayer):
 
     def __init__(self, buffers: Sequence[DTensor], rows: int, length: int, is_sliding: bool = False, max_length: int = -1) -> None:
         self.buffers, self.rows, self.length = tuple(buffers), rows, length
-        self.is_sliding = is_sliding  # type: ignore[misc]
+        self.is_sliding = is_sliding
         self.max_length = max_length
         self.is_initialized = True
 
     @property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:
         return _narrowed(self.buffers[0], self.rows, self.length)
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         return _narrowed(self.buffers[1], self.rows, self.length)
 
     @property

@@ -13,7 +13,15 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast, StaticCache
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    StaticCache,
+)
 
 import meshc
 from tests.processes.session import run_checks

@@ -87,7 +87,7 @@ class Sizes:
         if not isinstance(mask, Tensor):
             return mask
         letters = PAIRS[:-1] + letters[-1] if mask.dim() == 4 else letters
-        *rest, last = letters
+        rest, last = letters[:-1], letters[-1]
         nothing = torch.finfo(mask.dtype).min if mask.dim() == 4 and mask.dtype.is_floating_point else 0
         mask = mask[..., : self.have[last]]
         mask = F.pad(mask, (0, self.filled[last] - mask.shape[-1]), value=nothing)
@@ -97,7 +97,7 @@ class Sizes:
         return mask
 
     def cut(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
-        """What cuts leaves of an output. kept: how many tokens have logits. Raises InputError for an output that nobody knows how to cut."""
+        """What cuts leaves of an output. kept: how many tokens have logits. Raises InputError for one that nobody knows how to cut."""
 
         def cut(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
