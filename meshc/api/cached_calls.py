@@ -4,10 +4,10 @@
     program(input_ids=[3, 1], cache=cache)                [4, 1], cache=[[k, v], ...], cache_length=40
 
 Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/filled_calls.py`), so that few programs serve all
-calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of them
-sees it; what it leaves in a buffer is written over by the next one. The output is cut to what was asked for, and the cache in it is the one
-that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has no cache:
-its calls are filled up all the same.
+calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of
+them sees it; what it leaves in a buffer is written over by the next one. The output is cut to what was asked for, and the cache in it is
+the one that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has
+no cache: its calls are filled up all the same.
 """
 
 from __future__ import annotations
