@@ -196,6 +196,7 @@ def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
         "it takes gradients, and a cache has none: call it under torch.no_grad(), as generate does": _takes_gradient(asked),
         'the program takes parts of a batch: compile it with inputs="global"': asked.inputs != "global",
         'its outputs are left as they lie: compile it with outputs="plain"': asked.outputs != "plain",
+        "sizes are left open by Options(dynamic=...): compile the model once more without it, for generation": bool(asked.dynamic),
         "it has labels, and a loss counts every token: pass the whole sequence, without a cache": named.get("labels") is not None,
         "it says use_cache=False": named.get("use_cache") is False,
         "it says return_dict=False: outputs with a cache have names": named.get("return_dict") is False,

@@ -49,7 +49,8 @@ class Program:
         self.asked, self.world = asked, world
         self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, object] = {}
-        self._encoder: Program | None = None
+        self.encoder: Program | None = None
+        """Of a stock model with an encoder: what a call of that alone runs."""
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
 
@@ -61,9 +62,9 @@ class Program:
             return
         run_calls(called, self.__call__)
         path = stock.encoder_of(called) if called is self.asked.module else None
-        if path is not None and self._encoder is None:
-            self._encoder = Program(self.asked.part(path), self.world)
-            self._encoder.run_by_model()
+        if path is not None and self.encoder is None:
+            self.encoder = Program(self.asked.part(path), self.world)
+            self.encoder.run_by_model()
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""

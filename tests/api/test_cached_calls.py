@@ -88,7 +88,13 @@ def test_calls_that_no_program_takes(kwargs: dict[str, Any], words: str) -> None
         meshc.compile(llama(), MESH, kwargs={"input_ids": IDS, **kwargs})
 
 
-@pytest.mark.parametrize("how, words", [({"inputs": "local"}, 'inputs="global"'), ({"outputs": "dtensor"}, 'outputs="plain"')])
+OPEN = meshc.Options(dynamic={"input_ids": {1: torch.export.Dim("seq", max=64)}})
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [({"inputs": "local"}, 'inputs="global"'), ({"outputs": "dtensor"}, 'outputs="plain"'), ({"options": OPEN}, r"Options\(dynamic=")],
+)
 def test_ways_to_compile_that_no_cache_goes_with(how: Any, words: str) -> None:
     with pytest.raises(meshc.InputError, match=words):
         meshc.compile(llama(), MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()}, **how)

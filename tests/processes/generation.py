@@ -14,13 +14,19 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedTokenizerFast,
     StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import meshc
@@ -38,6 +44,22 @@ def llama() -> nn.Module:
 
 def mistral() -> nn.Module:
     return MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=8))
+
+
+def t5() -> nn.Module:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    sides = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sides.items()}
+    return BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=32, max_position_embeddings=128, **sizes))
+
+
+def opt() -> nn.Module:
+    config = OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32)
+    return OPTForCausalLM(config)
 
 
 def compiled(make: Any, mesh: Any) -> tuple[Any, Any, Any]:
@@ -118,6 +140,16 @@ def windows_and_static(mesh: Any) -> None:
     same(model, twin, **padded(), cache_implementation="static")
 
 
+def encoders(mesh: Any) -> None:
+    """A decoder with an encoder has two caches; the encoder, which generate calls by itself, runs too."""
+    for make in (t5, bart):
+        program, model, twin = compiled(make, mesh)
+        same(model, twin, **padded(), min_new_tokens=12)
+        same(program, twin, input_ids=prompts(3, 14), min_new_tokens=12)
+        assert count(program) == 2 and count(program.encoder) == 1
+        same(model, twin, **padded(), min_new_tokens=12, num_beams=2)
+
+
 def turns(mesh: Any) -> None:
     """A cache that the user holds, over two calls of generate."""
     _, model, twin = compiled(llama, mesh)
@@ -128,6 +160,20 @@ def turns(mesh: Any) -> None:
             found = [one.generate(ids, max_new_tokens=5, do_sample=False, cache=cache) for one, cache in ((model, mine), (twin, theirs))]
             assert torch.equal(*found) and mine.get_seq_length() == int(theirs.get_seq_length())
             ids = torch.cat([found[0], prompts(3, 4)], 1)
+
+
+def copies(mesh: Any) -> None:
+    """A prompt's cache, copied for each text that begins with it."""
+    program, model, twin = compiled(llama, mesh)
+    mine, theirs, ids = DynamicCache(), DynamicCache(), prompts()
+    program(input_ids=ids, cache=mine)
+    twin(input_ids=ids, cache=theirs)
+    for number in (1, 2):
+        longer = torch.cat([ids, prompts(3, number)], 1)
+        found = [
+            one.generate(longer, max_new_tokens=4, do_sample=False, cache=copy.deepcopy(cache)) for one, cache in ((model, mine), (twin, theirs))
+        ]
+        assert torch.equal(*found) and mine.get_seq_length() == 11
 
 
 def rows(mesh: Any) -> None:
@@ -201,6 +247,15 @@ def refusals(mesh: Any) -> None:
         program(input_ids=ids, cache=DynamicCache())
 
 
+def lengths(mesh: Any) -> None:
+    """A model that wants its cache's length as a number is refused, with the line; without a cache each length is a program."""
+    program, model, twin = compiled(opt, mesh)
+    with pytest.raises(meshc.CaptureError, match=r"(?s)modeling_opt.py.*takes no StaticCache generates with use_cache=False"):
+        model.generate(prompts(), max_new_tokens=4, do_sample=False)
+    same(model, twin, input_ids=prompts(), max_new_tokens=2, use_cache=False)
+    assert count(program) == 3  # the prompt with a cache, whose length is no matter yet, and two without
+
+
 def seeds(mesh: Any) -> None:
     """Ranks that draw differently have different sequences, which is said. No collective works afterwards."""
     program, _, _ = compiled(llama, mesh)
@@ -215,7 +270,7 @@ def seeds(mesh: Any) -> None:
             program(input_ids=prompts(3, 1), cache=cache)
 
 
-CHECKS = (short, greedy, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, seeds)
+CHECKS = (short, copies, greedy, encoders, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, lengths, seeds)
 
 
 def run(mesh: str, *names: str) -> None:
