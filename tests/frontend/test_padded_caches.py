@@ -76,3 +76,15 @@ def test_a_cache_lies_as_it_is_read_and_is_left_so() -> None:
         gathers = [line for line in str(program).splitlines() if " = all_gather(" in line]
         assert len(gathers) <= 2 and all("logits" in line or "lm_head" in line for line in gathers), gathers
     assert "None, True" in next(line for line in str(prompt).splitlines() if "meshc.attention(" in line)
+    written = [line for line in str(token).splitlines() if "aten.index_copy(" in line]
+    assert len(written) == 4 and all("; over its operand" in line for line in written)
+
+
+class Kept(torch.nn.Module):
+    def forward(self, cache: torch.Tensor, place: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"cache": cache.index_copy(0, place, x)}
+
+
+def test_an_input_of_that_name_that_is_no_cache_is_given_back_unchanged() -> None:
+    inputs = {"cache": torch.ones(4, 2), "place": torch.tensor([1]), "x": torch.zeros(1, 2)}
+    assert "over its operand" not in str(meshc.compile(Kept(), meshc.Mesh("tp=2"), kwargs=inputs))

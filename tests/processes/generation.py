@@ -170,9 +170,8 @@ def copies(mesh: Any) -> None:
     twin(input_ids=ids, cache=theirs)
     for number in (1, 2):
         longer = torch.cat([ids, prompts(3, number)], 1)
-        found = [
-            one.generate(longer, max_new_tokens=4, do_sample=False, cache=copy.deepcopy(cache)) for one, cache in ((model, mine), (twin, theirs))
-        ]
+        pairs = ((model, copy.deepcopy(mine)), (twin, copy.deepcopy(theirs)))
+        found = [one.generate(longer, max_new_tokens=4, do_sample=False, cache=cache) for one, cache in pairs]
         assert torch.equal(*found) and mine.get_seq_length() == 11
 
 
@@ -270,7 +269,10 @@ def seeds(mesh: Any) -> None:
             program(input_ids=prompts(3, 1), cache=cache)
 
 
-CHECKS = (short, copies, greedy, encoders, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, lengths, seeds)
+CHECKS = (
+    short, copies, greedy, encoders, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, lengths,
+    seeds,
+)  # fmt: skip
 
 
 def run(mesh: str, *names: str) -> None:
