@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +18,7 @@ from meshc.errors import PlanError, StateError
 from meshc.frontend import admission, calling, dynamic
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import give_slots, slots_of
+from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -70,6 +73,8 @@ class Asked:
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._traced()
+        self.called: object = what
+        """What runs the program when it is called: the model, or a module of it."""
         admission.refuse_module(self.module, Store.of(self.module) is not None)
         refused = getattr(self.traced.function, "refused", [])
         if refused:
@@ -109,6 +114,12 @@ class Asked:
                 'Options(expert_placement="movable"): the model has a program already whose experts stay where they are\n'
                 "  what to do: give all programs of the model the option; the first to be compiled decides"
             )
+
+    def part(self, path: str) -> Asked:
+        """The same for calls of a module inside the model: programs of their own, over the model's parameters."""
+        found, inner = copy.copy(self), self.module.get_submodule(path)
+        found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
+        return found
 
     @property
     def module(self) -> nn.Module:
@@ -179,7 +190,7 @@ class Asked:
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
         fixed, parked = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.parked)
         ask: dict[str, Any] = dict(
-            module=self.module, function=self.traced.function, signature=self.traced.signature, args=args, kwargs=kwargs,
+            module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
@@ -192,6 +203,14 @@ class Asked:
             expert_bias_update=self.options.expert_bias_update,
         )  # fmt: skip
         return Request(**{**ask, **changes})
+
+    def function(self, kwargs: Mapping[str, object]) -> Function:
+        """What is traced; of a call with a cache the model as a function of the cache's buffers."""
+        if LENGTH not in kwargs:
+            return self.traced.function
+        from meshc.frontend import padded_caches
+
+        return padded_caches.call
 
     def _microbatches(self, grad: bool) -> int | None:
         """None: as many as are predicted to be fastest, which a pipeline alone can tell."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from meshc.api import module_mode, shared
+from meshc.api import cached_calls, module_mode, shared
 from meshc.api.asked import Asked, Key
 from meshc.api.made import Made
 from meshc.api.world import Context, World
@@ -53,8 +52,9 @@ class Compilation:
 class Compilations:
     """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches."""
 
-    def __init__(self, asked: Asked, world: World) -> None:
-        self.asked, self.world = asked, world
+    def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
+        """adopted: what is done when the model's parameters have become this rank's parts."""
+        self.asked, self.world, self._adopted = asked, world, adopted
         self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
@@ -157,7 +157,8 @@ class Compilations:
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
-            made = shared.compiled(self.world.board, asked, request)
+            with cached_calls.explained(kwargs):
+                made = shared.compiled(self.world.board, asked, request)
         for note in made.program.notes:
             if any(words in note for words in WARNED):
                 warnings.warn(note, stacklevel=6)
@@ -171,7 +172,8 @@ class Compilations:
         first = Store.of(asked.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
-        if isinstance(asked.what, nn.Module) or asked.step is not None:
+        self._adopted()
+        if asked.step is not None:
             guard_calls(asked.module)
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)

@@ -65,4 +65,6 @@ def compile(
             module_mode.refuse_unknown_inputs(asked.module)
     if args or kwargs:
         program.prepare(args, kwargs)
+    else:
+        program.run_by_model()
     return program

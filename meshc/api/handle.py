@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshc.api import explaining, pretrained, rebalancing, saving
+from meshc.api import cached_calls, explaining, pretrained, rebalancing, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
+from meshc.frontend import stock
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
@@ -30,9 +31,10 @@ from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.report import explained, searched, summary
 from meshc.report.rebalanced import Report
+from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.ownership import calls_allowed
+from meshc.runtime.state.ownership import calls_allowed, run_calls
 from meshc.runtime.state.store import Store
 from meshc.text import show
 
@@ -46,12 +48,31 @@ class Program:
 
     def __init__(self, asked: Asked, world: World) -> None:
         self.asked, self.world = asked, world
-        self.compilations = Compilations(asked, world)
+        self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, object] = {}
+        self.encoder: Program | None = None
+        """Of a stock model with an encoder: what a call of that alone runs."""
+        self._tokens: Stream | None = None
+        """What calls with a cache pass, for the comparison with the other ranks."""
+
+    def run_by_model(self) -> None:
+        """From here on a call of the module that is compiled runs its program, where there are ranks to run it; a call of the encoder
+        alone, which generate makes, runs one of its own."""
+        called = self.asked.called
+        if not isinstance(called, nn.Module) or not self.world.has_ranks:
+            return
+        run_calls(called, self.__call__)
+        path = stock.encoder_of(called) if called is self.asked.module else None
+        if path is not None and self.encoder is None:
+            self.encoder = Program(self.asked.part(path), self.world)
+            self.encoder.run_by_model()
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
         with self.guarded("compile"):
+            with self.world.refusable():
+                cached = cached_calls.opened(self.asked, args, kwargs)
+            args, kwargs = (args, kwargs) if cached is None else (cached.args, cached.kwargs)
             self.compilations.prepare(*self.compilations.admit(args, kwargs))
 
     def guarded(self, what: str) -> Context:
@@ -64,7 +85,27 @@ class Program:
         """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
         self.world.refuse_call()
         with self.guarded("call"):
-            return self._call(args, kwargs)
+            with self.world.refusable():
+                cached = cached_calls.opened(self.asked, args, kwargs)
+            return self._call(args, kwargs) if cached is None else self._with_cache(cached)
+
+    def _with_cache(self, cached: cached_calls.FilledCall) -> Any:
+        if self._tokens is None and self.world.board is not None:
+            self._tokens = self.world.board.numbers.stream("the tokens of program", cached_calls.ADVICE)
+        if self._tokens is not None:
+            self._tokens.note(*cached.noted())
+        return cached.closed(self._call(cached.args, cached.kwargs))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same
+        on every rank (docs/generation.md). Raises StateError for a model without one."""
+        own = getattr(self.asked.what, "generate", None)
+        if not isinstance(self.asked.what, nn.Module) or own is None:
+            raise StateError(
+                f"{self.asked.name} has no generate\n"
+                "  what to do: compile a model that has one, meshc.compile(model, mesh, ...), as a transformers causal model does"
+            )
+        return own(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         raise StateError(

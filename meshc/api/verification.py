@@ -171,7 +171,7 @@ def _verify_there(
         twin = plain_copy(module, values, double)
     args, kwargs = widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
-    function = one_device(program.asked.traced.function, program.asked.options.capacity)
+    function = one_device(program.asked.function(kwargs), program.asked.options.capacity)
     reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts)
     computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]

@@ -12,15 +12,16 @@ from torch.fx import Node
 
 from meshc.ir.regions import region_of
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, sharing_of
-from meshc.program.packing import escapes, may_hold_its_parts, may_overwrite, may_stay
+from meshc.program.packing import escapes, may_hold_its_parts, may_overwrite, may_stay, writes_in_place
 from meshc.program.program import Stage
 
 
 def faults(stage: Stage) -> Iterator[tuple[str, str]]:
     """(value, what is wrong with it). The stage's lines are sound in themselves."""
+    written = writes_in_place(stage)
     for node in stage.graph.nodes:
         for word in sharing_of(node):
-            if why := _why_not(node, word):
+            if not (word == OVER_OPERAND and node in written) and (why := _why_not(node, word)):
                 yield node.name, f"{node.name}: {word}, but {why}"
                 break
 
@@ -30,7 +31,7 @@ def _why_not(node: Node, word: str) -> str:
         return "that is for a cat of vectors, each made by reshape(x, [-1]) of an x that an operator has made and nothing else reads"
     if word == OVER_OPERAND and not may_overwrite(node):
         what = "what an operator has just made, and what nothing else reads, whatever lies in its memory"
-        return f"that is for an all-reduce of {what}; and for an addition in no region to it"
+        return f"that is for an all-reduce of {what}; for an addition in no region to it; for an index_copy into an input that leaves so"
     if word == KEPT and escapes(node):
         return "it leaves the stage, or what lies in its memory does: the next call would write over a result"
     if word == KEPT and (region := region_of(node)) is not None:

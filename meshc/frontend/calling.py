@@ -28,6 +28,10 @@ def call_module(module: nn.Module, *args: object, **kwargs: object) -> object:
     return module(*args, **kwargs)
 
 
+def call_inside(path: str, module: nn.Module, *args: object, **kwargs: object) -> object:
+    return module.get_submodule(path)(*args, **kwargs)
+
+
 def canonical(signature: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
     """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation.
 

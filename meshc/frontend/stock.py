@@ -64,6 +64,15 @@ def learn_trees(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def encoder_of(module: nn.Module) -> str | None:
+    """Where in a stock model the encoder is that its own generate calls by itself; None if it has none."""
+    if not type(module).__module__.startswith("transformers.") or not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return None
+    get: Any = getattr(module, "get_encoder", None)
+    encoder = None if get is None else get()
+    return next((path for path, child in module.named_modules() if path and child is encoder), None)
+
+
 def _install_hooks(child: nn.Module) -> None:
     """What collects hidden states and router logits. The first call that wants some installs it under a lock, which cannot be traced."""
     from transformers import PreTrainedModel
@@ -76,6 +85,10 @@ def learn_caches() -> None:
     """Caches are trees from here on, to meshc."""
     from transformers import DynamicCache, EncoderDecoderCache
 
+    from meshc.frontend import padded_caches
+
+    if not trees.is_known(padded_caches.PaddedCache):
+        trees.learn(padded_caches.PaddedCache, padded_caches.flatten, padded_caches.unflatten)
     if not trees.is_known(DynamicCache):
         trees.learn(DynamicCache, *_dynamic_cache(DynamicCache))
     if not trees.is_known(EncoderDecoderCache):

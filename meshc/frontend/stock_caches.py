@@ -18,6 +18,10 @@ from torch import nn
 
 ASKED: Final = "get_layer_types_and_kwargs"
 """Of `transformers.cache_utils`; releases that do not have it ask nothing."""
+LENGTH: Final = "cache_length"
+"""The argument that says how many tokens a cache's buffers hold, where a call hands them in: a 0-dim int64; None: there are none yet."""
+NAMES: Final = ("cache", "past_key_values")
+"""What models call the argument that is their cache: as of transformers 5.24, and before."""
 Kinds = tuple[list[str], list[dict[str, Any]]]
 """The kind of each layer's cache, and what its class is given."""
 

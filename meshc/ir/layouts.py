@@ -154,6 +154,7 @@ def largest_chunk(shape: Sequence[int], placements: Sequence[Placement], mesh: M
     return tuple(length for _, length in chunk_ranges(shape, placements, mesh, dict.fromkeys(mesh.names, 0)))
 
 
+@lru_cache(maxsize=4096)
 def torch_placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...]:
     """The placements of the live DTensor, on the root mesh: `Shard(d)` for each axis that splits dim d, whichever factor it splits.
 
@@ -171,6 +172,7 @@ def placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...] | None:
     return torch_placements(sharding, mesh) if even and aligned(sharding, mesh) else None
 
 
+@lru_cache(maxsize=4096)  # asked for every key and value of a cache at every token
 def aligned(sharding: Sharding, mesh: Mesh) -> bool:
     """Whether on every rank the chunk under `torch_placements` is the beginning of the tile, and padding is all that the tile has more."""
     return _aligned(tuple(map(_bare, sharding.dims)), mesh)

@@ -20,8 +20,10 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, local_bytes, record, spmd
+from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.regions import region_of
 from meshc.ir.sharing import PARTS_INSIDE, Words, sharing_of
+from meshc.program.program import Stage
 
 aten = torch.ops.aten
 
@@ -102,6 +104,18 @@ def adds_over(node: Node) -> bool:
 
 LARGE = 8 * 1024 * 1024
 """Bytes of a value for which fresh memory at each call is felt: allocators give it back to the system, which clears every page again."""
+
+
+def writes_in_place(stage: Stage) -> set[Node]:
+    """What may be written into an input where it lies: an index_copy into what comes as `input:NAME`, which nothing else reads, and leaves
+    as `output:NAME`. Whoever hands such an input in has it back with more in it, and must mean that: a cache is meant so."""
+    left, found = stage.results(), set()
+    for taken, key in stage.keys().items():
+        written = left.get(key_of("output", name_of(key))) if is_a(key, "input") else None
+        if written is not None and written.target is aten.index_copy.default and region_of(written) is None:
+            if written.args[0] is taken and set(taken.users) == {written}:
+                found.add(written)
+    return found
 
 
 def may_stay(node: Node) -> bool:

@@ -5,9 +5,10 @@
     flat: "f32[68]" = aten.cat([a, b])              becomes   flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])
     r: "f32[68]" = all_reduce(flat, ["dp"], "sum")            r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")
 
-What nothing else reads may be written over; what no result of the stage shares may lie at the same place at each call, and fresh pages cost
-more than what is written to them. `meshc/program/packing.py` says where that can be. In a region a `cat` is Inductor's, which makes what it
-joins in its memory too, and gives it back.
+What nothing else reads may be written over, and so may a cache's buffer where a call hands one in (`writes_in_place`); what no result of
+the stage shares may lie at the same place at each call, and fresh pages cost more than what is written to them.
+`meshc/program/packing.py` says where that can be. In a region a `cat` is Inductor's, which makes what it joins in its memory too, and gives
+it back.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import spmd
 from meshc.ir.graph import copied
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays
+from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays, writes_in_place
 from meshc.program.program import Stage
 
 
 def share_memory(lowered: Lowered) -> Lowered:
     """Says of each value whose memory it has; values do not change."""
-    return replace(lowered, stages={name: shared(stage) for name, stage in lowered.stages.items()})
+    has_cache = LENGTH in lowered.request.kwargs
+    return replace(lowered, stages={name: shared(stage, has_cache) for name, stage in lowered.stages.items()})
 
 
-def shared(stage: Stage) -> Stage:
-    """A copy of the stage that says so."""
-    graph = copied(stage.graph)
-    for node in graph.nodes:
-        set_sharing(node, words_of(node))
-    return replace(stage, graph=graph)
+def shared(stage: Stage, has_cache: bool = False) -> Stage:
+    """A copy of the stage that says so. has_cache: its call hands a cache in, whose buffers are written to where they lie."""
+    stage = replace(stage, graph=copied(stage.graph))
+    written = writes_in_place(stage) if has_cache else set()
+    for node in stage.graph.nodes:
+        set_sharing(node, (OVER_OPERAND,) if node in written else words_of(node))
+    return stage
 
 
 def words_of(node: Node) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ def propagator(placed: Placed, kind: type[Kind]) -> Kind:
     return kind(
         joint.graph, placed.factors, names, placed.plan, placed.sizes, joint.inputs, updates=joint.updates, interest=interest,
         pins=placed.pins, fixed=placed.request.fixed, local_batch=placed.local_batch, choices=placed.choices, chunked=placed.chunked,
+        caches=placed.traced.model.output_tree.caches(),
     )  # fmt: skip
 
 

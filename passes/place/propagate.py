@@ -61,6 +61,7 @@ class Propagator:
         local_batch: tuple[str, ...] = (),
         choices: Choices | None = None,
         chunked: Chunked | None = None,
+        caches: Collection[str] = (),
     ) -> None:
         """
         updates      nodes that update a parameter -> its name
@@ -69,7 +70,9 @@ class Propagator:
         local_batch  axes over which each rank passes a part of the batch of its own
         choices      what a search has decided for some of the axes, in place of the plan
         chunked      what runs in chunks, if anything does
+        caches       names of the leaves of caches; an input of that name lies as its first reader wants it
         """
+        self.caches = caches
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
         self.axes = [axis for axis in sizes if sizes[axis] > 1 and axis != CHUNK]
@@ -92,7 +95,7 @@ class Propagator:
         given: Sharding | None = whole
         if port.kind == "parameter":
             given = self._settled(port.name, node)
-        elif port.kind == "state":
+        elif port.kind == "state" or self._is_cache(port):
             given = None
         elif port.kind == "input" and self.local_batch:
             given = self._split_batch(whole, node)
@@ -100,6 +103,9 @@ class Propagator:
         floating = port.dtype.is_floating_point or port.dtype.is_complex
         if port.kind in ("constant", "random", "buffer", "number") or (port.kind == "input" and not floating):
             self.result.free.add(node)
+
+    def _is_cache(self, port: Port) -> bool:
+        return port.kind == "input" and port.name in self.caches
 
     def _split_batch(self, whole: Sharding, node: Node) -> Sharding:
         for dim, parts in enumerate(self.factors.dims[(node, 0)]):
@@ -116,10 +122,12 @@ class Propagator:
                 self._source(node)
             elif node.op == "call_function" and not is_getitem(node):
                 self._operator(self.factors.instances[node])
-        for port in self.ports.values():
+        for node, port in self.ports.items():
             if port.kind == "parameter":
                 for kind in ("parameter", "gradient", "state"):
                     self.storage(port.name, kind)
+            elif self._is_cache(port):
+                self.result.given[(node, 0)] = self.first_use.get(port.key) or self.result.whole((node, 0))
         self.result.gathered = self.rings.slower if self.rings is not None else set()
         return self.result
 
@@ -300,7 +308,7 @@ class Propagator:
     # ------------------------------------------------------------------------------------------------------------------- storage
 
     def _note_use(self, value: Value, want: Sharding) -> None:
-        """The first use of a parameter gives its storage."""
+        """The first use of a parameter gives its storage; that of a cache says how it comes."""
         node, index = value
         while node.op == "call_function":
             instance = self.factors.instances[node]
@@ -312,6 +320,8 @@ class Propagator:
         port = self.ports.get(node)
         if port is not None and port.kind == "parameter":
             self.first_use.setdefault(port.name, replace(want, pending=()))
+        elif port is not None and self._is_cache(port):
+            self.first_use.setdefault(port.key, _without(want, SEQUENTIAL))
 
     def _settled(self, name: str, node: Node) -> Sharding | None:
         """The storage that another program has settled; one that did not use the parameter has no names for what it keeps whole."""

@@ -45,16 +45,17 @@ class Difference:
     name: str = ""
     mine: str = ""
     theirs: str = ""
+    advice: str = ""
 
     def text(self, rank: int) -> str:
         first, second = sorted(((rank, self.mine), (self.other, self.theirs)))
         what = f"the numbers of {self.stream}"
         if not self.name:
-            return f"ranks {first[0]} and {second[0]} differ in {what}, at its step {self.count} or before{ADVICE}"
+            return f"ranks {first[0]} and {second[0]} differ in {what}, at its step {self.count} or before{self.advice}"
         group, _, number = self.name.rpartition(".")
         name = f"{number} of group {group}" if group else number
         values = f"{first[1]} on rank {first[0]} and {second[1]} on rank {second[0]}"
-        return f"ranks differ in {what}: at its step {self.count}, {name} is {values}{ADVICE}"
+        return f"ranks differ in {what}: at its step {self.count}, {name} is {values}{self.advice}"
 
 
 ADVICE: Final = (
@@ -67,8 +68,8 @@ ADVICE: Final = (
 class Stream:
     """The numbers of one program or optimizer, call by call. `note` is the main thread's, all else the reporter's."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, advice: str = ADVICE) -> None:
+        self.name, self.advice = name, advice
         self.count = 0
         self._last: tuple[Number, ...] | None = None
         self._names: tuple[str, ...] = ()
@@ -121,9 +122,9 @@ class Numbers:
         self._ahead: dict[tuple[int, str], tuple[int, int]] = {}  # what a peer said that this rank has not come to
         self._compared: dict[tuple[int, str], int] = {}
 
-    def stream(self, what: str) -> Stream:
-        """A new stream. All ranks make theirs in the same order."""
-        stream = Stream(f"{what} {next(self._serial)}")
+    def stream(self, what: str, advice: str = ADVICE) -> Stream:
+        """A new stream. All ranks make theirs in the same order. advice: why a difference is wrong, and what to do."""
+        stream = Stream(f"{what} {next(self._serial)}", advice)
         self._recent.append(stream)
         self._streams = {**{one.name: weakref.ref(one) for one in self._alive()}, stream.name: weakref.ref(stream)}
         return stream
@@ -175,8 +176,8 @@ def _first(stream: Stream, count: int, other: int, mine: list[Row], theirs: list
         one, two = (rows[max(at for at in rows if at <= since)] for rows in (here, there))
         for name in one | two:
             if one.get(name) != two.get(name):
-                return Difference(stream.name, since, other, name, one.get(name, "not there"), two.get(name, "not there"))
-    return Difference(stream.name, count, other)
+                return Difference(stream.name, since, other, name, one.get(name, "not there"), two.get(name, "not there"), stream.advice)
+    return Difference(stream.name, count, other, advice=stream.advice)
 
 
 def _by_name(rows: list[Row]) -> dict[int, dict[str, str]]:

@@ -18,6 +18,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 from torch.distributed import ProcessGroup
@@ -105,12 +106,16 @@ def function_of(node: Node, device: torch.device, origin: Origin | None = None, 
             return torch.mm(x, y, out=memory)
 
         return product
-    function = direct(torch.ops.aten.add_.Tensor if _adds_over(node) else node.target, device)
+    over = OVERWRITING.get(node.target) if OVER_OPERAND in sharing_of(node) else None
+    function = direct(over or node.target, device)
     return function if origin is None else guarded(node.target, function)
 
 
-def _adds_over(node: Node) -> bool:
-    return node.target is torch.ops.aten.add.Tensor and OVER_OPERAND in sharing_of(node)
+OVERWRITING: Final[Mapping[object, Function]] = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.index_copy.default: torch.ops.aten.index_copy_.default,
+}
+"""Operators that have a form which writes over their first operand."""
 
 
 class Source:

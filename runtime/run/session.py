@@ -163,7 +163,8 @@ class Session:
             return
         if dist.get_world_size() == 1:
             return
-        digest = torch.tensor([_digest(tensors)], dtype=torch.int64, device=self.device)
+        plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
+        digest = torch.tensor([digest_of(plain)], dtype=torch.int64, device=self.device)
         with self.executor.guarded(self.store.step, "compare inputs"):
             digests = collectives.all_gather(digest, self.store.transfers.groups.world).wait().tolist()
         if len(set(digests)) > 1:
@@ -265,7 +266,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _digest(tensors: Sequence[torch.Tensor]) -> int:
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Of what tensors hold, whole, as ranks compare it: 64 bits."""
     state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -42,7 +42,8 @@ class SharedMemory:
         elif node in self.wholes:
             made = self.wholes.pop(node).view(made.shape)
         elif OVER_OPERAND in sharing_of(node):
-            operand = env[node.all_input_nodes[0]]
+            first = node.all_input_nodes[0]
+            operand = env[first] if first.op != "placeholder" else None  # a cache's buffer: the model is run on it too
             if isinstance(operand, torch.Tensor) and operand.is_contiguous():
                 made = operand.copy_(made)
         if KEPT in sharing_of(node):

@@ -6,10 +6,10 @@ The hooks are plain functions that look their owner up, so that modules and opti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _STORES: weakref.WeakKeyDictionary[object, Store] = weakref.WeakKeyDictionary()
 """The store of each compiled model, of each submodule that holds copies, and of each optimizer that a program updates."""
+
+RUN: Final = "_compiled_call_impl"
+"""What torch calls the place of what a module's call runs instead of its forward."""
 
 _GUARDS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 """The hook on each model that refuses its calls."""
@@ -63,15 +66,22 @@ def own_copies(module: nn.Module, store: Store) -> None:
 
 
 def guard_calls(model: nn.Module) -> None:
-    """From now on calling the model raises, except within `calls_allowed`."""
+    """From now on calling the model raises, except within `calls_allowed`, and where its calls run a program."""
     if model not in _GUARDS:
         _GUARDS[model] = model.register_forward_pre_hook(_refuse_call)
 
 
+def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
+    """From now on calling the model calls `run`, except within `calls_allowed`. Its `forward` stays its own, and so does a copy of it:
+    torch has this place in a module for what `nn.Module.compile` makes, and copies and pickles leave it out."""
+    model._compiled_call_impl = run
+
+
 @contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
-    """A context without the hook of `guard_calls`: for tracing, which would trace the hook too, and for copies of the model."""
+    """A context in which a call of the model is its own: for tracing, which would trace `guard_calls` too, and for copies of the model."""
     guard = _GUARDS.pop(model, None)
+    runs = [(module, run) for module in model.modules() if (run := module.__dict__.pop(RUN, None)) is not None]
     if guard is not None:
         guard.remove()
     try:
@@ -79,6 +89,8 @@ def calls_allowed(model: nn.Module) -> Iterator[None]:
     finally:
         if guard is not None:
             guard_calls(model)
+        for module, run in runs:
+            run_calls(module, run)
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:

@@ -1,0 +1,213 @@
+"""A call that hands a model its cache of keys and values: what the program gets for it, and how its output comes back.
+
+    program(input_ids=[3, 40], cache=DynamicCache())      [4, 64], cache=[], cache_length=None; the cache has buffers of 64, 40 in use
+    program(input_ids=[3, 1], cache=cache)                [4, 1], cache=[[k, v], ...], cache_length=40
+
+Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/filled_calls.py`), so that few programs serve all
+calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of
+them sees it; what it leaves in a buffer is written over by the next one. The output is cut to what was asked for, and the cache in it is
+the one that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has
+no cache: its calls are filled up all the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshc.api import held_caches
+from meshc.api.asked import Asked
+from meshc.errors import CaptureError, InputError
+from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
+from meshc.frontend.padded_sizes import rows_of, tokens_of
+from meshc.frontend.stock_caches import LENGTH, NAMES
+from meshc.ir import trees
+from meshc.runtime.run.session import digest_of
+
+KEPT: Final = "logits_to_keep"
+MASK: Final = "attention_mask"
+FIRST: Final[Mapping[str, tuple[str, ...]]] = {
+    "t": ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds"),
+    "s": ("encoder_outputs", "input_ids", "inputs_embeds"),
+}
+"""Inputs that say how many rows and tokens a call has, the first that there is."""
+ADVICE: Final = (
+    "\n  why: all ranks work on one sequence, and what a rank has of the cache belongs to the tokens that it was given\n"
+    "  what to do: draw the same on every rank, torch.manual_seed(n) before generate; pass the same prompts everywhere"
+)
+
+OF_LENGTH: Final = (
+    "  beside that: this call hands the model its cache, and one program serves all lengths of it, so that the length is a tensor, as\n"
+    "  it is for a StaticCache of transformers. A model that takes no StaticCache generates with use_cache=False, a program for each length"
+)
+
+
+@dataclass(frozen=True)
+class FilledCall:
+    """
+    args, kwargs  what the program gets
+    table, sizes  what its dims are, and were
+    kept          how many tokens have logits
+    cache, name   the user's cache, and the argument it came as; None for a call without
+    past          how many tokens it held
+    """
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    table: Table
+    sizes: Sizes
+    kept: int = 0
+    cache: Any = None
+    name: str = NAMES[0]
+    past: int = 0
+
+    def noted(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What ranks compare of it, by name."""
+        plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH)]
+        return ("a digest of what is passed", "the number of tokens before it"), (digest_of(plain), self.past)
+
+    def closed(self, output: Any) -> Any:
+        """The output as the model would give it: cut to the call's rows and tokens, with the user's cache. Raises InputError for an
+        output that nobody knows how to cut."""
+        if self.cache is not None:
+            have = self.sizes.have
+            held_caches.put(self.cache, output[self.name], have["r"], self.past + have["t"], have.get("s", 0))
+        for name in [name for name in output if name != self.name]:
+            output[name] = trees.mapped(self.sizes.cut(self.table, name, self.kept), output[name])
+        if self.cache is not None:
+            output[self.name] = self.cache
+        return output
+
+
+def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
+    """What a call with a cache, or of an encoder, becomes; None for another. Raises InputError for a cache that no program takes."""
+    if asked.called is not asked.what:
+        return _of_encoder(asked, args, kwargs)
+    if not any(map(held_caches.is_cache, (*args, *kwargs.values()))):
+        return None
+    name, cache, rest, named = _apart(asked, args, kwargs)
+    table = BOTH if hasattr(cache, "cross_attention_cache") else ALONE
+    held_caches.refuse_others(cache)
+    _refuse_calls(asked, named)
+    have = _sizes(named, table)
+    past = held_caches.length_of(cache)
+    if past and held_caches.rows_in(cache) != have["r"]:
+        raise InputError(f"the cache holds {held_caches.rows_in(cache)} rows, and {have['r']} were passed")
+    filled = _filled(asked, named, table, have, past)
+    buffers: list[Any] = []
+    if past:
+        if asked.mesh.device_mesh is None:
+            raise InputError(
+                f'a cache that holds tokens lies on ranks, and meshc.Mesh("{asked.mesh}") has none\n'
+                "  what to do: pass an empty cache, DynamicCache(), or compile with a DeviceMesh under torchrun"
+            )
+        buffers = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
+        filled["k"] = held_caches.capacity_in(buffers)
+    sizes = Sizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
+    if table is BOTH and named.get(MASK) is None:
+        named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
+    call = {key: sizes.longer(table, key, value) for key, value in named.items()}
+    kept = named.get(KEPT, 0)
+    if isinstance(kept, int) and kept and have["t"] > 1:
+        call[KEPT] = torch.arange(max(have["t"] - kept, 0), have["t"])
+    call |= {name: buffers, LENGTH: torch.tensor(past) if past else None}
+    return FilledCall(rest, call, table, sizes, kept if isinstance(kept, int) and kept else have["t"], cache, name, past)
+
+
+@contextmanager
+def explained(kwargs: Mapping[str, object]) -> Iterator[None]:
+    """A context for compiling: what a model refuses of a call with a cache is said to be of that."""
+    try:
+        yield
+    except CaptureError as error:
+        if kwargs.get(LENGTH) is not None:
+            error.args = (f"{error}\n{OF_LENGTH}",)
+        raise
+
+
+def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
+    takes = list(inspect.signature(asked.traced.signature).parameters)
+    named = {**dict(zip(takes, args, strict=False)), **kwargs}
+    if MASK not in takes or asked.inputs != "global" or _takes_gradient(asked):
+        return None
+    have = _sizes(named, ENCODER)
+    sizes = Sizes(have, _filled(asked, named, ENCODER, have, 0))
+    if named.get(MASK) is None:
+        named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
+    return FilledCall(args[len(takes) :], {key: sizes.longer(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
+
+
+def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
+    """Rows and tokens of a call, by letter. Raises InputError for one without tokens."""
+    found: dict[str, int] = {}
+    for letter, names in FIRST.items():
+        for name in names:
+            if table.inputs.get(name) == f"r{letter}" and named.get(name) is not None:
+                first = next((leaf for leaf in trees.leaves(named[name]) if isinstance(leaf, Tensor)), None)
+                if first is None or first.dim() < 2:
+                    raise InputError(f"{name} has rows and tokens, [rows, tokens]")
+                found |= {"r": int(first.shape[0]), letter: int(first.shape[1])}
+                break
+    wanted = {letters[1] for letters in table.inputs.values()}
+    if missing := wanted - found.keys():
+        ways = " or ".join(name for name, letters in table.inputs.items() if letters[1] in missing)
+        raise InputError(f"a call with a cache takes tokens, [rows, tokens]: {ways}")
+    return found
+
+
+def _filled(asked: Asked, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int) -> dict[str, int]:
+    """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows."""
+    known = {*table.inputs, *table.masks, KEPT}
+    if any(isinstance(value, Tensor) and key not in known for key, value in named.items()):
+        return dict(have)
+    most = _positions(asked)
+    filled = {letter: tokens_of(have[letter], most - (past if letter == "t" else 0)) for letter in have if letter != "r"}
+    return {"r": rows_of(have["r"], asked.data_ranks), **filled}
+
+
+def _apart(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
+    """The cache, the argument it is, and the other arguments, by name where the model's forward has names for them."""
+    takes = list(inspect.signature(asked.traced.signature).parameters)
+    named = {**dict(zip(takes, args, strict=False)), **kwargs}
+    found = [key for key, value in named.items() if held_caches.is_cache(value)]
+    name = next((one for one in NAMES if one in takes), NAMES[0])
+    if len(found) != 1 or found[0] not in NAMES or asked.step is not None:
+        raise InputError(
+            f"a program takes one cache, as {name}; this call has one as {', '.join(found)}\n"
+            "  what to do: pass what the model's own generate passes"
+        )
+    cache = named.pop(found[0])
+    return name, cache, args[len(takes) :], named
+
+
+def _takes_gradient(asked: Asked) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in asked.module.parameters())
+
+
+def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
+    """Calls that no cache goes with. Raises InputError."""
+    wrong = {
+        "it takes gradients, and a cache has none: call it under torch.no_grad(), as generate does": _takes_gradient(asked),
+        'the program takes parts of a batch: compile it with inputs="global"': asked.inputs != "global",
+        'its outputs are left as they lie: compile it with outputs="plain"': asked.outputs != "plain",
+        "sizes are left open by Options(dynamic=...): compile the model once more without it, for generation": bool(asked.dynamic),
+        "it has labels, and a loss counts every token: pass the whole sequence, without a cache": named.get("labels") is not None,
+        "it says use_cache=False": named.get("use_cache") is False,
+        "it says return_dict=False: outputs with a cache have names": named.get("return_dict") is False,
+    }
+    said = [text for text, is_so in wrong.items() if is_so]
+    if said:
+        raise InputError("this call has a cache, and cannot: " + "; ".join(said))
+
+
+def _positions(asked: Asked) -> int:
+    """How many positions the model has, as far as its configuration says."""
+    config: Any = getattr(asked.module, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "max_position_embeddings", None) or 1 << 62)

@@ -1,0 +1,121 @@
+"""Inputs filled up to sizes of which there are few, and outputs cut to what was asked for, by what their dims are.
+
+    input_ids  "rt"        [3, 11] -> [4, 16]       rows, and the tokens of this call
+    attention_mask  "rk"   [3, 11] -> [4, 16]       rows, and the keys that attention sees
+    logits  "rt"           [4, 16, vocab] -> [3, 11, vocab]
+
+A row that is filled up repeats another, and so does a token; a key or a source token that is filled up is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshc.errors import InputError
+from meshc.ir import trees
+
+Letters = Mapping[str, str]
+"""By name of an input or output: its dims from the first, `r` rows, `t` tokens of this call, `k` keys, `s` tokens of the encoder."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is known of a kind of model. masks: inputs that say which keys, or source tokens, there are."""
+
+    inputs: Letters
+    masks: Letters
+    outputs: Letters
+
+
+ALONE: Final = Table(
+    {"input_ids": "rt", "inputs_embeds": "rt", "token_type_ids": "rt", "mm_token_type_ids": "rt", "position_ids": "rt"},
+    {"attention_mask": "rk"},
+    {"logits": "rt", "hidden_states": "rt", "attentions": "r.tk"},
+)
+"""A causal model."""
+ENCODER: Final = Table(
+    {"input_ids": "rs", "inputs_embeds": "rs"},
+    {"attention_mask": "rs"},
+    {"last_hidden_state": "rs", "hidden_states": "rs", "attentions": "r.ss"},
+)
+BOTH: Final = Table(
+    {
+        "decoder_input_ids": "rt", "decoder_inputs_embeds": "rt", "decoder_position_ids": "rt", "encoder_outputs": "rs",
+        "input_ids": "rs", "inputs_embeds": "rs",
+    },
+    {"attention_mask": "rs", "decoder_attention_mask": "rk"},
+    {
+        "logits": "rt", "decoder_hidden_states": "rt", "decoder_attentions": "r.tk", "cross_attentions": "r.ts",
+        "encoder_last_hidden_state": "rs", "encoder_hidden_states": "rs", "encoder_attentions": "r.ss",
+    },
+)  # fmt: skip
+"""A decoder with its encoder."""
+PAIRS: Final = "r.tk"
+"""A mask of pairs, [rows, heads or 1, tokens, keys]."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of each letter what a call has, and what it is filled up to."""
+
+    have: Mapping[str, int]
+    filled: Mapping[str, int]
+
+    def longer(self, table: Table, name: str, value: object) -> object:
+        """An input, filled up; what is no tensor of rows is itself."""
+        if name in table.masks:
+            return trees.mapped(lambda mask: self._mask(table.masks[name], mask), value)
+        letters = table.inputs.get(name)
+        return value if letters is None else trees.mapped(lambda leaf: self._repeated(letters, leaf), value)
+
+    def _repeated(self, letters: str, leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.dim() > 3:
+            return leaf
+        begin = max(leaf.dim() - len(letters), 0) if not leaf.dtype.is_floating_point else 0  # positions of several kinds stand before
+        for dim, letter in enumerate(letters, begin):
+            if leaf.shape[dim] == self.have[letter]:
+                leaf = repeated(leaf, dim, self.filled[letter])
+        return leaf
+
+    def _mask(self, letters: str, mask: object) -> object:
+        if not isinstance(mask, Tensor):
+            return mask
+        letters = PAIRS[:-1] + letters[-1] if mask.dim() == 4 else letters
+        rest, last = letters[:-1], letters[-1]
+        nothing = torch.finfo(mask.dtype).min if mask.dim() == 4 and mask.dtype.is_floating_point else 0
+        mask = mask[..., : self.have[last]]
+        mask = F.pad(mask, (0, self.filled[last] - mask.shape[-1]), value=nothing)
+        for dim, letter in enumerate(rest):
+            if letter != "." and mask.shape[dim] == self.have[letter]:
+                mask = repeated(mask, dim, self.filled[letter])
+        return mask
+
+    def cut(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
+        """What cuts leaves of an output. kept: how many tokens have logits. Raises InputError for one that nobody knows how to cut."""
+
+        def cut(leaf: object) -> object:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if name not in table.outputs:
+                raise InputError(
+                    f"the model returns {name} beside its logits, and of a call with a cache meshc knows only {', '.join(table.outputs)}\n"
+                    f"  what to do: call the model without output of {name}, or without its cache (use_cache=False)"
+                )
+            for dim, letter in enumerate(table.outputs[name]):
+                if letter != ".":
+                    leaf = leaf.narrow(dim, 0, min(kept if (name, letter) == ("logits", "t") else self.have[letter], leaf.shape[dim]))
+            return leaf
+
+        return cut
+
+
+def repeated(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The last place of a dim repeated, up to a size."""
+    have = tensor.shape[dim]
+    return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device).clamp(max=have - 1))

@@ -1,0 +1,137 @@
+"""Caches of keys and values as their users hold them, between calls of a program: buffers on the mesh, and how much of them is filled.
+
+    DynamicCache(layers=[CacheLayer, CacheLayer, ...])     each: two DTensors [rows, heads, capacity, head], `rows` and `length` in use
+
+They answer what a stock model's own code asks of a cache (its length, beams in another order, some of the rows, fewer tokens) with plain
+tensors in and out, and never as a whole on one rank. Buffers have room for more rows and tokens than there are: a program is for one size
+of them. This file imports transformers, and is imported where a cache of it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.cache_utils import DynamicLayer
+
+from meshc.errors import StateError
+
+ROWS, TOKENS = 0, 2
+"""Dims of a buffer."""
+
+
+class CacheLayer(DynamicLayer):
+    """Keys and values of one layer. `keys` and `values` are what is in use of them, as they lie on the mesh."""
+
+    is_compileable, is_croppable, supports_early_init = False, True, False
+
+    def __init__(self, buffers: Sequence[DTensor], rows: int, length: int, is_sliding: bool = False, max_length: int = -1) -> None:
+        self.buffers, self.rows, self.length = tuple(buffers), rows, length
+        self.is_sliding = is_sliding
+        self.max_length = max_length
+        self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor:
+        return _narrowed(self.buffers[0], self.rows, self.length)
+
+    @property
+    def values(self) -> Tensor:
+        return _narrowed(self.buffers[1], self.rows, self.length)
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """It holds something already."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> NoReturn:
+        """Raises StateError: what writes to it is the program."""
+        raise StateError(
+            "this cache lies on the mesh, split as its program reads it, and a model that is not compiled cannot write to it\n"
+            "  what to do: give it to the compiled model, or start this model with a cache of its own"
+        )
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, by a number of zero or less. Raises ValueError for another."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes how many tokens to forget as a negative number, not {tokens_to_remove}")
+        self.length = max(self.length + tokens_to_remove, 0)
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def offload(self) -> None:
+        """It stays where it lies."""
+
+    def prefetch(self) -> None:
+        """It stays where it lies."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] is."""
+        self._take(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the rows, by number or by a mask."""
+        self._take(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times over."""
+        self._take(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def _take(self, rows: Tensor) -> None:
+        if self.length == 0:
+            return
+        self.buffers = tuple(taken(buffer, rows) for buffer in self.buffers)
+        self.rows = len(rows)
+
+    def fitted(self, rows: int, capacity: int) -> tuple[DTensor, ...]:
+        """Its buffers, with this many rows and places; what they have no need of is anything."""
+        fit = self.buffers
+        if fit[0].shape[ROWS] != rows:
+            every = torch.arange(rows).clamp(max=self.rows - 1)
+            fit = tuple(taken(buffer, every) for buffer in fit)
+        if fit[0].shape[TOKENS] != capacity:
+            fit = tuple(resized(buffer, capacity) for buffer in fit)
+        return fit
+
+
+def taken(buffer: DTensor, rows: Tensor) -> DTensor:
+    """A buffer of these rows of another, split as it is: only its heads and tokens stay apart on the way."""
+    return _along(buffer, ROWS, len(rows), lambda local: local.index_select(ROWS, rows.to(local.device)))
+
+
+def resized(buffer: DTensor, capacity: int) -> DTensor:
+    """A buffer with room for more tokens, or for fewer."""
+    have = buffer.shape[TOKENS]
+    return _along(buffer, TOKENS, capacity, lambda local: F.pad(local, (0, 0, 0, capacity - have)))
+
+
+def _along(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor]) -> DTensor:
+    """What `work` makes of a dim of `buffer` that it needs whole, on each rank of its own part of the other dims."""
+    mesh, placements = buffer.device_mesh, buffer.placements
+    splits = [isinstance(place, Shard) and place.dim == dim for place in placements]
+    whole = [Replicate() if split else place for place, split in zip(placements, splits, strict=True)]
+    local = work(buffer.redistribute(placements=whole).to_local() if any(splits) else buffer.to_local())
+    shape = torch.Size([*buffer.shape[:dim], size, *buffer.shape[dim + 1 :]])
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(local.contiguous(), mesh, whole, run_check=False, shape=shape, stride=stride)
+    return made.redistribute(placements=placements) if any(splits) else made
+
+
+def _narrowed(buffer: DTensor, rows: int, length: int) -> Any:
+    return buffer[:rows, :, :length]

@@ -1,0 +1,279 @@
+"""A stock model's own generate on a compiled model, on real ranks, against the plain model on one device: each function is one check."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import meshc
+from tests.processes.session import run_checks
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def mistral() -> nn.Module:
+    return MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=8))
+
+
+def t5() -> nn.Module:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    sides = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sides.items()}
+    return BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=32, max_position_embeddings=128, **sizes))
+
+
+def opt() -> nn.Module:
+    config = OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32)
+    return OPTForCausalLM(config)
+
+
+def compiled(make: Any, mesh: Any) -> tuple[Any, Any, Any]:
+    """A program, its model, and the same model on one device."""
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    model = make().eval().double().requires_grad_(False)
+    twin = copy.deepcopy(model)
+    return meshc.compile(model, mesh), model, twin
+
+
+def prompts(rows: int = 3, tokens: int = 11) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(rows * 100 + tokens))
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """Prompts of several lengths, filled up in front."""
+    ids, mask = prompts(), torch.ones(3, 11, dtype=torch.int64)
+    ids[1, :4], mask[1, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def same(model: Any, twin: Any, **kwargs: Any) -> None:
+    """Token for token, from the same seed."""
+    found = []
+    for one in (model, twin):
+        torch.manual_seed(7)
+        given = {name: copy.deepcopy(value) for name, value in kwargs.items()}
+        found.append(one.generate(**{"do_sample": False, "max_new_tokens": 12, **given}))
+    assert torch.equal(*found), found
+
+
+def count(program: Any) -> int:
+    return len(program.compilations.kept)
+
+
+def short(mesh: Any) -> None:
+    """A few tokens, most likely and drawn, by two programs."""
+    program, model, twin = compiled(llama, mesh)
+    same(model, twin, input_ids=prompts(), max_new_tokens=4)
+    same(program, twin, input_ids=prompts(4, 15), max_new_tokens=4, do_sample=True)
+    assert count(program) == 2
+
+
+def greedy(mesh: Any) -> None:
+    """Prompts of any length and number, with and without padding, through two sizes of buffers: one program for each size."""
+    program, model, twin = compiled(llama, mesh)
+    same(model, twin, input_ids=prompts(), max_new_tokens=70)
+    assert count(program) == 3  # the prompt, buffers of 64 and of 128
+    same(program, twin, input_ids=prompts(4, 15))
+    assert count(program) == 3
+    same(program, twin, **padded())
+    assert count(program) == 5
+    with pytest.raises(meshc.StateError, match="has no generate"):
+        meshc.compile(nn.Linear(4, 4).requires_grad_(False), mesh).generate()
+
+
+def sampled(mesh: Any) -> None:
+    """Draws are the model's own, from torch's generator, which has one seed on all ranks."""
+    program, model, twin = compiled(llama, mesh)
+    same(model, twin, input_ids=prompts(), do_sample=True, top_k=20, temperature=0.7)
+    same(model, twin, **padded(), num_beams=3)
+    same(model, twin, **padded(), num_beams=2, do_sample=True)
+    assert count(program) <= 6
+
+
+def beams_and_chunks(mesh: Any) -> None:
+    """Beams reorder rows; tokens that are looked up are taken back; a prompt may come in parts."""
+    _, model, twin = compiled(mistral, mesh)
+    same(model, twin, **padded(), num_beams=3, num_return_sequences=2)
+    same(model, twin, input_ids=prompts(1), prompt_lookup_num_tokens=3)
+    same(model, twin, **padded(), prefill_chunk_size=4)
+
+
+def windows_and_static(mesh: Any) -> None:
+    _, model, twin = compiled(mistral, mesh)
+    same(model, twin, input_ids=prompts(), max_new_tokens=20)
+    same(model, twin, **padded(), cache_implementation="static")
+
+
+def encoders(mesh: Any) -> None:
+    """A decoder with an encoder has two caches; the encoder, which generate calls by itself, runs too."""
+    for make in (t5, bart):
+        program, model, twin = compiled(make, mesh)
+        same(model, twin, **padded(), min_new_tokens=12)
+        same(program, twin, input_ids=prompts(3, 14), min_new_tokens=12)
+        assert count(program) == 2 and count(program.encoder) == 1
+        same(model, twin, **padded(), min_new_tokens=12, num_beams=2)
+
+
+def turns(mesh: Any) -> None:
+    """A cache that the user holds, over two calls of generate."""
+    _, model, twin = compiled(llama, mesh)
+    for make in (DynamicCache, lambda: StaticCache(config=model.config, max_cache_len=60)):
+        mine, theirs = make(), make()
+        ids = prompts()
+        for _ in range(2):
+            found = [one.generate(ids, max_new_tokens=5, do_sample=False, cache=cache) for one, cache in ((model, mine), (twin, theirs))]
+            assert torch.equal(*found) and mine.get_seq_length() == int(theirs.get_seq_length())
+            ids = torch.cat([found[0], prompts(3, 4)], 1)
+
+
+def copies(mesh: Any) -> None:
+    """A prompt's cache, copied for each text that begins with it."""
+    program, model, twin = compiled(llama, mesh)
+    mine, theirs, ids = DynamicCache(), DynamicCache(), prompts()
+    program(input_ids=ids, cache=mine)
+    twin(input_ids=ids, cache=theirs)
+    for number in (1, 2):
+        longer = torch.cat([ids, prompts(3, number)], 1)
+        pairs = ((model, copy.deepcopy(mine)), (twin, copy.deepcopy(theirs)))
+        found = [one.generate(longer, max_new_tokens=4, do_sample=False, cache=cache) for one, cache in pairs]
+        assert torch.equal(*found) and mine.get_seq_length() == 11
+
+
+def rows(mesh: Any) -> None:
+    """What a stock model's code does with a cache, and what it then holds; one that a plain model has filled."""
+    program, model, twin = compiled(llama, mesh)
+    mine, theirs, ids = DynamicCache(), DynamicCache(), prompts()
+    out, wanted = program(input_ids=ids, cache=mine), twin(input_ids=ids, cache=theirs)
+    assert out.cache is mine and torch.allclose(out.logits, wanted.logits, atol=1e-12)
+    for cache in (mine, theirs):
+        cache.crop(-3)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 1, 0, 0]))
+    for layer, other in zip(mine.layers, theirs.layers, strict=True):
+        assert torch.allclose(layer.keys.full_tensor(), other.keys, atol=1e-12)
+        assert torch.allclose(layer.values.full_tensor(), other.values, atol=1e-12)
+    filled = copy.deepcopy(theirs)
+    ids = prompts(4, 2)
+    wanted = twin(input_ids=ids, cache=theirs).logits
+    for cache in (mine, filled):
+        assert torch.allclose(program(input_ids=ids, cache=cache).logits, wanted, atol=1e-12)
+    with pytest.raises(meshc.StateError, match="not compiled cannot write to it"):
+        twin(input_ids=ids, cache=mine)
+    with pytest.raises(meshc.InputError, match="the cache holds 4 rows, and 3 were passed"):
+        program(input_ids=prompts(), cache=mine)
+
+
+def looked_at(mesh: Any) -> None:
+    """What generate can return beside tokens, cut to what was asked for."""
+    _, model, twin = compiled(llama, mesh)
+    asked = dict(output_hidden_states=True, output_attentions=True, output_logits=True, return_dict_in_generate=True, do_sample=False)
+    ours, theirs = (one.generate(prompts(), max_new_tokens=4, **asked) for one in (model, twin))
+    for name in ("hidden_states", "attentions"):
+        for mine, wanted in zip(ours[name], theirs[name], strict=True):
+            for one, other in zip(mine, wanted, strict=True):
+                assert torch.allclose(one, other, atol=1e-12), name
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(ours.logits, theirs.logits, strict=True))
+
+
+def pipelines(mesh: Any) -> None:
+    """transformers' pipeline takes the compiled model as it takes any."""
+    _, model, twin = compiled(llama, mesh)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 64)}}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left")
+    texts = ["w3 w4 w5", "w9 w8 w7 w6 w5"]
+    found = [
+        transformers.pipeline("text-generation", model=one, tokenizer=tokenizer)(texts, max_new_tokens=6, do_sample=False, batch_size=2)
+        for one in (model, twin)
+    ]
+    assert found[0] == found[1], found
+
+
+@contextlib.contextmanager
+def refused(words: str) -> Iterator[None]:
+    with pytest.raises(meshc.InputError, match=words):
+        yield
+
+
+def refusals(mesh: Any) -> None:
+    program, model, _ = compiled(llama, mesh)
+    ids = prompts()
+    with refused("it has labels"):
+        program(input_ids=ids, cache=DynamicCache(), labels=ids)
+    with refused("says use_cache=False"):
+        program(input_ids=ids, cache=DynamicCache(), use_cache=False)
+    with refused("offloaded to the host"):
+        program(input_ids=ids, cache=DynamicCache(offloading=True))
+    model.requires_grad_(True)
+    with refused("under torch.no_grad"):
+        program(input_ids=ids, cache=DynamicCache())
+
+
+def lengths(mesh: Any) -> None:
+    """A model that wants its cache's length as a number is refused, with the line; without a cache each length is a program."""
+    program, model, twin = compiled(opt, mesh)
+    with pytest.raises(meshc.CaptureError, match=r"(?s)modeling_opt.py.*takes no StaticCache generates with use_cache=False"):
+        model.generate(prompts(), max_new_tokens=4, do_sample=False)
+    same(model, twin, input_ids=prompts(), max_new_tokens=2, use_cache=False)
+    assert count(program) == 3  # the prompt with a cache, whose length is no matter yet, and two without
+
+
+def seeds(mesh: Any) -> None:
+    """Ranks that draw differently have different sequences, which is said. No collective works afterwards."""
+    program, _, _ = compiled(llama, mesh)
+    cache, rank = DynamicCache(), torch.distributed.get_rank()
+    program(input_ids=prompts(), cache=cache)
+    for _ in range(4):  # the first, second and fourth call of a program compare what they are passed at once
+        program(input_ids=prompts(3, 1), cache=cache)
+    program(input_ids=torch.full((3, 1), 5 + rank), cache=cache)
+    with pytest.raises(meshc.PeerError, match=r"(?s)a digest of what is passed is .* on rank 0 and .* on rank 1.*torch.manual_seed"):
+        for _ in range(20):
+            time.sleep(0.5)
+            program(input_ids=prompts(3, 1), cache=cache)
+
+
+CHECKS = (
+    short, copies, greedy, encoders, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, lengths,
+    seeds,
+)  # fmt: skip
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks(CHECKS, mesh, names)

@@ -1,0 +1,29 @@
+"""Generation by compiled stock models on real ranks; each test is one launch that makes many checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.broad import broad
+from tests.processes.test_processes import run
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    "mesh, ranks, names",
+    [
+        ("tp=2", 2, ("short", "refusals")),
+        broad("tp=2", 2, ("greedy",)),
+        broad("tp=2", 2, ("seeds",)),
+        broad("tp=2", 2, ("rows", "copies", "sampled", "beams_and_chunks", "windows_and_static", "turns", "looked_at", "pipelines")),
+        broad("tp=2", 2, ("encoders", "lengths")),
+        broad("dp=2", 2, ("encoders", "greedy", "rows", "beams_and_chunks", "turns", "looked_at")),
+        broad("pp=2", 2, ("greedy", "rows", "sampled")),
+        broad("cp=2", 2, ("greedy", "rows", "windows_and_static")),
+        broad("dp=2,tp=2", 4, ("greedy", "sampled")),
+        broad("pp=2,tp=2", 4, ("greedy",)),
+    ],
+)  # fmt: skip
+def test_generation_equals_the_plain_model(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
+    assert run("generation", ranks, mesh, *names).split() == [*names]
