@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshc.ops import delta_rule as _delta_rule  # noqa: F401 - registers meshc::delta_rule
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - registers meshc::recurrence
 
 Function = Callable[..., Any]
@@ -88,6 +89,32 @@ def short_convolution(
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """(query, key [batch, t, key heads, keys], value [batch, t, heads, values], g, beta [batch, t, heads]) -> like value, and the last
+    state [batch, heads, keys, values] if asked for it. All in float32, as the model has it. (arXiv:2412.06464.)
+    """
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(groups, dim=2) if groups != 1 else x for x in (query, key))
+    query, key, value, beta, g = (x.transpose(1, 2).to(torch.float32) for x in (query, key, value, beta, g))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
+    query, beta = query * query.shape[-1] ** -0.5, beta.unsqueeze(-1)
+    before = None if initial_state is None else initial_state.to(torch.float32)
+    made, last = torch.ops.meshc.delta_rule(query, key, value * beta, key * beta, g, before)
+    return made.transpose(1, 2).to(dtype), last if output_final_state else None
+
+
 def _drawn(*shape: int) -> Tensor:
     """Numbers without an order, without a generator's state."""
     count = torch.Size(shape).numel()
@@ -106,9 +133,18 @@ def _convolved(function: Function) -> list[Tensor]:
     return [function(x, weight, _drawn(3), activation="silu"), function(x, weight)]
 
 
+def _corrected(function: Function) -> list[Tensor]:
+    query, key, value, state = _drawn(2, 7, 2, 3), _drawn(2, 7, 2, 3) / 2, _drawn(2, 7, 4, 5), _drawn(2, 4, 3, 5)
+    g, beta = -_drawn(2, 7, 4).exp(), _drawn(2, 7, 4).sigmoid()
+    more = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    plain, nothing = function(query, key, value, g, beta)
+    return [*function(query, key, value, g=g, beta=beta, chunk_size=4, **more), plain, *(() if nothing is None else (nothing,))]
+
+
 STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]]]] = {
     "mamba_selective_scan": (selective_scan, _scanned),
     "causal_conv1d_fn": (short_convolution, _convolved),
+    "torch_chunk_gated_delta_rule": (gated_delta_rule, _corrected),
 }
 """By the name in a model's module: what stands for it, and a call of either."""
 _found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()

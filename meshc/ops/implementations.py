@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import attention, attention_block, attention_zigzag, check_index, grouped, norm, recurrence, routed, take, upsample
+from meshc.ops import (
+    attention,
+    attention_block,
+    attention_zigzag,
+    check_index,
+    delta_rule,
+    grouped,
+    norm,
+    recurrence,
+    routed,
+    take,
+    upsample,
+)
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 
@@ -18,6 +30,7 @@ def _collect() -> None:
         (attention_block, ("attention_block", "attention_block_backward", "attention_merge")),
         (attention_zigzag, ("attention_zigzag", "attention_zigzag_backward")),
         (check_index, ("check_index",)),
+        (delta_rule, ("delta_rule", "delta_rule_backward", "delta_rule_end", "delta_rule_ends", "delta_rule_join")),
         (take, ("take", "take_backward", "one_hot")),
         (norm, ("square_sum",)),
         (recurrence, ("recurrence", "recurrence_backward", "recurrence_end")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import meshc.ops.attention
+import meshc.ops.delta_rule
 import meshc.ops.norm
 import meshc.ops.optim
 import meshc.ops.parts
@@ -13,6 +14,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     contraction,
     convolution,
     creation,
+    delta_rule,
     diagonal,
     elementwise,
     experts,
