@@ -20,6 +20,7 @@ from meshc.ir.graph import placeholders as entering
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import Names
 from meshc.passes.place.written_out import written_out
+from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
 
 
@@ -79,12 +80,13 @@ def _user_names(
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
     """The first dim of an input is batch; the second is seq for integers of two dims and floats of three."""
     tied = factors.tied()
+    convolved = {one.factor[token] for one in factors.instances.values() if one.node.target not in CROPS for token in one.tied}
     for port in inputs:
         if port.kind != "input" or not port.shape:
             continue
         dims = factors.dims[(placeholders[port.key], 0)]
         labels = ["batch"]
-        if any(factor in tied for factor in dims[-1]):
+        if any(tied.get(factor, set()) & convolved for factor in dims[-1]):
             pass  # channels before what a convolution runs over
         elif len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
             labels.append("seq")
@@ -111,8 +113,8 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
             for dim in space:
                 members = sorted(tied[instance.factor[dims[dim][0]]])
                 known = [factor for factor in members if factor in found.of]
-                if not known and instance.kind == "layout":
-                    continue  # a crop beside a convolution: that one says what it is
+                if not known and instance.node.target in CROPS:
+                    continue  # beside a convolution that one says what it is; a shift by some positions says nothing
                 alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
                 usual = ("length", "seq") if alone else (("depth", "height", "width")[dim],)
                 names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else usual

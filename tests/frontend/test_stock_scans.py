@@ -85,6 +85,33 @@ def test_it_stands_in_for_each_family(name: str) -> None:
     assert found.torch_chunk_gated_delta_rule is theirs
 
 
+def averaged(function: Any, dtype: torch.dtype, begun: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    leaves = [torch.randn(6), torch.randn(6), 3 * torch.randn(2, 40, 6, dtype=dtype), torch.randn(2, 40, 6, dtype=dtype)]
+    state = [torch.randn(2, 6), torch.rand(2, 6), 3 * torch.randn(2, 6)] if begun else None
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    made, last = function(*leaves, state=state, return_state=True)
+    return [made, *last, *torch.autograd.grad(made.float().square().sum() + sum(one.square().sum() for one in last), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_decaying_average_and_its_gradients(dtype: torch.dtype, begun: bool) -> None:
+    """RWKV's, whose sums would be beyond all numbers but for the peak that is kept beside them."""
+    found = pytest.importorskip("transformers.models.rwkv.modeling_rwkv")
+    ours, theirs = (averaged(one, dtype, begun) for one in (stock_scans.decaying_average, found.rwkv_linear_attention))
+    near = {torch.bfloat16: 2e-2, torch.float32: 1e-4}[dtype]
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.dtype == its.dtype
+        torch.testing.assert_close(mine, its, rtol=near, atol=near)
+
+
+def test_a_decaying_average_of_keys_beyond_the_range_of_exponentials() -> None:
+    found = pytest.importorskip("transformers.models.rwkv.modeling_rwkv")
+    given = torch.tensor([-9.0, 3.0]), torch.zeros(2), 300 * torch.randn(2, 200, 2), torch.randn(2, 200, 2)
+    torch.testing.assert_close(stock_scans.decaying_average(*given)[0], found.rwkv_linear_attention(*given)[0], rtol=1e-3, atol=1e-4)
+
+
 def test_they_stand_in_while_a_model_is_traced() -> None:
     names = ("mamba_selective_scan", "causal_conv1d_fn")
     before = {name: getattr(modeling, name) for name in names}
@@ -105,7 +132,10 @@ def test_a_function_of_that_name_that_means_something_else_is_left(monkeypatch: 
         assert modeling.causal_conv1d_fn is not STANDING["causal_conv1d_fn"][0]
 
 
-@pytest.mark.parametrize("stock, operator, layers", [(STOCK["mamba"], "recurrence", 2), broad(FAMILIES["qwen3_next"], "delta_rule", 1)])
+@pytest.mark.parametrize(
+    "stock, operator, layers",
+    [(STOCK["mamba"], "recurrence", 2), broad(FAMILIES["qwen3_next"], "delta_rule", 1), broad(FAMILIES["rwkv"], "recurrence", 4)],
+)
 def test_a_program_does_not_grow_with_the_sequence(stock: Stock, operator: str, layers: int) -> None:
     def calls(tokens: int) -> list[str]:
         case = stock.case(operator)

@@ -17,6 +17,8 @@ BATCH, TOKENS, CHANNELS, STATE, LAYERS = 4, 12, 64, 8, 2
 """Of the small Mamba. Five ranks have 3, 3, 3, 3 and no positions, eight two or none."""
 HEADS, KEYS, VALUES = 4, 8, 6
 """Of the small Qwen3-Next's gated delta rule, which one of its layers has."""
+WIDTH = 32
+"""Of the small RWKV."""
 
 
 @cache
@@ -38,6 +40,14 @@ CASES = [
     broad("jamba", "cp=2", "cp: seq"),
     broad("jamba", "cp=3", "cp: seq"),
     broad("jamba", "dp=2,tp=2", "dp: batch\ntp: heads, ffn"),
+    ("rwkv", "cp=3", "cp: seq"),
+    broad("rwkv", "cp=2", "cp: seq"),
+    broad("rwkv", "cp=5", "cp: seq"),
+    broad("rwkv", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("rwkv", "cp=2,tp=2", "cp: seq\ntp: ffn"),
+    broad("falcon_mamba", "cp=2,tp=2", "cp: seq\ntp: ffn"),
+    broad("zamba", "cp=3", "cp: seq"),
+    broad("zamba", "dp=2,tp=2", "dp: batch\ntp: heads, ffn"),
     ("qwen3_next", "cp=3", "cp: seq"),
     ("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     broad("qwen3_next", "dp=2", "dp: batch"),
@@ -64,7 +74,7 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     assert (f"meshc.{operator}_end.default" in targets) == ("cp" in mesh)
 
 
-@pytest.mark.parametrize("kind", ["mamba", broad("qwen3_next")])
+@pytest.mark.parametrize("kind", ["mamba", broad("qwen3_next"), broad("rwkv")])
 def test_stages_of_a_pipeline(kind: str) -> None:
     captured(kind).verify_training("pp=2,cp=2", "cp: seq", adamw, microbatches=2)
 
@@ -89,6 +99,17 @@ def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
     sides = min(ranks - 1, 2)  # windows reach behind too, where the kernel is zero
     for kind, times in (("halo", 2), ("halo_sum", 1)):
         assert sent(source, kind, "convolution") == times * BATCH * channels * before * 8 * sides
+
+
+@pytest.mark.parametrize("ranks", [broad(2), 3])
+def test_what_is_sent_for_an_average_that_decays(ranks: int) -> None:
+    """Of RWKV: the largest exponent of each stretch, what its two sums and their gradients come to; and of each shift a position."""
+    source = captured("rwkv")
+    source.verify_training(f"cp={ranks}", "cp: seq", adamw)
+    position = BATCH * WIDTH * 8
+    assert sent(source, "all_gather", "cummax") == LAYERS * position * ranks
+    assert sent(source, "all_gather", "recurrence") == LAYERS * 2 * (2 + 4) * position * ranks
+    assert sent(source, "halo", "constant_pad_nd") == LAYERS * (5 + 4) * position  # the peaks' shift has no gradient
 
 
 def sent(source: Captured, kind: str, reason: str) -> int:
