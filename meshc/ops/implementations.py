@@ -15,6 +15,7 @@ from meshc.ops import (
     norm,
     recurrence,
     routed,
+    scan_back,
     take,
     upsample,
 )
@@ -31,6 +32,7 @@ def _collect() -> None:
         (attention_zigzag, ("attention_zigzag", "attention_zigzag_backward")),
         (check_index, ("check_index",)),
         (delta_rule, ("delta_rule", "delta_rule_backward", "delta_rule_end", "delta_rule_ends", "delta_rule_join")),
+        (scan_back, ("cumsum_back", "logcumsumexp_back")),
         (take, ("take", "take_backward", "one_hot")),
         (norm, ("square_sum",)),
         (recurrence, ("recurrence", "recurrence_backward", "recurrence_end")),

@@ -115,12 +115,16 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
                 known = [factor for factor in members if factor in found.of]
                 if not known and instance.node.target in CROPS:
                     continue  # beside a convolution that one says what it is; a shift by some positions says nothing
-                alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
-                usual = ("length", "seq") if alone else (("depth", "height", "width")[dim],)
-                names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else usual
+                names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else _usual(dims, space, dim)
                 for factor in members:
                     if factor not in found.of:
                         found.set(factor, *names)
+
+
+def _usual(dims: Sequence[Sequence[object]], space: list[int], dim: int) -> tuple[str, ...]:
+    """What a dim of an image is called by its place, from the end."""
+    alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
+    return ("length", "seq") if alone else (("depth", "height", "width")[dim],)
 
 
 def _forward(factors: Factors) -> Iterator[Instance]:

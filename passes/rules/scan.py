@@ -13,19 +13,22 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.functions import Target
+from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
 from meshc.passes.rules.reduction import argument
 from meshc.passes.rules.rule import Made, Rule, RuleFunction, dtype_of, integer, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
 
-aten = torch.ops.aten
+aten, meshc = torch.ops.aten, torch.ops.meshc
 Fold = Callable[["Local", Node], Node]
 """All of dim 0 in one."""
 
 
-def _scan(neutral: float, fold: Fold, join: Target) -> RuleFunction:
-    """`fold` reduces the totals of the tiles before this one (`neutral` in the place of the others), `join` puts it to each entry."""
+def _scan(neutral: float, fold: Fold, join: Target, back: bool = False) -> RuleFunction:
+    """`fold` reduces the totals of the tiles before this one (`neutral` in the place of the others), `join` puts it to each entry.
+    `back`: from the end, so of the tiles behind it.
+    """
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
         shape = shape_of(tensors[0])
@@ -41,25 +44,26 @@ def _scan(neutral: float, fold: Fold, join: Target) -> RuleFunction:
         if not axes:
             return local.call(x)
         mine = local.call(local.neutralise(x, letter, neutral))
-        totals = _totals(local, mine, axes, dim)
+        totals = _totals(local, mine, axes, dim, back)
         # a number stays a number: in the place of a tensor it would change the totals' dtype
         value = neutral if local.dtype(totals).is_floating_point or local.dtype(totals).is_complex else int(neutral)
-        return local.emit(join, mine, fold(local, local.emit(aten.where.ScalarOther, _before(local, totals, axes), totals, value)))
+        return local.emit(join, mine, fold(local, local.emit(aten.where.ScalarOther, _before(local, totals, axes, back), totals, value)))
 
     return rule
 
 
-def _totals(local: Local, scanned: Node, axes: Sequence[str], dim: int) -> Node:
+def _totals(local: Local, scanned: Node, axes: Sequence[str], dim: int, back: bool = False) -> Node:
     """What each tile comes to, one after another along a dim in front."""
-    last = local.emit(aten.slice.Tensor, scanned, dim, local.shape(scanned)[dim] - 1, local.shape(scanned)[dim])
+    at = 0 if back else local.shape(scanned)[dim] - 1
+    last = local.emit(aten.slice.Tensor, scanned, dim, at, at + 1)
     return local.all_gather(local.emit(aten.unsqueeze.default, last, 0), axes, 0)
 
 
-def _before(local: Local, totals: Node, axes: Sequence[str]) -> Node:
-    """Which of them stand before this one's."""
+def _before(local: Local, totals: Node, axes: Sequence[str], back: bool = False) -> Node:
+    """Which of them stand before this one's, or behind it."""
     count = local.shape(totals)[0]
     places = local.emit(aten.arange.default, count, dtype=torch.int64, device=torch.device("cpu"))
-    before = local.emit(aten.lt.Scalar, places, local.index(axes))
+    before = local.emit((aten.gt if back else aten.lt).Scalar, places, local.index(axes))
     return local.emit(aten.reshape.default, before, [count] + [1] * (len(local.shape(totals)) - 1))
 
 
@@ -126,6 +130,8 @@ RULES: dict[object, RuleFunction] = {
     aten.cumsum.default: _scan(0.0, _sum, aten.add.Tensor),
     aten.cumprod.default: _scan(1.0, _prod, aten.mul.Tensor),
     aten.logcumsumexp.default: _logcumsumexp,
+    meshc.cumsum_back.default: _scan(0.0, _sum, aten.add.Tensor, back=True),
+    meshc.logcumsumexp_back.default: _scan(-inf, _logsumexp, aten.logaddexp.default, back=True),
     aten.cummax.default: _extreme,
     aten.cummin.default: _extreme,
 }

@@ -104,6 +104,8 @@ def _own() -> Iterator[Call]:
     yield _of(ops.recurrence, x, x, _x(4, 1), 1)
     yield _of(ops.recurrence_end, x, x, 0, True)
     yield _of(ops.recurrence_backward, x, x, x, _x(4, 1), _x(4, 1), 1)
+    yield _of(ops.cumsum_back, x, 1)
+    yield _of(ops.logcumsumexp_back, x, 0)
     yield from _delta_rule()
     image = _x(2, 3, 4, 4)
     yield _of(ops.upsample, image, [2, 2])

@@ -53,6 +53,8 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "a state of several steps", ops.recurrence, (x(8, 4), x(8, 4), x(8, 4), 1)
     yield "gradients of fewer steps", ops.recurrence_backward, (x(8, 3), x(8, 4), x(8, 4), None, None, 1)
     yield "a gradient from beyond of other rows", ops.recurrence_backward, (x(8, 4), x(8, 4), x(8, 4), None, x(7, 1), 1)
+    yield "a scan along no dim", ops.cumsum_back, (x(8, 3), 2)
+    yield "a scan of integers", ops.logcumsumexp_back, (ints(8), 0)
     yield "delta: keys of fewer steps", ops.delta_rule, (x(8, 4), x(7, 4), x(8, 3), x(8, 4), x(8), None)
     yield "delta: a decay for each key", ops.delta_rule, (x(8, 4), x(8, 4), x(8, 3), x(8, 4), x(8, 4), None)
     yield "delta: a state of other values", ops.delta_rule, (x(8, 4), x(8, 4), x(8, 3), x(8, 4), x(8), x(4, 4))

@@ -8,6 +8,7 @@ import meshc.ops.norm
 import meshc.ops.optim
 import meshc.ops.parts
 import meshc.ops.recurrence
+import meshc.ops.scan_back
 import meshc.ops.take  # noqa: F401
 from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     attention,
