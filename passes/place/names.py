@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import COUNTS
 from meshc.errors import PlanError
-from meshc.ir import op_name, records
+from meshc.ir import op_name, records, value_of
 from meshc.ir.graph import placeholders as entering
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import Names
@@ -47,11 +47,39 @@ def name_factors(
                         found.set(factor, f"{port.name}.{dim}{suffix}")
                 if not classes:
                     found.ones.add(f"{port.name}.{dim}")
+    found.sums = _sums(graph)
+    _joined_steps(found, factors)
     count = 0
     for factor in sorted(factors.size):
         if factor not in found.of:
             found.set(factor, f"f{count}")
             count += 1
+    return found
+
+
+def _joined_steps(found: Names, factors: Factors) -> None:
+    """What a loop over the sequence has made, a position at a time, is the sequence where it is put together again."""
+    lengths = {factors.size[factor] for factor, name in found.of.items() if name == "seq"}
+    for instance in _forward(factors):
+        if op_name(instance.node) not in ("aten.cat", "aten.stack"):
+            continue
+        (made,), count = records(instance.node), len(instance.operands)
+        for dim, row in enumerate(instance.results[0]):
+            one = instance.factor[row[0]] if len(row) == 1 else None
+            if count in lengths and made.shape[dim] == count and one is not None and one not in found.of:
+                found.set(one, "seq")
+
+
+def _sums(graph: Graph) -> dict[Node, frozenset[str]]:
+    """Of gradients that autograd adds up, one by one, the modules whose operators made the parts."""
+    found: dict[Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) != "aten.add.Tensor" or len(node.all_input_nodes) < 2:
+            continue
+        record = records(node)[0]
+        if record.phase == "backward" and not record.source.module:
+            parts = [value_of(part)[0] for part in node.all_input_nodes]
+            found[node] = frozenset().union(*(found.get(part) or {records(part)[0].source.module} for part in parts))
     return found
 
 
