@@ -86,8 +86,10 @@ def _extreme(node: Node, tensors: list[Node]) -> Rule:
     if not shape:
         return Rule((letters,), (letters, letters), ({}, {}))
     letter = letters[integer(argument(node, 1, "dim", 0)) % len(shape)]
-    how = {"self_masked": True, "major": frozenset({letter})}
-    return Rule((letters,), (letters, letters), ({}, {}), lower=lambda local: _lower_extreme(local, letter), **how)
+    return Rule(
+        (letters,), (letters, letters), ({}, {}), lower=lambda local: _lower_extreme(local, letter), self_masked=True,
+        major=frozenset({letter}),
+    )  # fmt: skip
 
 
 def _lower_extreme(local: Local, letter: str) -> Made:

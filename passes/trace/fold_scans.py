@@ -16,10 +16,14 @@ from torch.fx import Node
 from meshc import ir
 from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
 from meshc.passes.phases.traced import Traced
+from meshc.private import OpOverload
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-FROM_THE_END = {aten.cumsum.default: meshc.cumsum_back.default, aten.logcumsumexp.default: meshc.logcumsumexp_back.default}
+FROM_THE_END: dict[object, OpOverload] = {
+    aten.cumsum.default: meshc.cumsum_back.default,
+    aten.logcumsumexp.default: meshc.logcumsumexp_back.default,
+}
 
 
 def fold_scans(traced: Traced) -> Traced:
