@@ -14,6 +14,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc import ir
+from meshc.ops.delta_rule_chunks import LENGTH
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -49,6 +50,13 @@ def _filled(node: Node) -> float:
     return found
 
 
+def _delta_rule(shapes: Shapes, within: int, between: int) -> float:
+    """Products within chunks, of a chunk's positions, keys and values, and those of a chunk and the state between chunks; of k and v."""
+    *_, positions, keys = shapes[0]
+    values = shapes[1][-1]
+    return prod(shapes[0][:-1]) * (within * min(LENGTH, positions) * (keys + values) + 2.0 * between * keys * values)
+
+
 COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "aten.mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "aten.bmm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
@@ -73,4 +81,8 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.attention_block_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
     "meshc.attention_zigzag": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
     "meshc.attention_zigzag_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
+    "meshc.delta_rule": lambda node, shapes: _delta_rule(shapes[1:], 5, 3),
+    "meshc.delta_rule_backward": lambda node, shapes: _delta_rule(shapes[2:], 12, 8),
+    "meshc.delta_rule_end": lambda node, shapes: _delta_rule(shapes, 3, 4),
+    "meshc.delta_rule_ends": lambda node, shapes: _delta_rule(shapes[2:], 5, 7),
 }

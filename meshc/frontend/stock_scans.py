@@ -3,8 +3,8 @@
     model:   for each position: state = a state + b, product with C        convolve with padding on both sides, cut to the sequence
     traced:  one recurrence, one product of all positions                  convolve with a kernel whose later half is zero
 
-Models with a selective scan have a function of one name for it, in a module each, and so have those with a short causal convolution. While
-a model is traced, these here stand for them, where a call of both gives the same.
+Models with a selective scan have a function of one name for it, in a module each, and so have those with a gated delta rule, or a short
+causal convolution; RWKV has one for its average. While a model is traced, these here stand for them, where a call of both gives the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshc.ops import delta_rule as _delta_rule  # noqa: F401 - registers meshc::delta_rule
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - registers meshc::recurrence
 
 Function = Callable[..., Any]
@@ -88,6 +89,75 @@ def short_convolution(
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """(query, key [batch, t, key heads, keys], value [batch, t, heads, values], g, beta [batch, t, heads]) -> like value, and the last
+    state [batch, heads, keys, values] if asked for it. All in float32, as the model has it. (arXiv:2412.06464.)
+    """
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(groups, dim=2) if groups != 1 else x for x in (query, key))
+    query, key, value, beta, g = (x.transpose(1, 2).to(torch.float32) for x in (query, key, value, beta, g))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
+    query, beta = query * query.shape[-1] ** -0.5, beta.unsqueeze(-1)
+    before = None if initial_state is None else initial_state.to(torch.float32)
+    made, last = torch.ops.meshc.delta_rule(query, key, value * beta, key * beta, g, before)
+    return made.transpose(1, 2).to(dtype), last if output_final_state else None
+
+
+def decaying_average(
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, Tensor, Tensor] | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Any]:
+    """(decay and first [channels], key and value [batch, t, channels]) -> [batch, t, channels], and the last state: RWKV's attention.
+
+    Each position takes the average of the values before it, by weights exp(key) that decay, and of its own by exp(first + key). Sums are
+    kept as multiples of exp(peak), where peak is the largest exponent so far. The average does not depend on it, so it has no gradient;
+    a state does. (Peng et al.: RWKV, arXiv:2305.13048.)
+    """
+    keys, values, decay = key.float(), value.float(), -torch.exp(time_decay)
+    numerator, denominator, highest = (None, None, None) if state is None else state
+    exponents, fall = (keys, decay) if return_state or state is not None else (keys.detach(), decay.detach())
+    since = torch.arange(key.shape[1], dtype=torch.float32, device=key.device)[:, None] * fall
+    peak = (exponents - since).cummax(1)[0] + since
+    if highest is not None:
+        peak = torch.maximum(peak, highest[:, None] + since + fall)
+    peak_before = _before(peak, highest, -1e38)
+    kept, new = torch.exp(peak_before + decay - peak), torch.exp(keys - peak)
+    sums = [_decaying(kept, terms, first) for terms, first in ((new * values, numerator), (new, denominator))]
+    above, below = (_before(made, first) for made, first in zip(sums, (numerator, denominator), strict=True))
+    top = torch.maximum(peak_before, keys + time_first).detach()
+    old, own = torch.exp(peak_before - top), torch.exp(keys + time_first - top)
+    made = ((old * above + own * values) / (old * below + own)).to(key.dtype)
+    return made, [x[:, -1] for x in (*sums, peak)] if return_state or state is not None else None
+
+
+def _before(x: Tensor, first: Tensor | None, fill: float = 0.0) -> Tensor:
+    """Of each position [batch, t, ...] what the one before it has."""
+    return functional.pad(x, (0, 0, 1, -1), value=fill) if first is None else torch.cat([first[:, None], x[:, :-1]], 1)
+
+
+def _decaying(kept: Tensor, terms: Tensor, first: Tensor | None) -> Tensor:
+    """A running sum of which a share is kept at each step; what there was before comes in with the first term."""
+    if first is not None:
+        terms = terms + functional.pad(kept[:, :1] * first[:, None], (0, 0, 0, terms.shape[1] - 1))
+    return torch.ops.meshc.recurrence(kept, terms, None, 1)
+
+
 def _drawn(*shape: int) -> Tensor:
     """Numbers without an order, without a generator's state."""
     count = torch.Size(shape).numel()
@@ -106,9 +176,27 @@ def _convolved(function: Function) -> list[Tensor]:
     return [function(x, weight, _drawn(3), activation="silu"), function(x, weight)]
 
 
+def _corrected(function: Function) -> list[Tensor]:
+    query, key, value, state = _drawn(2, 7, 2, 3), _drawn(2, 7, 2, 3) / 2, _drawn(2, 7, 4, 5), _drawn(2, 4, 3, 5)
+    g, beta = -_drawn(2, 7, 4).exp(), _drawn(2, 7, 4).sigmoid()
+    more = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    plain, nothing = function(query, key, value, g, beta)
+    return [*function(query, key, value, g=g, beta=beta, chunk_size=4, **more), plain, *(() if nothing is None else (nothing,))]
+
+
+def _averaged(function: Function) -> list[Tensor]:
+    decay, first, key, value = _drawn(3), _drawn(3), _drawn(2, 5, 3) * 3, _drawn(2, 5, 3)
+    state = _drawn(2, 3), _drawn(2, 3).exp(), _drawn(2, 3)
+    plain, nothing = function(decay, first, key, value)
+    (made, last), (more, later) = function(decay, first, key, value, return_state=True), function(decay, first, key, value, state)
+    return [plain, made, *last, more, *later, *(() if nothing is None else (nothing,))]
+
+
 STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]]]] = {
     "mamba_selective_scan": (selective_scan, _scanned),
     "causal_conv1d_fn": (short_convolution, _convolved),
+    "torch_chunk_gated_delta_rule": (gated_delta_rule, _corrected),
+    "rwkv_linear_attention": (decaying_average, _averaged),
 }
 """By the name in a model's module: what stands for it, and a call of either."""
 _found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()

@@ -40,6 +40,7 @@ from meshc.passes.trace.append_update import append_update
 from meshc.passes.trace.capture import capture
 from meshc.passes.trace.differentiate import differentiate
 from meshc.passes.trace.fold_masks import fold_masks
+from meshc.passes.trace.fold_scans import fold_scans
 from meshc.passes.trace.inline_checkpoints import inline_checkpoints
 from meshc.passes.trace.lower_autocast import lower_autocast
 from meshc.passes.trace.raise_ops import raise_ops
@@ -52,6 +53,7 @@ TRACE: Final[tuple[Pass[Traced, Traced], ...]] = (
     Pass("raise", raise_ops, "before AOTAutograd: one node forward and one backward for each composite"),
     Pass("differentiate", differentiate),
     Pass("fold_masks", fold_masks, "once values are pure; before factorize, so that masks tie no dims together"),
+    Pass("fold_scans", fold_scans, "likewise: it is autograd that flips, and flipped dims are whole"),
 )
 """What they leave knows nothing of the optimizer: several programs may be made of it."""
 

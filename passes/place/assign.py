@@ -11,6 +11,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.chunks.head import chunked
 from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.all_steps import all_steps
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Propagator
@@ -25,7 +26,8 @@ def assign(placed: Placed) -> Placed:
     decides = propagator(placed, Propagator)
     decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
     placed = replace(placed, assignment=decides.run())
-    return placed.noting(*_replicated(placed), *_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings))
+    about_the_plan = (*_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings), *all_steps(placed))
+    return placed.noting(*_replicated(placed), *about_the_plan)
 
 
 def propagator(placed: Placed, kind: type[Kind]) -> Kind:

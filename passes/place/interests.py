@@ -44,7 +44,7 @@ def in_region(node: Node, region: str, names: Names) -> bool:
         return node in names.attention
     if region == "products":
         return node in names.products
-    return fnmatchcase(records(node)[0].source.module, region)
+    return all(fnmatchcase(module, region) for module in names.sums.get(node) or [records(node)[0].source.module])
 
 
 def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Interest]:

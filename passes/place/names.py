@@ -16,11 +16,12 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import COUNTS
 from meshc.errors import PlanError
-from meshc.ir import op_name, records
+from meshc.ir import op_name, records, value_of
 from meshc.ir.graph import placeholders as entering
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import Names
 from meshc.passes.place.written_out import written_out
+from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
 
 
@@ -48,11 +49,39 @@ def name_factors(
                         found.set(factor, f"{port.name}.{dim}{suffix}")
                 if not classes:
                     found.ones.add(f"{port.name}.{dim}")
+    found.sums = _sums(graph)
+    _joined_steps(found, factors)
     count = 0
     for factor in sorted(factors.size):
         if factor not in found.of:
             found.set(factor, f"f{count}")
             count += 1
+    return found
+
+
+def _joined_steps(found: Names, factors: Factors) -> None:
+    """What a loop over the sequence has made, a position at a time, is the sequence where it is put together again."""
+    lengths = {factors.size[factor] for factor, name in found.of.items() if name == "seq"}
+    for instance in _forward(factors):
+        if op_name(instance.node) not in ("aten.cat", "aten.stack"):
+            continue
+        (made,), count = records(instance.node), len(instance.operands)
+        for dim, row in enumerate(instance.results[0]):
+            one = instance.factor[row[0]] if len(row) == 1 else None
+            if count in lengths and made.shape[dim] == count and one is not None and one not in found.of:
+                found.set(one, "seq")
+
+
+def _sums(graph: Graph) -> dict[Node, frozenset[str]]:
+    """Of gradients that autograd adds up, one by one, the modules whose operators made the parts."""
+    found: dict[Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) != "aten.add.Tensor" or len(node.all_input_nodes) < 2:
+            continue
+        record = records(node)[0]
+        if record.phase == "backward" and not record.source.module:
+            parts = [value_of(part)[0] for part in node.all_input_nodes]
+            found[node] = frozenset().union(*(found.get(part) or {records(part)[0].source.module} for part in parts))
     return found
 
 
@@ -81,12 +110,13 @@ def _user_names(
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
     """The first dim of an input is batch; the second is seq for integers of two dims and floats of three."""
     tied = factors.tied()
+    convolved = {one.factor[token] for one in factors.instances.values() if one.node.target not in CROPS for token in one.tied}
     for port in inputs:
         if port.kind != "input" or not port.shape:
             continue
         dims = factors.dims[(placeholders[port.key], 0)]
         labels = ["batch"]
-        if any(factor in tied for factor in dims[-1]):
+        if any(tied.get(factor, set()) & convolved for factor in dims[-1]):
             pass  # channels before what a convolution runs over
         elif len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
             labels.append("seq")
@@ -113,14 +143,18 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
             for dim in space:
                 members = sorted(tied[instance.factor[dims[dim][0]]])
                 known = [factor for factor in members if factor in found.of]
-                if not known and instance.kind == "layout":
-                    continue  # a crop beside a convolution: that one says what it is
-                alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
-                usual = ("length", "seq") if alone else (("depth", "height", "width")[dim],)
-                names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else usual
+                if not known and instance.node.target in CROPS:
+                    continue  # beside a convolution that one says what it is; a shift by some positions says nothing
+                names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else _usual(dims, space, dim)
                 for factor in members:
                     if factor not in found.of:
                         found.set(factor, *names)
+
+
+def _usual(dims: Sequence[Sequence[object]], space: list[int], dim: int) -> tuple[str, ...]:
+    """What a dim of an image is called by its place, from the end."""
+    alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
+    return ("length", "seq") if alone else (("depth", "height", "width")[dim],)
 
 
 def _forward(factors: Factors) -> Iterator[Instance]:

@@ -2,6 +2,7 @@
 
     x[:, 4:8] of [2, 12]                    one of three tiles of its dim, beside slices that take the others: a split of the dim
     y = convolution(x, w); y[..., :seq]     beside windows: a tile of the result goes with a window of the operand, by a halo
+    pad(x, (0, 0, 1, -1))                   as many positions more at one end as fewer at the other: likewise
     x[:, 1:]                                elsewhere: the dim is whole
 
 They are layout operators: made in the sharding asked for. A causal convolution as torch has it (padded on both sides, then cropped) so
@@ -93,7 +94,9 @@ def _cropped(node: Node, tensors: list[Node]) -> Rule:
     shrinks = sum(target) < sum(source)
     if not found.dims:
         return Rule((inside,), (out,), ({},), kind="layout", lower=lower)
-    if all(dim in found.windows and 1 not in (source[dim], target[dim]) for dim in found.dims) and beside_windows(node, found.dims):
+    shifted = all(source[dim] == target[dim] for dim in found.dims)
+    windowed = all(dim in found.windows and 1 not in (source[dim], target[dim]) for dim in found.dims)
+    if windowed and (shifted or beside_windows(node, found.dims)):
         tied = {out[dim]: (inside[dim], Window(step, start)) for dim, (start, step) in found.windows.items()}
         return Rule((inside,), (out,), ({},), kind=kind, lower=lower, windows=tied, shrinks=shrinks)
     relation = _tile(node, found, inside, out) if found.tiles else None

@@ -81,6 +81,15 @@ def _windows() -> Iterator[Call]:
         yield _of(op, numbers, -1)
 
 
+def _delta_rule() -> Iterator[Call]:
+    keys, values, decays, state = _x(2, 5, 3), _x(2, 5, 4), -_x(2, 5).abs(), _x(2, 3, 4)
+    yield _of(ops.delta_rule, keys, keys, values, keys, decays, state)
+    yield _of(ops.delta_rule_backward, values, keys, keys, values, keys, decays, None, state)
+    yield _of(ops.delta_rule_end, keys, values, keys, decays)
+    yield _of(ops.delta_rule_ends, values, keys, keys, values, keys, decays)
+    yield _of(ops.delta_rule_join, _x(3, 2, 3, 3), _x(3, 2, 3, 4), state, 1, True)
+
+
 def _own() -> Iterator[Call]:
     seed, x = torch.tensor([5, 3]), _x(4, 6)
     tile: tuple[Any, ...] = ([4, 6], [4, 6], [0, 0])
@@ -95,6 +104,9 @@ def _own() -> Iterator[Call]:
     yield _of(ops.recurrence, x, x, _x(4, 1), 1)
     yield _of(ops.recurrence_end, x, x, 0, True)
     yield _of(ops.recurrence_backward, x, x, x, _x(4, 1), _x(4, 1), 1)
+    yield _of(ops.cumsum_back, x, 1)
+    yield _of(ops.logcumsumexp_back, x, 0)
+    yield from _delta_rule()
     image = _x(2, 3, 4, 4)
     yield _of(ops.upsample, image, [2, 2])
     yield _of(ops.upsample_backward, image, [2, 2])

@@ -11,6 +11,9 @@ from torch import Tensor
 import meshc
 from meshc.frontend import stock_scans
 from meshc.frontend.stock_scans import STANDING, traced_scans
+from tests.broad import broad
+from tests.zoo.families import Stock
+from tests.zoo.recurrent import FAMILIES
 from tests.zoo.stock import STOCK
 
 modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
@@ -44,11 +47,77 @@ def test_a_short_convolution(taps: int) -> None:
         torch.testing.assert_close(stock_scans.short_convolution(x, weight, **how), modeling.causal_conv1d_fn(x, weight, **how))
 
 
-def test_they_stand_in_while_a_model_is_traced() -> None:
-    before = {name: getattr(modeling, name) for name in STANDING}
+DELTA = ("lara_mini", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+"""Models with a gated delta rule, each in a module of its own."""
+
+
+def corrected(function: Any, dtype: torch.dtype, tokens: int, begun: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, tokens, heads, 6, dtype=dtype) for heads in (2, 2, 4))
+    leaves = [query, key, value, -torch.rand(2, tokens, 4), torch.rand(2, tokens, 4, dtype=dtype), torch.randn(2, 4, 6, 6)]
+    query, key, value, g, beta, state = (leaf.requires_grad_() for leaf in leaves)
+    how = {"initial_state": state if begun else None, "output_final_state": begun}
+    made = function(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **how)
+    given = leaves if begun else leaves[:5]
+    made = [one for one in made if one is not None]
+    return [*made, *torch.autograd.grad(sum(one.float().square().sum() for one in made), given)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens, begun", [(9, False), (70, True)])
+def test_a_gated_delta_rule_and_its_gradients(dtype: torch.dtype, tokens: int, begun: bool) -> None:
+    """Chunk by chunk as the model does it, and token by token."""
+    found = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    ours = corrected(stock_scans.gated_delta_rule, dtype, tokens, begun)
+    near = {torch.bfloat16: 2e-2, torch.float32: 1e-4}[dtype]  # only what comes in and what goes out is rounded to fewer bits
+    for function in (found.torch_chunk_gated_delta_rule, found.torch_recurrent_gated_delta_rule):
+        for mine, its in zip(ours, corrected(function, dtype, tokens, begun), strict=True):
+            assert mine.dtype == its.dtype and mine.shape == its.shape
+            torch.testing.assert_close(mine, its, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", DELTA)
+def test_it_stands_in_for_each_family(name: str) -> None:
+    found = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    theirs = found.torch_chunk_gated_delta_rule
     with traced_scans():
-        assert {name: getattr(modeling, name) for name in STANDING} == {name: ours for name, (ours, _) in STANDING.items()}
-    assert {name: getattr(modeling, name) for name in STANDING} == before
+        assert found.torch_chunk_gated_delta_rule is stock_scans.gated_delta_rule
+    assert found.torch_chunk_gated_delta_rule is theirs
+
+
+def averaged(function: Any, dtype: torch.dtype, begun: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    leaves = [torch.randn(6), torch.randn(6), 3 * torch.randn(2, 40, 6, dtype=dtype), torch.randn(2, 40, 6, dtype=dtype)]
+    state = [torch.randn(2, 6), torch.rand(2, 6), 3 * torch.randn(2, 6)] if begun else None
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    made, last = function(*leaves, state=state, return_state=True)
+    return [made, *last, *torch.autograd.grad(made.float().square().sum() + sum(one.square().sum() for one in last), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_decaying_average_and_its_gradients(dtype: torch.dtype, begun: bool) -> None:
+    """RWKV's, whose sums would be beyond all numbers but for the peak that is kept beside them."""
+    found = pytest.importorskip("transformers.models.rwkv.modeling_rwkv")
+    ours, theirs = (averaged(one, dtype, begun) for one in (stock_scans.decaying_average, found.rwkv_linear_attention))
+    near = {torch.bfloat16: 2e-2, torch.float32: 1e-4}[dtype]
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.dtype == its.dtype
+        torch.testing.assert_close(mine, its, rtol=near, atol=near)
+
+
+def test_a_decaying_average_of_keys_beyond_the_range_of_exponentials() -> None:
+    found = pytest.importorskip("transformers.models.rwkv.modeling_rwkv")
+    given = torch.tensor([-9.0, 3.0]), torch.zeros(2), 300 * torch.randn(2, 200, 2), torch.randn(2, 200, 2)
+    torch.testing.assert_close(stock_scans.decaying_average(*given)[0], found.rwkv_linear_attention(*given)[0], rtol=1e-3, atol=1e-4)
+
+
+def test_they_stand_in_while_a_model_is_traced() -> None:
+    names = ("mamba_selective_scan", "causal_conv1d_fn")
+    before = {name: getattr(modeling, name) for name in names}
+    with traced_scans():
+        assert {name: getattr(modeling, name) for name in names} == {name: STANDING[name][0] for name in names}
+    assert {name: getattr(modeling, name) for name in names} == before
 
 
 def test_a_function_of_that_name_that_means_something_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +132,13 @@ def test_a_function_of_that_name_that_means_something_else_is_left(monkeypatch: 
         assert modeling.causal_conv1d_fn is not STANDING["causal_conv1d_fn"][0]
 
 
-def test_a_program_does_not_grow_with_the_sequence() -> None:
+@pytest.mark.parametrize(
+    "stock, operator, layers",
+    [(STOCK["mamba"], "recurrence", 2), broad(FAMILIES["qwen3_next"], "delta_rule", 1), broad(FAMILIES["rwkv"], "recurrence", 4)],
+)
+def test_a_program_does_not_grow_with_the_sequence(stock: Stock, operator: str, layers: int) -> None:
     def calls(tokens: int) -> list[str]:
-        case = STOCK["mamba"].case("mamba")
+        case = stock.case(operator)
         ids = torch.randint(0, 65, (4, tokens))
         step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1))
         kwargs = {"input_ids": ids, "labels": ids}
@@ -73,5 +146,5 @@ def test_a_program_does_not_grow_with_the_sequence() -> None:
         return [str(node.target) for node in program.lowered.placed.graph.nodes if node.op == "call_function"]
 
     short = calls(8)
-    assert short == calls(32)
-    assert short.count("meshc.recurrence.default") == short.count("meshc.recurrence_backward.default") == 2
+    assert short == calls(130)  # of the delta rule three chunks
+    assert short.count(f"meshc.{operator}.default") == short.count(f"meshc.{operator}_backward.default") == layers

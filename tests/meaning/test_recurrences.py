@@ -9,16 +9,22 @@ import pytest
 from meshc.report import summary
 from tests.broad import broad
 from tests.captured import Captured
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import FAMILIES as EXPERTS
+from tests.zoo.recurrent import FAMILIES as RECURRENT
 from tests.zoo.run import adamw, case
 
 BATCH, TOKENS, CHANNELS, STATE, LAYERS = 4, 12, 64, 8, 2
 """Of the small Mamba. Five ranks have 3, 3, 3, 3 and no positions, eight two or none."""
+HEADS, KEYS, VALUES = 4, 8, 6
+"""Of the small Qwen3-Next's gated delta rule, which one of its layers has."""
+WIDTH = 32
+"""Of the small RWKV."""
 
 
 @cache
 def captured(kind: str) -> Captured:
-    found = FAMILIES[kind].case(kind) if kind in FAMILIES else case(kind)
+    families = {**EXPERTS, **RECURRENT}
+    found = families[kind].case(kind) if kind in families else case(kind)
     return Captured(found, train=True, double=True)
 
 
@@ -34,7 +40,27 @@ CASES = [
     broad("jamba", "cp=2", "cp: seq"),
     broad("jamba", "cp=3", "cp: seq"),
     broad("jamba", "dp=2,tp=2", "dp: batch\ntp: heads, ffn"),
+    ("rwkv", "cp=3", "cp: seq"),
+    broad("rwkv", "cp=2", "cp: seq"),
+    broad("rwkv", "cp=5", "cp: seq"),
+    broad("rwkv", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("rwkv", "cp=2,tp=2", "cp: seq\ntp: ffn"),
+    broad("falcon_mamba", "cp=2,tp=2", "cp: seq\ntp: ffn"),
+    broad("zamba", "cp=3", "cp: seq"),
+    broad("zamba", "dp=2,tp=2", "dp: batch\ntp: heads, ffn"),
+    ("qwen3_next", "cp=3", "cp: seq"),
+    ("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("qwen3_next", "dp=2", "dp: batch"),
+    broad("qwen3_next", "tp=2", "tp: heads, ffn"),
+    broad("qwen3_next", "cp=2", "cp: seq"),
+    broad("qwen3_next", "cp=5", "cp: seq"),
+    broad("qwen3_next", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("qwen3_next", "tp=4", "tp: heads, ffn"),
+    broad("qwen3_5", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("olmo_hybrid", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
 ]
+OPERATORS = {"qwen3_next": "delta_rule", "qwen3_5": "delta_rule", "olmo_hybrid": "delta_rule"}
+"""Of the others it is `recurrence`."""
 
 
 @pytest.mark.parametrize("kind, mesh, plan", CASES)
@@ -43,13 +69,14 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     source = captured(kind)
     source.verify_training(mesh, plan, adamw)
     targets = [str(node.target) for node in source.latest.stages["main"].graph.nodes]
-    assert "meshc.recurrence.default" in targets
-    assert ("meshc.recurrence_end.default" in targets) == ("cp" in mesh)
+    operator = OPERATORS.get(kind, "recurrence")
+    assert f"meshc.{operator}.default" in targets
+    assert (f"meshc.{operator}_end.default" in targets) == ("cp" in mesh)
 
 
-@pytest.mark.parametrize("mesh", ["pp=2,cp=2"])
-def test_stages_of_a_pipeline(mesh: str) -> None:
-    captured("mamba").verify_training(mesh, "cp: seq", adamw, microbatches=2)
+@pytest.mark.parametrize("kind", ["mamba", broad("qwen3_next"), broad("rwkv")])
+def test_stages_of_a_pipeline(kind: str) -> None:
+    captured(kind).verify_training("pp=2,cp=2", "cp: seq", adamw, microbatches=2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -57,6 +84,34 @@ def test_what_is_sent_for_a_recurrence(ranks: int) -> None:
     """Forward the product and the end of each stretch, backward those of the gradient, and which h is the last: a position of t of each."""
     source = captured("mamba")
     source.verify_training(f"cp={ranks}", "cp: seq", adamw)
-    gathers = [use for use in summary.collectives(source.latest) if use.kind == "all_gather" and "recurrence" in use.reason]
     position = BATCH * CHANNELS * STATE * 8
-    assert sum(use.bytes_per_rank for use in gathers) == LAYERS * (2 + 4) * position * ranks
+    assert sent(source, "all_gather", "recurrence") == LAYERS * (2 + 4) * position * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, broad(3)])
+def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
+    """Forward the product and the end of each stretch, backward those again and what it makes of a gradient; the convolution's edges."""
+    source = captured("qwen3_next")
+    source.verify_training(f"cp={ranks}", "cp: seq", adamw)
+    row = BATCH * HEADS * KEYS * 8
+    assert sent(source, "all_gather", "delta_rule") == row * (KEYS + VALUES + KEYS + 2 * VALUES) * ranks
+    channels, before = KEYS * HEADS + VALUES * HEADS, 3  # half as many heads of queries, as many of keys; a convolution of four taps
+    sides = min(ranks - 1, 2)  # windows reach behind too, where the kernel is zero
+    for kind, times in (("halo", 2), ("halo_sum", 1)):
+        assert sent(source, kind, "convolution") == times * BATCH * channels * before * 8 * sides
+
+
+@pytest.mark.parametrize("ranks", [broad(2), 3])
+def test_what_is_sent_for_an_average_that_decays(ranks: int) -> None:
+    """Of RWKV: the largest exponent of each stretch, what its two sums and their gradients come to; and of each shift a position."""
+    source = captured("rwkv")
+    source.verify_training(f"cp={ranks}", "cp: seq", adamw)
+    position = BATCH * WIDTH * 8
+    assert sent(source, "all_gather", "cummax") == LAYERS * position * ranks
+    assert sent(source, "all_gather", "recurrence") == LAYERS * 2 * (2 + 4) * position * ranks
+    assert sent(source, "halo", "constant_pad_nd") == LAYERS * (5 + 4) * position  # the peaks' shift has no gradient
+
+
+def sent(source: Captured, kind: str, reason: str) -> int:
+    found = [use for use in summary.collectives(source.latest) if use.kind == kind and reason in use.reason]
+    return sum(use.bytes_per_rank for use in found)

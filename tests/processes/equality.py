@@ -14,11 +14,15 @@ from meshc.runtime.comm import disk, host
 from tests.models import FACTORIES, FLOAT32_INSIDE, Case
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import device_mesh
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import FAMILIES as EXPERTS
+from tests.zoo.recurrent import FAMILIES as RECURRENT
+from tests.zoo.stock import STOCK
 
 
 @dataclass(frozen=True)
 class Sample:
+    """Recurrent families take SGD: their states are float32, and gradients of 1e-8 round to either side, of which AdamW makes a step."""
+
     kind: str
     mesh: str
     plan: str | None = None
@@ -42,6 +46,7 @@ TWO = (
     Sample("resnet", "cp=2", "cp: height", "sgd"),
     Sample("llama", "cp=2", "cp: seq", attention="ring"),
     Sample("mixtral", "ep=2"),
+    Sample("qwen3_next", "cp=2", "cp: seq", "sgd"),
 )
 MORE_OF_TWO = (
     Sample("nanogpt", "cp=2"),
@@ -50,6 +55,8 @@ MORE_OF_TWO = (
     Sample("nanogpt", "dp_shard=2", PARAMETERS, microbatches=2),
     Sample("nanogpt", "dp_shard=2", UPDATES + "\noffload params", microbatches=2),
     Sample("gpt2", "tp=2"),
+    Sample("mamba", "cp=2", "cp: seq", "sgd"),
+    Sample("rwkv", "cp=2", "cp: seq", "sgd"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
 )
 INDUCTOR = (
@@ -83,10 +90,13 @@ MORE_OF_FOUR = (
     Sample("llama", "cp=4", "cp: seq", attention="zigzag"),
     Sample("llama", "cp=4", APART, attention="ring"),
     Sample("llama", "pp=2,cp=2", "cp: seq", microbatches=2, attention="ring"),
+    Sample("mamba", "cp=4", "cp: seq", "sgd"),
+    Sample("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn", "sgd"),
     Sample("mixtral", "dp=2,ep=2"),
     Sample("deepseek_v3", "ep=4"),
     Sample("gpt_oss", "dp_shard=2,ep=2"),
 )
+FAMILIES = {**EXPERTS, **RECURRENT, "mamba": STOCK["mamba"]}
 SAMPLES = {
     "two": TWO, "more of two": MORE_OF_TWO, "four": FOUR, "more of four": MORE_OF_FOUR,
     "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,
@@ -97,7 +107,7 @@ def check(sample: Sample) -> str:
     """One line that says how close two steps came. Losses to 1e-10 and the state to 1e-9 in float64; models that compute some values in
     float32 whatever their dtype: 1e-5."""
     small = {"batch": 8} if sample.kind == "resnet" else {"batch": 12} if sample.kind == "mlp" else {"batch": 12, "layers": 1}
-    case = _experts(sample.kind) if sample.kind in FAMILIES else FACTORIES[sample.kind](torch.float64, **small)
+    case = _stock(sample.kind) if sample.kind in FAMILIES else FACTORIES[sample.kind](torch.float64, **small)
     build = {"adamw": adamw, "sgd": sgd}[sample.optimizer]
     start = copy.deepcopy(case.model)
     step = meshc.TrainStep(
@@ -126,8 +136,8 @@ def check(sample: Sample) -> str:
     return f"{sample.kind} on {sample.mesh}: loss {losses[-1]:.6f}, state to {worst:.1e}"
 
 
-def _experts(kind: str) -> Case:
-    """The plain model loops over its experts: torch's grouped product takes no float64."""
+def _stock(kind: str) -> Case:
+    """A plain model with experts loops over them: torch's grouped product takes no float64."""
     case = FAMILIES[kind].case(kind)
     case.model.double()
     for module in case.model.modules():

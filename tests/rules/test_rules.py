@@ -132,7 +132,8 @@ def test_what_may_be_split() -> None:
     assert splittable(aten.any.dim, f(5, 7), 1) == "+d1 d0"
     assert splittable(aten.argmax.default, f(5, 7), 1) == "d0 d1"
     assert splittable(aten.cumsum.default, f(5, 7), 1) == "d0 d1"
-    assert splittable(aten.cummax.default, f(5, 7), 1) == "d0"
+    assert splittable(aten.constant_pad_nd.default, f(5, 7), [1, -1], 0.0) == "d0 o1"
+    assert splittable(aten.cummax.default, f(5, 7), 1) == "d0 d1"
     assert splittable(aten.topk.default, f(5, 4), 2) == "d0"
     assert splittable(aten.gather.default, f(5, 7), 1, i(7, 5, 3)) == "+v a0 j"
     assert splittable(aten.scatter_add.default, f(5, 7), 1, i(7, 5, 3), f(5, 3)) == "+j a0 v"
@@ -158,6 +159,10 @@ def test_what_may_be_split() -> None:
     assert splittable(ours.attention.default, q, k, k, None, True, 0.5, 0, 2) == "b h q"
     assert splittable(ours.attention_block.default, q, k, k, None, True, 0.5, 0, 0, 5, 0, 7) == "b h"
     assert splittable(ours.attention_merge.default, q, f(2, 3, 5), q, f(2, 3, 5)) == "b d h q"
+    keys, values = f(2, 3, 7, 4), f(2, 3, 7, 5)
+    delta = keys, keys, values, keys, -f(2, 3, 7).abs(), None
+    assert splittable(ours.delta_rule.default, *delta) == "*0 h t v"
+    assert splittable(ours.delta_rule_backward.default, values, *delta, None) == "*0 +v h t"
     assert splittable(aten.convolution.default, f(3, 4, 6), f(5, 4, 3), None, [1], [1], [1], False, [0], 1) == "+i b o y0"
 
 

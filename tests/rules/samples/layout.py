@@ -63,6 +63,7 @@ sample(aten.select_backward.default, f(5, 3), [5, 4, 3], 1, 2)
 sample(aten.constant_pad_nd.default, f(5, 4), [1, 2], 0.0)
 sample(aten.constant_pad_nd.default, f(5, 4), [1, 2], 3.0)
 sample(aten.constant_pad_nd.default, f(5, 4), [0, 0, -1, 1], 0.0)
+sample(aten.constant_pad_nd.default, f(5, 7), [4, -4, 1, -1], 2.0)
 sample(aten.flip.default, f(5, 4), [-1])
 for op in (aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy):
     sample(op.default, f(5, 4))

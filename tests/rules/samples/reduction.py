@@ -8,7 +8,7 @@ import torch
 
 from tests.rules.samples.calls import b, begin, f, i, positive, sample
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.meshc
 begin(__name__)
 
 sample(aten.sum.dim_IntList, f(5, 4, 3), [1])
@@ -36,6 +36,16 @@ for op in (aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummi
     sample(op.default, f(5, 4), 1)
     sample(op.default, f(5, 4), 0)
     sample(op.default, f(()), 0)
+for op in (ours.cumsum_back, ours.logcumsumexp_back):
+    sample(op.default, f(5, 7), 1)
+    sample(op.default, f(7), 0)
+    sample(op.default, f(6, 4), 0, refine={0: (3, 2, 4)})
+for op in (aten.cummax, aten.cummin):
+    sample(op.default, i(3, 6, 5), -1)  # equal ones, of which the last counts
+    sample(op.default, b(5, 4), 0)
+    sample(op.default, torch.tensor([1.0, 3.0, math.nan, 2.0, math.nan, 4.0, 0.0], dtype=torch.float64), 0)
+    sample(op.default, torch.tensor([-math.inf] * 4 + [math.inf] * 3, dtype=torch.float64), 0)
+    sample(op.default, f(6, 4), 0, refine={0: (3, 2, 4)})
 sample(aten.cumsum.default, i(9, 6, 5), -1)
 sample(aten.cumsum.default, b(5, 4), 0)
 sample(aten.cumprod.default, f(6, 4), 0, refine={0: (3, 2, 4)})

@@ -1,0 +1,24 @@
+"""The gated delta rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.rules.samples.calls import begin, f, sample
+
+ours = torch.ops.meshc
+begin(__name__)
+
+
+def _operands(*lead: int, t: int = 7) -> tuple[Tensor, ...]:
+    """q, k, v, e, g: 3 numbers a key, 5 a value."""
+    return f(*lead, t, 3), f(*lead, t, 3) / 2, f(*lead, t, 5), f(*lead, t, 3) / 2, -f(*lead, t).abs()
+
+
+sample(ours.delta_rule.default, *_operands(2, 5), None)
+sample(ours.delta_rule.default, *_operands(5), f(5, 3, 5))
+sample(ours.delta_rule_backward.default, f(2, 5, 7, 5), *_operands(2, 5), None, None)
+sample(ours.delta_rule_backward.default, f(5, 7, 5), *_operands(5), f(5, 3, 5), None)
+sample(ours.delta_rule_backward.default, f(5, 7, 5), *_operands(5), None, f(5, 3, 5))
+sample(ours.delta_rule_backward.default, f(5, 6, 5), *_operands(5, t=6), f(5, 3, 5), f(5, 3, 5), refine={0: (5, 3, 2, 5)})
