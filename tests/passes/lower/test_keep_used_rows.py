@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 
 import meshc
 from meshc.check.program import check_program
+from meshc.passes import rules
 from meshc.passes.lower.keep_used_rows import keep
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
@@ -141,7 +142,7 @@ PADDED = {"meshc.to_groups.default", "meshc.in_slots.default", "meshc.group_mm.d
 def test_a_step_has_no_row_without_a_choice(family: str, mesh: str) -> None:
     found = program(family, mesh)
     assert "meshc.used_rows.default" in operators(found) and operators(found).isdisjoint(PADDED)
-    check_program(found, "program")
+    check_program(found, "program", rules)
 
 
 def test_a_backend_that_compiles_has_all_rows() -> None:
