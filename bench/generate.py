@@ -127,7 +127,8 @@ def main() -> None:
     tables = [f"Launch of {n} rank{'s' * (n > 1)}:\n\n{tabulate(launch(n, options), HEAD, 'github')}" for n in options.ranks]
     text = "\n\n".join(tables)
     print(text)
-    said = f"`python bench/generate.py`: torch {torch.__version__}, transformers {transformers.__version__}, {os.cpu_count()} cores"
+    command = " ".join(["python bench/generate.py", *sys.argv[1:]])
+    said = f"`{command}`: torch {torch.__version__}, transformers {transformers.__version__}, {os.cpu_count()} cores"
     KEPT.write_text(f"# What a token takes\n\n{said} ({platform.machine()}), one thread a rank.\n\n{text}\n")
 
 

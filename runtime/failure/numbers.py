@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 KEPT: Final = 4096
@@ -35,6 +35,13 @@ Row = tuple[int, list[str], list[str] | None]
 """A change as the store has it: its count, the values, their names if they are others than before."""
 
 
+ADVICE: Final = (
+    "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
+    "  what to do: make every change of the optimizer on every rank; a scheduler that steps by a metric needs the same metric everywhere\n"
+    "  (all-reduce it). Go on from a state that was saved before that step"
+)
+
+
 @dataclass(frozen=True)
 class Difference:
     """What rank `other` had at `count` of a stream and this rank did not. `names` and values are empty where nobody remembers."""
@@ -45,7 +52,7 @@ class Difference:
     name: str = ""
     mine: str = ""
     theirs: str = ""
-    advice: str = ""
+    advice: str = field(default=ADVICE, compare=False)
 
     def text(self, rank: int) -> str:
         first, second = sorted(((rank, self.mine), (self.other, self.theirs)))
@@ -56,13 +63,6 @@ class Difference:
         name = f"{number} of group {group}" if group else number
         values = f"{first[1]} on rank {first[0]} and {second[1]} on rank {second[0]}"
         return f"ranks differ in {what}: at its step {self.count}, {name} is {values}{self.advice}"
-
-
-ADVICE: Final = (
-    "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
-    "  what to do: make every change of the optimizer on every rank; a scheduler that steps by a metric needs the same metric everywhere\n"
-    "  (all-reduce it). Go on from a state that was saved before that step"
-)
 
 
 class Stream:

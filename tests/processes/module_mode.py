@@ -190,6 +190,10 @@ def refusals(mesh: Any) -> None:
     program(**case.kwargs).sum().backward()
     with pytest.raises(meshc.StateError, match="build the optimizer after meshc.compile"):
         early.step()
+    case.model(**case.kwargs).sum().backward()  # the live model runs its program; a TrainStep's has none of its own
+    case = mlp()
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1), loss=torch.sum)
+    meshc.compile(step, mesh, kwargs=case.kwargs)
     with pytest.raises(meshc.StateError, match="call `program`"):
         case.model(**case.kwargs)
 
@@ -225,6 +229,7 @@ def two_programs(mesh: Any) -> None:
         train(**case.kwargs)
         case.model.eval()
         after = evaluate(**images).logits
+        assert torch.equal(case.model(**images).logits, after)  # the live model runs the program that is its own
     assert not torch.equal(before, after)
     state = train.state_dict(full=True)
     fresh = vit(torch.float64, layers=1).model.eval()
