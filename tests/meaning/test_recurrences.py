@@ -101,7 +101,7 @@ def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
         assert sent(source, kind, "convolution") == times * BATCH * channels * before * 8 * sides
 
 
-@pytest.mark.parametrize("ranks", [broad(2), 3])
+@pytest.mark.parametrize("ranks", [broad(2), broad(3)])
 def test_what_is_sent_for_an_average_that_decays(ranks: int) -> None:
     """Of RWKV: the largest exponent of each stretch, what its two sums and their gradients come to; and of each shift a position."""
     source = captured("rwkv")
