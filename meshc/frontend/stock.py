@@ -104,7 +104,7 @@ def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
         if context[: len(STATES)] != list(STATES):
             return keys_and_values[1](values, context)
         pairs, windows = (values[2], context[2]) if len(values) > len(STATES) else ([[]] * len(values[0]), [None] * len(values[0]))
-        return _cache_of_states(cache_class, *values[:2], pairs, windows)
+        return _cache_of_states(cache_class, values[0], values[1], pairs, windows)
 
     return flatten, unflatten
 
