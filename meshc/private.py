@@ -135,6 +135,8 @@ REPLACED: Final = (
 OF_TRANSFORMERS: Final = (
     "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "transformers.utils.output_capturing:maybe_install_capturing_hooks",
     "transformers.integrations.executorch:register_dynamic_cache_export_support", "transformers.cache_utils:LinearAttentionLayer",
+    "transformers.cache_utils:LinearAttentionAndFullAttentionLayer", "transformers.cache_utils:DynamicLayer",
+    "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer", "transformers.cache_utils:DynamicSlidingWindowLayer",
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS", "transformers.masking_utils:create_block_mask",
     "transformers.masking_utils:fast_all", "transformers.conversion_mapping:get_model_conversion_mapping",
     "transformers.core_model_loading:dot_natural_key", "transformers.core_model_loading:rename_source_key",

@@ -24,8 +24,12 @@ from meshc.program.program import PlainProgram
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-HANDED: Final = (meshc.to_groups.default, meshc.in_slots.default, meshc.to_places.default, meshc.in_places.default)
-BROUGHT: Final = (meshc.from_groups.default, meshc.over_slots.default, meshc.from_places.default, meshc.over_places.default)
+USED: Final = meshc.rows_of_tokens.default
+HANDED: Final = (meshc.to_groups.default, meshc.in_slots.default, meshc.to_places.default, meshc.in_places.default, USED)
+BROUGHT: Final = (
+    meshc.from_groups.default, meshc.over_slots.default, meshc.from_places.default, meshc.over_places.default, meshc.tokens_of_rows.default,
+)  # fmt: skip
+PRODUCTS: Final = (meshc.group_mm.default, meshc.used_mm.default)
 CHOICES: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
 
 
@@ -104,7 +108,7 @@ def _experts(nodes: list[Node]) -> dict[str, int]:
     """How many experts there are, by path."""
     found: dict[str, int] = {}
     for node in nodes:
-        if node.target is meshc.group_mm.default and isinstance(node.args[1], Node):
+        if node.target in PRODUCTS and isinstance(node.args[1], Node):
             lies = record(node.args[1]).sharding
             found[record(node).source.module] = record(node.args[1]).shape[0] if lies is None else lies.shape[0]
     return found
@@ -112,7 +116,7 @@ def _experts(nodes: list[Node]) -> dict[str, int]:
 
 def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int) -> Traffic | None:
     """By what a rank's groups have chosen, where that is made in the same stage."""
-    said = node.args[1]
+    said = _own_of(node.args[1]) if node.target is USED else node.args[1]
     made = said.args[0] if isinstance(said, Node) and is_getitem(said) else None
     if not isinstance(made, Node) or made.target not in CHOICES or not isinstance(said, Node) or not isinstance(made.args[0], Node):
         return None
@@ -120,6 +124,12 @@ def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int
     axes = () if lies is None else tuple(axis for part in lies.dims[0] for axis in part.axes)
     ranks, places = prod(program.axis_sizes[axis] for axis in axes), prod(record(said).shape)
     return Traffic(path, experts, choice[-1], ranks, prod(choice[:-1]), places, times=times)
+
+
+def _own_of(used: object) -> object:
+    """What says which experts of a group tokens have chosen, of which `used` are the places with a choice."""
+    assert isinstance(used, Node) and is_getitem(used)
+    return used.all_input_nodes[0].args[0]
 
 
 def _count(program: PlainProgram, layer: _Layer, node: Node, times: int) -> None:

@@ -100,18 +100,24 @@ def learn_caches() -> None:
 
 
 def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
-    """transformers has a tree for caches of keys and values only; those of state-space models are laid out here, by state, then layer."""
+    """transformers has a tree for caches of keys and values only; those with layers of state-space models are laid out here, by state, then
+    layer, and of layers with attention the keys and values behind that."""
     keys_and_values = _of_transformers(cache_class)
 
     def flatten(cache: Any) -> tuple[list[object], object]:
         if not any(_is_linear(layer) for layer in cache.layers):
             return keys_and_values[0](cache)
-        return [[dict(getattr(layer, name)) for layer in cache.layers] for name in STATES], list(STATES)
+        states: list[object] = [[dict(getattr(layer, name, {})) for layer in cache.layers] for name in STATES]
+        pairs = [[layer.keys, layer.values] if getattr(layer, "keys", None) is not None else [] for layer in cache.layers]
+        if not any(pairs):
+            return states, list(STATES)
+        return [*states, pairs], [*STATES, [getattr(layer, "sliding_window", None) for layer in cache.layers]]
 
-    def unflatten(values: Sequence[list[dict[int, Tensor]]], context: object) -> object:
-        if context != list(STATES):
+    def unflatten(values: Sequence[Any], context: Any) -> object:
+        if context[: len(STATES)] != list(STATES):
             return keys_and_values[1](values, context)
-        return _cache_of_states(cache_class, *values)
+        pairs, windows = (values[2], context[2]) if len(values) > len(STATES) else ([[]] * len(values[0]), [None] * len(values[0]))
+        return _cache_of_states(cache_class, values[0], values[1], pairs, windows)
 
     return flatten, unflatten
 
@@ -127,13 +133,22 @@ def _is_linear(layer: object) -> bool:
     return all(hasattr(layer, name) for name in STATES)
 
 
-def _cache_of_states(cache_class: type, convolutions: list[dict[int, Tensor]], recurrences: list[dict[int, Tensor]]) -> object:
-    cache, layer_class = cache_class(), found("transformers.cache_utils:LinearAttentionLayer")
-    for convolution, recurrence in zip(convolutions, recurrences, strict=True):
-        layer = layer_class(len(convolution))
+def _cache_of_states(
+    cache_class: type, convolutions: list[dict[int, Tensor]], recurrences: list[dict[int, Tensor]], pairs: list[list[Tensor]],
+    windows: list[int | None],
+) -> object:  # fmt: skip
+    cache = cache_class()
+    for convolution, recurrence, pair, window in zip(convolutions, recurrences, pairs, windows, strict=True):
+        name = ("LinearAttention" if convolution else "", "FullAttention" if window is None else "SlidingWindowAttention")
+        alone = "LinearAttention" if convolution else "Dynamic" if window is None else "DynamicSlidingWindow"
+        kind = "And".join(name) if convolution and pair else alone
+        how: dict[str, int] = {} if window is None else {"sliding_window": window}
+        layer = found(f"transformers.cache_utils:{kind}Layer")(**how, **({"number_of_states": len(convolution)} if convolution else {}))
         for number in convolution:
-            layer.lazy_initialization(convolution[number], recurrence[number], number)
+            layer.lazy_initialization(conv_states=convolution[number], recurrent_states=recurrence[number], state_idx=number)
             layer.conv_states[number], layer.recurrent_states[number] = convolution[number], recurrence[number]
             layer.has_previous_state[number] = True
+        if pair:
+            layer.update(*pair)
         cache.layers.append(layer)
     return cache

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import meshc.ops.attention
+import meshc.ops.delta_rule
 import meshc.ops.optim  # noqa: F401 - registers the updates
+from meshc.cost.flops import flops
 from meshc.cost.operators import moved_bytes, seconds
 from meshc.ir import spmd
 from tests.cost.building import F32, ROUND, Building
@@ -136,6 +138,20 @@ def test_a_block_of_a_ring_takes_what_the_rank_takes_that_sees_most_of_it() -> N
     assert takes(0, start) == pytest.approx(whole * (256 + 128) / 2 / 256)
     assert takes(0, first) == takes(0, first, causal=False) == pytest.approx(whole)
     assert takes(65, first) == pytest.approx(whole * 64 * 64 / 256**2), "64 queries, which with one mask go through 64 keys"
+
+
+def test_a_delta_rule_multiplies_within_chunks_of_64_and_with_states() -> None:
+    """Positions with those of their chunk, five times; of each position keys with values, three times. A short sequence is one chunk."""
+
+    def takes(positions: int) -> float:
+        b = Building()
+        keys, values = b.given(2, 4, positions, 16), b.given(2, 4, positions, 8)
+        made = [(2, 4, positions, 8), (2, 4, 16, 8)]
+        decays = b.given(2, 4, positions)
+        return flops(b.call(torch.ops.meshc.delta_rule.default, keys, keys, values, keys, decays, None, made=made))
+
+    assert takes(128) == 2 * takes(64) == 2 * 4 * 128 * (5 * 64 * (16 + 8) + 2 * 3 * 16 * 8)
+    assert takes(32) == 2 * 4 * 32 * (5 * 32 * (16 + 8) + 2 * 3 * 16 * 8)
 
 
 def test_an_update_reads_four_and_writes_three_of_each_parameter() -> None:

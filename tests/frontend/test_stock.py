@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from meshc.frontend import stock
 from meshc.ir import trees
 from tests.captured import Captured
+from tests.zoo.recurrent import FAMILIES as RECURRENT
 from tests.zoo.run import case
 
 
@@ -37,6 +39,20 @@ def test_a_restored_cache_of_states_goes_on_as_the_model_left_it() -> None:
         made = model(ids[:, :5]).cache_params
         again = trees.unflatten(*trees.flatten(made))
         torch.testing.assert_close(model(ids[:, 5:], cache_params=again).logits[:, -1], whole)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "zamba"])
+def test_a_cache_of_states_and_of_keys_goes_on_as_the_model_left_it(name: str) -> None:
+    """Of Qwen3-Next a layer has either, of Zamba some have both."""
+    model = RECURRENT[name].case(name).model.eval()
+    stock.learn_caches()
+    with torch.no_grad():
+        ids = torch.randint(3, 65, (2, 6))
+        whole = model(ids).logits[:, -1]
+        made = model(ids[:, :5], use_cache=True).past_key_values
+        again = trees.unflatten(*trees.flatten(made))
+        assert [type(layer) for layer in again.layers] == [type(layer) for layer in made.layers]
+        torch.testing.assert_close(model(ids[:, 5:], past_key_values=again).logits[:, -1], whole, rtol=1e-4, atol=1e-5)
 
 
 def test_flags_among_the_inputs_are_no_inputs_of_the_program() -> None:

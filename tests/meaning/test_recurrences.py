@@ -74,6 +74,15 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     assert (f"meshc.{operator}_end.default" in targets) == ("cp" in mesh)
 
 
+@pytest.mark.parametrize("kind", [broad("qwen3_next"), broad("zamba"), broad("jamba")])
+def test_a_call_gives_its_last_states(kind: str) -> None:
+    """Of the sequence's end, whole on every rank, beside the keys and values of layers with attention."""
+    families = {**EXPERTS, **RECURRENT}
+    source = Captured(families[kind].case(kind), train=False, double=True)
+    source.verify_inference("cp=3", "cp: seq")
+    source.verify_inference("tp=2", "tp: heads, ffn")
+
+
 @pytest.mark.parametrize("kind", ["mamba", broad("qwen3_next"), broad("rwkv")])
 def test_stages_of_a_pipeline(kind: str) -> None:
     captured(kind).verify_training("pp=2,cp=2", "cp: seq", adamw, microbatches=2)
@@ -101,7 +110,7 @@ def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
         assert sent(source, kind, "convolution") == times * BATCH * channels * before * 8 * sides
 
 
-@pytest.mark.parametrize("ranks", [broad(2), 3])
+@pytest.mark.parametrize("ranks", [broad(2), broad(3)])
 def test_what_is_sent_for_an_average_that_decays(ranks: int) -> None:
     """Of RWKV: the largest exponent of each stretch, what its two sums and their gradients come to; and of each shift a position."""
     source = captured("rwkv")

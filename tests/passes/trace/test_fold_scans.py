@@ -44,9 +44,9 @@ def test_a_sum_from_the_end() -> None:
     "function",
     [
         lambda x: x.flip(1).cumsum(2).flip(1),  # along another dim
-        lambda x: x.flip(1, 2).cumsum(1).flip(1, 2),  # other dims are flipped too
-        lambda x: x.flip(1).cumsum(1),
-        lambda x: x.flip(1).cumprod(1).flip(1),
+        broad(lambda x: x.flip(1, 2).cumsum(1).flip(1, 2)),  # other dims are flipped too
+        broad(lambda x: x.flip(1).cumsum(1)),
+        broad(lambda x: x.flip(1).cumprod(1).flip(1)),
     ],
 )
 def test_others_stay(function: Callable[[Tensor], Tensor]) -> None:
@@ -61,7 +61,7 @@ SCANS = {
 }
 
 
-@pytest.mark.parametrize("name", ["cumsum", "logcumsumexp", broad("cumprod"), broad("cummax")])
+@pytest.mark.parametrize("name", ["cumsum", broad("logcumsumexp"), broad("cumprod"), broad("cummax")])
 def test_no_scan_gathers_a_split_dim(name: str) -> None:
     """Forward and backward: the largest thing that is gathered is a position of each rank, with its place if that is asked for."""
     model = Scanned(SCANS[name])
