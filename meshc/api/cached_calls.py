@@ -210,13 +210,17 @@ def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
 
 def _attentions(asked: Asked) -> set[str]:
     """By which of transformers' attentions the model attends, and its decoder of text."""
-    config: Any = getattr(asked.module, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return {str(getattr(one, "_attn_implementation", "")) for one in (config, text)}
+    return {str(getattr(one, "_attn_implementation", "")) for one in (getattr(asked.module, "config", None), _text_config(asked))}
 
 
 def _positions(asked: Asked) -> int:
     """How many positions the model has, as far as its configuration says."""
+    return int(getattr(_text_config(asked), "max_position_embeddings", None) or 1 << 62)
+
+
+def _text_config(asked: Asked) -> Any:
     config: Any = getattr(asked.module, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "max_position_embeddings", None) or 1 << 62)
+    try:
+        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    except ValueError:  # it has several texts
+        return config
