@@ -197,6 +197,8 @@ def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
         'the program takes parts of a batch: compile it with inputs="global"': asked.inputs != "global",
         'its outputs are left as they lie: compile it with outputs="plain"': asked.outputs != "plain",
         "sizes are left open by Options(dynamic=...): compile the model once more without it, for generation": bool(asked.dynamic),
+        "its attention is flex_attention, whose mask does not follow a length that is a tensor: load the model with "
+        'attn_implementation="sdpa" (or "eager")': "flex_attention" in _attentions(asked),
         "it has labels, and a loss counts every token: pass the whole sequence, without a cache": named.get("labels") is not None,
         "it says use_cache=False": named.get("use_cache") is False,
         "it says return_dict=False: outputs with a cache have names": named.get("return_dict") is False,
@@ -206,8 +208,19 @@ def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
         raise InputError("this call has a cache, and cannot: " + "; ".join(said))
 
 
+def _attentions(asked: Asked) -> set[str]:
+    """By which of transformers' attentions the model attends, and its decoder of text."""
+    return {str(getattr(one, "_attn_implementation", "")) for one in (getattr(asked.module, "config", None), _text_config(asked))}
+
+
 def _positions(asked: Asked) -> int:
     """How many positions the model has, as far as its configuration says."""
+    return int(getattr(_text_config(asked), "max_position_embeddings", None) or 1 << 62)
+
+
+def _text_config(asked: Asked) -> Any:
     config: Any = getattr(asked.module, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "max_position_embeddings", None) or 1 << 62)
+    try:
+        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    except ValueError:  # it has several texts
+        return config

@@ -100,6 +100,13 @@ def test_ways_to_compile_that_no_cache_goes_with(how: Any, words: str) -> None:
         meshc.compile(llama(), MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()}, **how)
 
 
+def test_attention_whose_mask_does_not_follow_a_length() -> None:
+    model: Any = llama()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(meshc.InputError, match='attn_implementation="sdpa"'):
+        meshc.compile(model, MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()})
+
+
 def test_gradients_rows_and_ranks() -> None:
     full = DynamicCache()
     with pytest.raises(meshc.InputError, match="under torch.no_grad"):

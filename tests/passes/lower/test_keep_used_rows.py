@@ -11,9 +11,12 @@ from expecttest import assert_expected_inline
 
 import meshc
 from meshc.check.program import check_program
+from meshc.ir.used_rows import dim_of
 from meshc.passes import rules
 from meshc.passes.lower.keep_used_rows import keep
 from meshc.program.program import PlainProgram
+from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage
 from tests.broad import broad
@@ -138,7 +141,7 @@ def operators(found: PlainProgram) -> set[str]:
 PADDED = {"meshc.to_groups.default", "meshc.in_slots.default", "meshc.group_mm.default", "meshc.group_outer.default"}
 
 
-@pytest.mark.parametrize("family, mesh", [("mixtral", "ep=2,tp=2"), ("gpt_oss", "dp=2,ep=2"), broad("switch_transformers", "ep=4")])
+@pytest.mark.parametrize("family, mesh", [("mixtral", "ep=2,tp=2"), broad("gpt_oss", "dp=2,ep=2"), broad("switch_transformers", "ep=4")])
 def test_a_step_has_no_row_without_a_choice(family: str, mesh: str) -> None:
     found = program(family, mesh)
     assert "meshc.used_rows.default" in operators(found) and operators(found).isdisjoint(PADDED)
@@ -172,3 +175,18 @@ def test_what_is_made_again_or_kept_for_a_later_stage_equals_one_device(mesh: st
 def test_no_stage_begins_within_a_layers_experts() -> None:
     with pytest.raises(meshc.PlanError, match="begins within the experts of model.layers.0.mlp.experts"):
         trained(case("mixtral"), "pp=2,ep=2", pp_splits=["model.layers.0.mlp.experts.act_fn"])
+
+
+def test_what_is_wrong_with_used_rows_is_named_where_they_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In part a value is compared with nothing: its rows lie otherwise than on one device."""
+
+    def wrong(compiled: Any, values: Any, **how: Any) -> dict[str, torch.Tensor]:
+        for stage in compiled.stages.values():
+            for node in stage.graph.nodes:
+                if node.target is torch.ops.aten.silu.default and dim_of(node) is not None:
+                    node.target = torch.ops.aten.tanh.default
+        return simulate(compiled, values, **how)
+
+    monkeypatch.setattr(verification, "simulate", wrong)
+    with pytest.raises(meshc.VerifyError, match="the first wrong value is (all_reduce|reduce_scatter|tokens_of_rows|reshape|add)"):
+        meshc.verify(trained(case("mixtral"), "ep=2"))
