@@ -1,0 +1,74 @@
+"""What each axis of a mesh does for a program, and what it takes for that: arithmetic and bytes that a rank is spared, messages it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshc.cost import memory, work
+from meshc.plan.entries import AxisEntry
+from meshc.program.program import PlainProgram
+from meshc.report.summary import CollectiveUse
+
+
+class AxisAccount(NamedTuple):
+    """One axis.
+
+    splits      what the plan says, and who said so; "" where the plan has nothing to say, as of an axis of stages
+    share       of the arithmetic in matrix products, convolutions and attention that is split along it;  could  of that which it could
+                split. None: not known, or there is none
+    times       how many times the arithmetic a rank would do if the axis split nothing
+    spared      bytes of parameters, state, buffers and inputs that a rank is spared
+    sends       collectives of a call over it, alone or with others, with their bytes and the seconds that they take by themselves
+    """
+
+    name: str
+    size: int
+    splits: str
+    source: str
+    share: float | None
+    could: float | None
+    times: float | None
+    spared: int
+    sends: int
+    bytes: int
+    seconds: float
+
+
+def axes(program: PlainProgram, uses: Sequence[CollectiveUse]) -> list[AxisAccount]:
+    """All axes, in the mesh's order. `uses`: the program's collectives, with seconds."""
+    rows = work.of(program) or []
+    found = []
+    for axis in program.mesh.axes:
+        entry = program.plan.entry(axis.name)
+        mine = [use for use in uses if axis.name in use.axes]
+        stages = program.pipeline is not None and axis.name == program.pipeline.axis
+        share, could = (None, None) if stages else (work.share(rows, axis.name), work.share(rows, axis.name, legal=True))
+        times = axis.size if stages else None if share is None else 1 + share * (axis.size - 1)
+        found.append(
+            AxisAccount(
+                axis.name, axis.size, "stages of the model" if stages else "" if entry is None else str(entry).partition(": ")[2],
+                _source(entry, stages), share, could, times, _spared(program, axis.name, stages), sum(use.times for use in mine),
+                sum(use.times * use.bytes_per_rank for use in mine), sum(use.seconds for use in mine),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _source(entry: AxisEntry | None, stages: bool) -> str:
+    if entry is None:
+        return "the axis's name" if stages else "nothing in the plan"
+    return f"the plan, line {entry.line}" if entry.source == "hand" and entry.line else entry.source
+
+
+def _spared(program: PlainProgram, axis: str, stages: bool) -> int:
+    """What a rank would hold more for the whole call if the axis had one rank."""
+    ports = [port for port in program.inputs if port.kind in memory.KEPT and not port.host and not port.disk]
+    now, alone = program.axis_sizes, {**program.axis_sizes, axis: 1}
+    if not stages:
+        return sum(memory.port_bytes(port, alone) - memory.port_bytes(port, now) for port in ports)
+    held = [
+        sum(memory.port_bytes(port, now) for port in ports if program.owns(port.key, {axis: rank}))
+        for rank in range(program.mesh.size(axis))
+    ]  # fmt: skip
+    return sum(memory.port_bytes(port, now) for port in ports) - max(held)
