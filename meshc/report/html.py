@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -55,9 +55,19 @@ def html(page: Page) -> str:
 
 def head_html(head: Head) -> str:
     """What a notebook shows of a program: its name, mesh, plan, what a rank holds, and what a call takes."""
-    rows = [tag("tr", tag("th", name, style="text-align:left;vertical-align:top"), tag("td", said, style="text-align:left"))
-            for name, said in _facts(head)]  # fmt: skip
-    return tag("div", tag("strong", head.name), tag("table", tag("tbody", *rows)))
+    return _card(head.name, _facts(head))
+
+
+def asked_html(name: str, mesh: str, plan: str) -> str:
+    """The same before anything is compiled."""
+    facts = [("what", "nothing is compiled yet: call it, or give example inputs to meshc.compile"), ("mesh", mesh)]
+    return _card(name, [*facts, ("plan", join((tag("code", line) for line in plan.splitlines()), BREAK))])
+
+
+def _card(name: str, facts: Iterable[tuple[str, object]]) -> str:
+    left = "text-align:left;vertical-align:top"
+    rows = (tag("tr", tag("th", what, style=left), tag("td", said, style=left)) for what, said in facts)
+    return tag("div", tag("strong", name), tag("table", tag("tbody", *rows)))
 
 
 class _Colours:
@@ -118,12 +128,12 @@ def _axes(page: Page, colours: _Colours) -> Section:
          "" if one.times is None else f"{one.times:.3g} x", bytes_text(one.spared), one.sends, bytes_text(one.bytes), seconds_text(one.seconds))
         for one in page.axes
     ]  # fmt: skip
-    headers = ["axis", "ranks", "splits", "said by", "of the arithmetic", "of what it could", "without it", "spares a rank", "collectives",
+    headers = ["axis", "ranks", "splits", "said by", "of the arithmetic", "of what it could", "without it", "spares a rank", "messages",
                "bytes/rank", "take"]  # fmt: skip
     told = (
         "Saved: without the axis a rank would do so many times the arithmetic (matrix products, convolutions, attention), and hold so much "
-        "more for the whole call (parameters, state, buffers, inputs). Paid: collectives of a call over it, alone or with other axes, with "
-        "the seconds that they take by themselves; much of that may hide behind computing."
+        "more for the whole call (parameters, state, buffers, inputs). Paid: collectives of a call over it, alone or with other axes, and "
+        "messages between stages, with the seconds that they take by themselves; much of that may hide behind computing."
     )
     return "axes", "what each axis saves and costs", join([tag("p", told, class_="dim"), table(headers, rows, (1, 4, 5, 6, 7, 8, 9, 10))])
 

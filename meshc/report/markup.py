@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
-EMPTY: Final = ("br", "input", "meta", "line", "path", "rect")
-"""Elements without an end."""
+VOID: Final = ("br", "input", "meta")
+"""Elements of HTML that have no end."""
+DRAWN: Final = ("line", "path", "rect")
+"""Elements of SVG that end where they begin: without a slash the next ones would lie in them."""
 
 
 class Markup(str):
@@ -27,7 +29,9 @@ def text(words: object) -> Markup:
 def tag(name: str, /, *inside: object, **attributes: object) -> Markup:
     """One element. `class_`, `for_`: `class`, `for`; `data_find`: `data-find`; an attribute that is None is left out."""
     said = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items() if value is not None)
-    return Markup(f"<{name}{said}>" if name in EMPTY else f"<{name}{said}>{join(inside)}</{name}>")
+    if name in VOID or name in DRAWN:
+        return Markup(f"<{name}{said}/>" if name in DRAWN else f"<{name}{said}>")
+    return Markup(f"<{name}{said}>{join(inside)}</{name}>")
 
 
 def join(those: Iterable[object], between: str = "") -> Markup:

@@ -150,7 +150,7 @@ def page(
         notes=program.notes,
         weighed=None if weighed is None else Grid(*searched.weighed_rows(weighed)),
         tried=None if tried is None else Grid(*searched.tried_rows(tried)),
-        axes=axes(program, uses),
+        axes=axes(program, uses, on),
         times=times,
         hidden_s=takes.hidden,
         traffic=_traffic(uses),
