@@ -233,5 +233,5 @@ def _reached(backend: str, ranks: int, there: bool, timeout_s: float, trial: Cal
     who = f"{ranks} processes" if ranks > 1 else "a process"
     if found.worked:
         return Finding(backend, WORKS, f"{who} of this machine added up their numbers, {found.seconds:.1f} s with starting them")
-    others = {"gloo": f"{NETWORK}(GLOO_SOCKET_IFNAME names one)", "nccl": "NCCL_DEBUG=INFO says more; driver and torch have to fit"}
+    others = {"gloo": f"{NETWORK}(GLOO_SOCKET_IFNAME names one); --timeout gives them longer", "nccl": "NCCL_DEBUG=INFO says more; driver and torch have to fit"}
     return Finding(backend, FAILS, f"{who} of this machine have no sum: {found.said}", others[backend])

@@ -1,5 +1,5 @@
 "use strict";
-// Filters the rows of parameters and values by the box, and folds modules. Without scripts everything is shown.
+// Filters the rows of parameters and values by the box (`report.html?find=mlp` fills it), and folds modules. Without scripts all is shown.
 const box = document.getElementById("find");
 const told = document.getElementById("found");
 const tables = [...document.querySelectorAll("tbody")].map((body) =>
@@ -33,7 +33,8 @@ for (const rows of tables) {
     button?.addEventListener("click", () => {
       one.closed = !one.closed;
       button.setAttribute("aria-expanded", String(!one.closed));
-      show();
+      box.value = new URLSearchParams(location.search).get("find") ?? "";
+show();
     });
   }
 }
@@ -44,4 +45,5 @@ document.addEventListener("keydown", (event) => {
     box.focus();
   }
 });
+box.value = new URLSearchParams(location.search).get("find") ?? "";
 show();
