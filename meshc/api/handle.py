@@ -183,12 +183,12 @@ class Program:
         return line
 
     def report(self, path: str | Path, device: str | None = None) -> None:
-        """Write one page of HTML that says what was decided and why: the plan and what was weighed for it, what each axis saves and costs,
-        the predicted time and timeline, memory over a call with the ten largest values at the peak, collectives with their reasons and lines
-        of the model, modules with how all that they hold lies, equal layers once; with a box that searches it. The page needs nothing else,
-        and no network. Times are those of `device` ("h100"), or of the mesh's. Ranks exchange nothing for it: call it on one.
-
-        Raises PlanError for a path that does not end in .html, StateError before anything is compiled, FileError if it cannot be written."""
+        """Write one page of HTML that says what was decided and why (docs/report.md): the plan and what was weighed for it, what each axis
+        saves and costs, the predicted time and timeline, memory over a call with the ten largest values at the peak, collectives with their
+        reasons and lines of the model, modules with how all that they hold lies, equal layers once; with a box that searches it. The page
+        needs nothing else, and no network. Times are those of `device` ("h100"), or of the mesh's. Ranks exchange nothing for it: call it
+        on one. Raises PlanError for a path that does not end in .html, StateError before anything is compiled, FileError if it cannot be
+        written."""
         made = self.compilations.last.made
         found = page.page(self.compiled, self.asked.name, device, self.options.budget, made.weighed, made.tried)
         html.write(found, path)

@@ -38,8 +38,12 @@ WORKS: Final = "works"
 NOTE: Final = "note"
 FAILS: Final = "fails"
 PYTHON: Final = (3, 10)
-NETWORK: Final = "let processes of this machine connect to each other: a hostname that resolves to it, a network device that is up "
-"""What gloo needs."""
+TODO: Final = {
+    "gloo": "let processes of this machine connect to each other: a hostname that resolves to it, a network device that is up "
+    "(GLOO_SOCKET_IFNAME names one); --timeout gives them longer",
+    "nccl": "NCCL_DEBUG=INFO says more; driver and torch have to fit; --timeout gives it longer",
+}
+"""Where processes do not reach each other."""
 
 
 @dataclass(frozen=True)
@@ -233,5 +237,4 @@ def _reached(backend: str, ranks: int, there: bool, timeout_s: float, trial: Cal
     who = f"{ranks} processes" if ranks > 1 else "a process"
     if found.worked:
         return Finding(backend, WORKS, f"{who} of this machine added up their numbers, {found.seconds:.1f} s with starting them")
-    others = {"gloo": f"{NETWORK}(GLOO_SOCKET_IFNAME names one); --timeout gives them longer", "nccl": "NCCL_DEBUG=INFO says more; driver and torch have to fit"}
-    return Finding(backend, FAILS, f"{who} of this machine have no sum: {found.said}", others[backend])
+    return Finding(backend, FAILS, f"{who} of this machine have no sum: {found.said}", TODO[backend])

@@ -1,4 +1,4 @@
-"""What each axis of a mesh does for a program, and what it takes for that: arithmetic and bytes that a rank is spared, messages it sends."""
+"""What each axis of a mesh does for a program, and what that takes: arithmetic and bytes that a rank is spared, messages that it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory over a call, as SVG in a page: what is there for the whole call below, what the call makes above it, a budget as a line.
+"""Memory and time of a call, as SVG in a page. Of memory what is there for the whole call below, what the call makes above it, a budget
+as a line.
 
     |          .--peak
     |      .--'  '-.
@@ -9,12 +10,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
 from meshc.report.markup import Markup, join, tag
 from meshc.report.page import Memory
-from meshc.report.tables import bytes_text
+from meshc.report.spans import Span
+from meshc.report.tables import bytes_text, seconds_text
 
 WIDTH, HEIGHT = 960, 240
 LEFT, RIGHT, TOP, BOTTOM = 76, 12, 26, 26
@@ -76,6 +79,29 @@ def _ticks(top: float) -> list[float]:
 
 
 def _mark(y: str, said: str, class_: str) -> Markup:
-    return join([
-        tag("line", class_=class_, x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y), tag("text", said, x=LEFT - 8, y=y, dy="0.32em", text_anchor="end"),
-    ])  # fmt: skip
+    line = tag("line", class_=class_, x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y)
+    return join([line, tag("text", said, x=LEFT - 8, y=y, dy="0.32em", text_anchor="end")])
+
+
+def time_chart(spans: Sequence[Span]) -> Markup:
+    """Two rows: when a rank computes, by phase, and when it waits. Hovering says which, and from when to when."""
+    last = max(one.end_s for one in spans)
+    scale, row = (WIDTH - LEFT - RIGHT) / last, 28
+    parts = [tag("text", name, x=LEFT - 8, y=row * at + 18, text_anchor="end") for at, name in enumerate(("computes", "waits"))]
+    for one in spans:
+        title = tag("title", f"{one.phase}{' waits' * one.waits}, {seconds_text(one.start_s)} to {seconds_text(one.end_s)}")
+        x, width = f"{LEFT + one.start_s * scale:.2f}", f"{(one.end_s - one.start_s) * scale:.2f}"
+        box = tag("rect", x=x, y=row * one.waits + 2, width=width, height=row - 6, class_="waits" if one.waits else f"span {one.phase}")
+        parts.append(tag("g", title, box))
+    for phase in dict.fromkeys(one.phase for one in spans):
+        longest = max((one for one in spans if one.phase == phase), key=lambda one: one.end_s - one.start_s)
+        at = LEFT + (longest.start_s + longest.end_s) / 2 * scale
+        if (longest.end_s - longest.start_s) * scale > LETTER * len(phase) and not longest.waits:
+            parts.append(tag("text", phase, x=f"{at:.1f}", y=18, text_anchor="middle", class_="on"))
+    ticks = [tag("text", seconds_text(last * at / 5), x=f"{LEFT + last * at / 5 * scale:.1f}", y=2 * row + 16,
+                 text_anchor="end" if at == 5 else "middle") for at in range(6)]  # fmt: skip
+    seen = dict.fromkeys(one.phase for one in spans if not one.waits)
+    label = f"A call of {seconds_text(last)}: {', '.join(seen)}"
+    keys = [tag("tspan", f"■ {phase}  ", class_=phase) for phase in seen]
+    legend = tag("text", *keys, x=LEFT, y=2 * row + 38)
+    return tag("svg", *parts, *ticks, legend, viewBox=f"0 0 {WIDTH} {2 * row + 46}", class_="chart", role="img", aria_label=label)

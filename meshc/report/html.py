@@ -11,7 +11,7 @@ from typing import Final
 
 from meshc.errors import PlanError
 from meshc.files.folders import write_text
-from meshc.report.chart import memory_chart
+from meshc.report.chart import memory_chart, time_chart
 from meshc.report.markup import Markup, join, table, tag, text
 from meshc.report.page import Head, Page
 from meshc.report.tables import bytes_text, seconds_text
@@ -113,7 +113,8 @@ Section = tuple[str, str, Markup]
 def _plan(page: Page, colours: _Colours) -> Section:
     head = page.head
     facts = table(["", ""], [row for row in _facts(head) if row[0] != "plan"], class_="facts")
-    parts = [facts, tag("h3", "the plan, and who said so"), table(["line", "said by"], [(tag("code", line), who) for line, who in head.plan])]
+    lines = [(tag("code", line), who) for line, who in head.plan]
+    parts = [facts, tag("h3", "the plan, and who said so"), table(["line", "said by"], lines)]
     parts += [tag("h3", "notes"), tag("ul", *(tag("li", note) for note in page.notes))] if page.notes else []
     for title, grid in (("weighed for the plan", page.weighed), ("tried for the stages", page.tried)):
         if grid is not None and grid.rows:
@@ -125,7 +126,8 @@ def _plan(page: Page, colours: _Colours) -> Section:
 def _axes(page: Page, colours: _Colours) -> Section:
     rows = [
         (colours.axis(one.name), one.size, tag("code", one.splits), one.source, _percent(one.share), _percent(one.could),
-         "" if one.times is None else f"{one.times:.3g} x", bytes_text(one.spared), one.sends, bytes_text(one.bytes), seconds_text(one.seconds))
+         "" if one.times is None else f"{one.times:.3g} x", bytes_text(one.spared), one.sends, bytes_text(one.bytes),
+         seconds_text(one.seconds))
         for one in page.axes
     ]  # fmt: skip
     headers = ["axis", "ranks", "splits", "said by", "of the arithmetic", "of what it could", "without it", "spares a rank", "messages",
@@ -150,8 +152,13 @@ def _time(page: Page, colours: _Colours) -> Section:
     parts = [table(["", "takes", ""], rows, (1,), class_="bars"), tag("p", f"{page.head.device}: {page.head.device_source}", class_="dim")]
     if page.stages.rows:
         parts += [tag("h3", "stages"), table(page.stages.headers, page.stages.rows, (0, 1, 3, 4, 5, 6))]
-    picture = page.timeline.replace(' xmlns="http://www.w3.org/2000/svg"', "")
-    return "time", "time of a call", join([*parts, tag("h3", "timeline"), tag("div", Markup(picture), class_="wide timeline")])
+    parts.append(tag("h3", "timeline"))
+    if page.spans:
+        parts += [time_chart(page.spans), tag("p", "all ranks alike; waits: nothing is computed until messages have come, or messages beside it slow it down", class_="dim")]
+    else:
+        picture = page.timeline.replace(' xmlns="http://www.w3.org/2000/svg"', "")
+        parts.append(tag("div", Markup(picture), class_="wide timeline"))
+    return "time", "time of a call", join(parts)
 
 
 def _bar(share: float, class_: str = "bar") -> Markup:
@@ -161,10 +168,10 @@ def _bar(share: float, class_: str = "bar") -> Markup:
 def _collectives(page: Page, colours: _Colours) -> Section:
     if not page.traffic:
         return "collectives", "collectives", tag("p", "none: ranks do not communicate")
-    rows = [(colours.axes(one.axes), one.phase, one.kind, one.count, bytes_text(one.bytes), seconds_text(one.seconds), one.reason)
+    rows = [(colours.axes(one.axes), one.phase, one.kind, one.times, bytes_text(one.bytes), seconds_text(one.seconds), one.reason)
             for one in page.traffic]  # fmt: skip
     largest = [
-        (one.kind, colours.axes(one.axes), one.phase, one.count, bytes_text(one.bytes), seconds_text(one.seconds), one.reason,
+        (one.kind, colours.axes(one.axes), one.phase, one.times, bytes_text(one.bytes), seconds_text(one.seconds), one.reason,
          join([tag("span", one.line.rsplit("/", 1)[-1], title=one.line), BREAK if one.code else "", tag("code", one.code)]))
         for one in page.largest
     ]  # fmt: skip
@@ -200,7 +207,8 @@ def _model(page: Page, colours: _Colours) -> Section:
     head = tag("tr", *(tag("th", name, class_="n" if at > 4 else None, scope="col") for at, name in enumerate(headers)))
     rows = tag("tbody", *_rows(page.tree, colours, page.head.name, "", 0))
     told = "Sizes are global; equal layers stand once. `makes` is the last value of forward that a module's own lines make."
-    return "model", "model", join([tag("p", told, class_="dim"), tag("div", tag("table", tag("thead", head), rows, class_="tree"), class_="wide")])
+    tree = tag("div", tag("table", tag("thead", head), rows, class_="tree"), class_="wide")
+    return "model", "model", join([tag("p", told, class_="dim"), tree])
 
 
 def _rows(branch: Branch, colours: _Colours, name: str, path: str, depth: int) -> Iterator[Markup]:
@@ -219,7 +227,7 @@ def _rows(branch: Branch, colours: _Colours, name: str, path: str, depth: int) -
 
 def _leaf(leaf: Leaf, colours: _Colours, path: str, depth: int) -> Markup:
     gives = leaf.kind == GIVES
-    others = [f"{kind} {said}" for kind, said in (("gradient", leaf.gradient), ("state", leaf.state)) if said] + [leaf.where] * bool(leaf.where)
+    others = [f"{kind} {said}" for kind, said in (("gradient", leaf.gradient), ("state", leaf.state), ("", leaf.where)) if said]
     cells = [
         tag("td", "makes" if gives else leaf.name, style=f"padding-left:{depth * 1.1 + 1.4:.1f}rem"), tag("td", "" if gives else leaf.kind),
         tag("td", leaf.dtype), tag("td", colours.lies(leaf.lies, leaf.pending)), tag("td", "; ".join(others)),

@@ -23,6 +23,7 @@ from meshc.report import held, parked, searched
 from meshc.report.account import stage_accounts
 from meshc.report.axes import AxisAccount, axes
 from meshc.report.figures import MEMORY
+from meshc.report.spans import Span, spans
 from meshc.report.summary import CollectiveUse, collectives, communicating, why
 from meshc.report.tables import bytes_text, seconds_text
 from meshc.report.tree import Branch, Made, tree, values
@@ -66,7 +67,7 @@ class Traffic(NamedTuple):
     phase: str
     kind: str
     axes: tuple[str, ...]
-    count: int
+    times: int
     bytes: int
     seconds: float
     reason: str
@@ -78,7 +79,7 @@ class Largest(NamedTuple):
     kind: str
     axes: tuple[str, ...]
     phase: str
-    count: int
+    times: int
     bytes: int
     seconds: float
     reason: str
@@ -108,7 +109,11 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A report. `weighed`, `tried`: what searches compared; None where that is not known, as of a saved program."""
+    """A report.
+
+    weighed, tried  what searches compared; None where that is not known, as of a saved program
+    timeline        of stages, as SVG;  spans  of the only stage, where there is but one
+    """
 
     head: Head
     notes: Sequence[str]
@@ -123,6 +128,7 @@ class Page:
     memory: Memory
     stages: Grid
     timeline: str
+    spans: Sequence[Span]
     tree: Branch
     values: Sequence[tuple[Made, int]]
     further_values: int
@@ -159,6 +165,7 @@ def page(
         memory=_memory(program, found, budget),
         stages=_stages(program, on),
         timeline=draw.svg(predicted(program, on)),
+        spans=spans(program, on),
         tree=tree(program),
         values=made[:SHOWN_VALUES],
         further_values=sum(count for _, count in made[SHOWN_VALUES:]),

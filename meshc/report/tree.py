@@ -205,6 +205,6 @@ def _each(program: PlainProgram) -> Iterator[Made]:
             line = f"{source.file.rsplit('/', 1)[-1]}:{source.line}" if source.file else ""
             size = sum(map(ir.local_bytes, ir.records(node)))
             yield Made(
-                node.name, one.phase, ir.op_name(node), collapsed(source.module), line, lies(one.sharding, one.shape), _pending(one.sharding),
-                _dtype(one), size, one.reason,
+                node.name, one.phase, ir.op_name(node), collapsed(source.module), line, lies(one.sharding, one.shape),
+                _pending(one.sharding), _dtype(one), size, one.reason,
             )  # fmt: skip

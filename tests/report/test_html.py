@@ -114,7 +114,8 @@ def test_the_page_asks_for_nothing(found: Page) -> None:
     source = html(found)
     assert not re.search(r"https?://|//[a-z]+\.|@import|url\(", source)
     assert not any({"src", "data", "action"} & set(each) or name in ("link", "iframe", "img") for name, each in Read(source).elements)
-    assert {each["href"] for _, each in Read(source).elements if "href" in each} <= {f"#{name}" for name in re.findall(r'id="(\w+)"', source)}
+    inside = {f"#{name}" for name in re.findall(r'id="(\w+)"', source)}
+    assert {each["href"] for _, each in Read(source).elements if "href" in each} <= inside
 
 
 def test_no_name_is_markup(found: Page) -> None:
@@ -148,7 +149,7 @@ def test_its_figures_are_those_of_the_summary(program: meshc.Program, found: Pag
     assert found.memory.kept + max(size for size, _ in found.memory.course) == found.head.holds
     assert found.memory.course[found.memory.peak][0] == max(size for size, _ in found.memory.course)
     moved = {(one["phase"], one["collective"], tuple(one["axes"])): (one["count"], one["bytes_per_rank"]) for one in said["collectives"]}
-    assert {(one.phase, one.kind, one.axes): (one.count, one.bytes) for one in found.traffic} == moved
+    assert {(one.phase, one.kind, one.axes): (one.times, one.bytes) for one in found.traffic} == moved
     for over in ("dp", "tp"):
         alone = sum(one.seconds for one in found.traffic if one.axes == (over,))
         assert alone == pytest.approx(said["seconds"][f"communicating over {over}"])
@@ -164,7 +165,19 @@ def test_what_an_axis_spares(program: meshc.Program, found: Page) -> None:
     split = 3 * 3 * (32 * 8 + 32 + 8 * 32) * 4  # layers, a parameter and two moments, up's weight and bias and down's weight
     assert tp.spared == split // 2 // 2, "half of what a rank of dp has"
     assert (dp.times, dp.share) == (2.0, 1.0)
-    assert (tp.sends, tp.seconds) == (sum(o.count for o in found.traffic if "tp" in o.axes), sum(o.seconds for o in found.traffic if "tp" in o.axes))
+    over = [one for one in found.traffic if "tp" in one.axes]
+    assert (tp.sends, tp.seconds) == (sum(one.times for one in over), pytest.approx(sum(one.seconds for one in over)))
+
+
+def test_what_a_call_spends_its_time_on_is_the_whole_call(program: meshc.Program, found: Page) -> None:
+    assert [one.start_s for one in found.spans] == [0.0, *(one.end_s for one in found.spans[:-1])]
+    assert found.spans[-1].end_s == pytest.approx(found.head.step_s)
+    computes = sum(one.end_s - one.start_s for one in found.spans if not one.waits)
+    assert computes == pytest.approx(dict(found.times)["computing"])
+    assert list(dict.fromkeys(one.phase for one in found.spans)) == ["forward", "backward", "update"]
+    waits = sum(one.end_s - one.start_s for one in found.spans if one.waits)
+    messages = sum(seconds for what, seconds in found.times if what.startswith("communicating"))
+    assert 0 < waits == pytest.approx(messages - found.hidden_s)
 
 
 def test_equal_layers_are_one_branch_and_others_are_not(found: Page) -> None:
