@@ -154,7 +154,8 @@ def _time(page: Page, colours: _Colours) -> Section:
         parts += [tag("h3", "stages"), table(page.stages.headers, page.stages.rows, (0, 1, 3, 4, 5, 6))]
     parts.append(tag("h3", "timeline"))
     if page.spans:
-        parts += [time_chart(page.spans), tag("p", "all ranks alike; waits: nothing is computed until messages have come, or messages beside it slow it down", class_="dim")]
+        told = "all ranks alike; waits: nothing is computed until messages have come, or messages beside it slow it down"
+        parts += [time_chart(page.spans), tag("p", told, class_="dim")]
     else:
         picture = page.timeline.replace(' xmlns="http://www.w3.org/2000/svg"', "")
         parts.append(tag("div", Markup(picture), class_="wide timeline"))
