@@ -147,7 +147,8 @@ def _percent(share: float | None) -> str:
 def _time(page: Page, colours: _Colours) -> Section:
     whole = max(sum(one for _, one in page.times), page.head.step_s, 1e-30)
     rows: list[Sequence[object]] = [(name, seconds_text(one), _bar(one / whole)) for name, one in page.times]
-    rows.append(("hidden behind computing", f"- {seconds_text(page.hidden_s)}", _bar(page.hidden_s / whole, "bar less")))
+    if page.hidden_s > 0:
+        rows.append(("hidden behind computing", f"- {seconds_text(page.hidden_s)}", _bar(page.hidden_s / whole, "bar less")))
     rows.append((tag("strong", "a call"), tag("strong", seconds_text(page.head.step_s)), _bar(page.head.step_s / whole, "bar sum")))
     parts = [table(["", "takes", ""], rows, (1,), class_="bars"), tag("p", f"{page.head.device}: {page.head.device_source}", class_="dim")]
     if page.stages.rows:
