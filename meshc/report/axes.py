@@ -47,7 +47,8 @@ def axes(program: PlainProgram, uses: Sequence[CollectiveUse], device: Device) -
         entry = program.plan.entry(axis.name)
         mine = [use for use in uses if axis.name in use.axes]
         stages = program.pipeline is not None and axis.name == program.pipeline.axis
-        share, could = (None, None) if stages else (work.share(rows, axis.name), work.share(rows, axis.name, legal=True))
+        nothing = stages or axis.size == 1
+        share, could = (None, None) if nothing else (work.share(rows, axis.name), work.share(rows, axis.name, legal=True))
         messages, sent, takes = _messages(program, axis.name, device) if stages else (0, 0, 0.0)
         times = axis.size if stages else None if share is None else 1 + share * (axis.size - 1)
         found.append(

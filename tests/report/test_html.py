@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +200,21 @@ def test_a_pipeline_has_stages_and_messages() -> None:
     assert len(made.stages.rows) >= 2 and made.axes[0].splits == "stages of the model" and made.axes[0].sends > 0
     assert made.axes[0].spared > 0 and made.timeline.count("<title>") >= 8
     Read(html(made))
+
+
+@pytest.mark.parametrize(
+    "plan, mesh, more",
+    [("ddp", "dp=2", {"train": False}), ("fsdp", "dp=2", {"microbatches": 2}), ("ddp", "dp=1", {}),
+     ("dp: batch\noffload state", "dp=2", {})],
+)  # fmt: skip
+def test_every_kind_of_program_has_one(plan: str, mesh: str, more: dict[str, Any]) -> None:
+    program = compiled(Stack([16] * 2), mesh=mesh, plan=plan, **more).compiled
+    for device in (None, "h100"):
+        found = page(program, "Stack", device)
+        Read(html(found))
+        one_stage = len(program.stages) == 1
+        assert bool(found.spans) == one_stage and (not one_stage or found.spans[-1].end_s == pytest.approx(found.head.step_s))
+        assert bool(found.copies.rows) == ("offload" in plan)
 
 
 def test_program_report_writes_it(program: meshc.Program, tmp_path: Path) -> None:
