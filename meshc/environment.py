@@ -25,10 +25,18 @@ LOG: Final = "MESHC_LOG"
 DEVICES: Final = "MESHC_DEVICES"
 TRACE: Final = "MESHC_TRACE"
 DISK: Final = "MESHC_DISK"
+CACHE: Final = "MESHC_CACHE"
+"""Which `meshc.files.kernel_cache` reads."""
+KNOWN: Final = (DUMP, VERIFY, LOG, DEVICES, TRACE, DISK, CACHE)
 LEVELS: Final = ("", "info", "debug")
 
 _traced: Final[Counter[Path]] = Counter()
 """Calls of this process traced so far, by file."""
+
+
+def said() -> dict[str, str]:
+    """All that is set here whose name begins like these."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MESHC_")}
 
 
 def dump_folder() -> Path | None:

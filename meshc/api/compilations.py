@@ -72,6 +72,11 @@ class Compilations:
         return self._last
 
     @property
+    def compiled(self) -> bool:
+        """Whether there is one."""
+        return self._last is not None
+
+    @property
     def plan(self) -> Plan:
         """That of the last one; before there is any, what was asked for."""
         return self.asked.plan if self._last is None else self._last.program.plan

@@ -29,7 +29,7 @@ from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.report import explained, searched, summary
+from meshc.report import explained, html, page, searched, summary
 from meshc.report.rebalanced import Report
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
@@ -223,6 +223,23 @@ class Program:
         if path is not None:
             draw.write(line, path)
         return line
+
+    def report(self, path: str | Path, device: str | None = None) -> None:
+        """Write one page of HTML that says what was decided and why (docs/report.md): the plan and what was weighed for it, what each axis
+        saves and costs, the predicted time and timeline, memory over a call with the ten largest values at the peak, collectives with their
+        reasons and lines of the model, modules with how all that they hold lies, equal layers once; with a box that searches it. The page
+        needs nothing else, and no network. Times are those of `device` ("h100"), or of the mesh's. Ranks exchange nothing for it: call it
+        on one. Raises PlanError for a path that does not end in .html, StateError before anything is compiled, FileError if it cannot be
+        written."""
+        made = self.compilations.last.made
+        found = page.page(self.compiled, self.asked.name, device, self.options.budget, made.weighed, made.tried)
+        html.write(found, path)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the head of the report; before anything is compiled what was asked."""
+        if not self.compilations.compiled:
+            return html.asked_html(self.asked.name, str(self.mesh), str(self.plan))
+        return html.head_html(page.head(self.compiled, self.asked.name, budget=self.options.budget))
 
     def explain(self, name: str) -> str:
         """What was chosen for a parameter ("layers.3.mlp.up_proj.weight"), for the operators of a module, or for a line of the printed

@@ -108,21 +108,26 @@ def library() -> ctypes.CDLL | None:
     return native
 
 
+def compiler() -> str | None:
+    """The C++ compiler that builds it."""
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
+
+
 def _compiled() -> ctypes.CDLL:
     """philox.cpp compiled, from the cache or anew (`meshc.files.kernel_cache`).
 
     The name holds a hash of source, compiler, flags and architecture. The library picks its vector instructions when it is loaded, so that
     machines with other processors may share the cache. Raises OSError without a compiler, CalledProcessError if compiling fails.
     """
-    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
-    if compiler is None:
+    found = compiler()
+    if found is None:
         raise FileNotFoundError("no C++ compiler: neither $CXX nor c++, g++, clang++")
-    real = os.path.realpath(compiler)
+    real = os.path.realpath(found)
     identity = repr((real, os.stat(real).st_mtime_ns, FLAGS, platform.system(), platform.machine(), "hashed")).encode()
     name = f"philox-{hashlib.sha256(SOURCE.read_bytes() + identity).hexdigest()[:24]}.so"
 
     def build(file: Path) -> None:
-        command = [compiler, *FLAGS, "-o", str(file), str(SOURCE)]
+        command = [found, *FLAGS, "-o", str(file), str(SOURCE)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         except subprocess.CalledProcessError:  # a toolchain without run-time choice of instructions

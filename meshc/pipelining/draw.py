@@ -130,11 +130,11 @@ def _box(event: Event, place: int, shades: Mapping[tuple[int, int], int], first_
     label = str(item.microbatch) if isinstance(item, Action) else _stage_label(item) if isinstance(item, Run) else ""
     size = min(11.0, (width - 2) / (0.64 * len(label)))
     fits = size >= (5 if isinstance(item, Action) else 8)
-    text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle" font-size="{size:.1f}">{label}</text>' if fits else ""
+    text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle" font-size="{size:.1f}">{escape(label)}</text>' if fits else ""
     times = f"{(event.start_s - first_s) / unit_s:.4g} to {(event.end_s - first_s) / unit_s:.4g} {unit}"
     name = str(item).removeprefix("RUN:").removesuffix(".0") if isinstance(item, Run) else str(item)
     return (
-        f'<g><title>{name} on rank {event.rank}, {times}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" '
+        f'<g><title>{escape(name)} on rank {event.rank}, {times}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" '
         f'fill="{_fill(_op(event), shade)}" stroke="#444" stroke-width="0.5"/>{text}</g>'
     )
 

@@ -37,17 +37,23 @@ def searched(tried: Sequence[Tried]) -> str:
     """The table; nothing, if there was no choice. What fits stands before what does not."""
     if not tried:
         return ""
-    best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
-    rows = [_row(each) for each in best[:SHOWN]]
-    same = {column for column in (1, 6) if len({row[column] for row in rows} - {""}) <= 1}
-    same |= {4} if not any(one.again for one in best[:SHOWN]) else set()
-    keep = [column for column in range(len(HEADERS)) if column not in same]
-    text = tabulate([[row[column] for column in keep] for row in rows], headers=[HEADERS[column] for column in keep], disable_numparse=True)
+    headers, rows = tried_rows(tried)
+    text = tabulate(rows, headers=headers, disable_numparse=True)
     lines = [f"tried for the stages: {len(tried)} candidate{'s' * (len(tried) > 1)} (times of the microbatches alone)"]
     lines += [f"  {line}".rstrip() for line in text.splitlines()]
     if len(tried) > SHOWN:
         lines.append(f"  and {len(tried) - SHOWN} more, in program.lowered.tried")
     return "\n".join(lines) + "\n"
+
+
+def tried_rows(tried: Sequence[Tried]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and the first rows. Columns that say the same everywhere are left out."""
+    best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
+    rows = [_row(each) for each in best[:SHOWN]]
+    same = {column for column in (1, 6) if len({row[column] for row in rows} - {""}) <= 1}
+    same |= {4} if not any(one.again for one in best[:SHOWN]) else set()
+    keep = [column for column in range(len(HEADERS)) if column not in same]
+    return [HEADERS[column] for column in keep], [[row[column] for column in keep] for row in rows]
 
 
 def _row(one: Tried) -> list[str]:
@@ -67,6 +73,17 @@ def weighed(candidates: Sequence[Weighed]) -> str:
     """The table of plans that were compared; nothing, if none were."""
     if not candidates:
         return ""
+    headers, rows = weighed_rows(candidates)
+    text = tabulate(rows, headers=headers, disable_numparse=True)
+    lines = [f"weighed for the plan: {len(candidates)} candidate{'s' * (len(candidates) > 1)}"]
+    lines += [f"  {line}".rstrip() for line in text.splitlines()]
+    if len(candidates) > SHOWN:
+        lines.append(f"  and {len(candidates) - SHOWN} more, in program.lowered.weighed")
+    return "\n".join(lines) + "\n"
+
+
+def weighed_rows(candidates: Sequence[Weighed]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and the first rows."""
     headers = ["candidate", "by the model", "by the clock", "a rank holds", ""]
     rows = [
         [
@@ -78,9 +95,4 @@ def weighed(candidates: Sequence[Weighed]) -> str:
         ]
         for one in candidates[:SHOWN]
     ]  # fmt: skip
-    text = tabulate(rows, headers=headers, disable_numparse=True)
-    lines = [f"weighed for the plan: {len(candidates)} candidate{'s' * (len(candidates) > 1)}"]
-    lines += [f"  {line}".rstrip() for line in text.splitlines()]
-    if len(candidates) > SHOWN:
-        lines.append(f"  and {len(candidates) - SHOWN} more, in program.lowered.weighed")
-    return "\n".join(lines) + "\n"
+    return headers, rows

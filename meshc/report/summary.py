@@ -20,7 +20,7 @@ from meshc.cost.call import MODES, predicted
 from meshc.cost.clock import HOST
 from meshc.cost.devices import Device, for_mesh, named
 from meshc.cost.flops import flops
-from meshc.cost.links import payload
+from meshc.cost.links import collective_seconds, payload
 from meshc.cost.padding import padding
 from meshc.cost.program import program_seconds
 from meshc.cost.work import collapsed
@@ -45,6 +45,7 @@ class CollectiveUse:
     bytes_per_rank  of its operand on each rank; of an all_gather its result, which is the larger side; of halo and halo_sum what moves
                     (what the rank that needs most gets, or sends)
     times           how often a call of the program runs it (once a microbatch, for instance)
+    seconds         that all of these take by themselves on the device that was asked about
     """
 
     phase: str
@@ -56,10 +57,12 @@ class CollectiveUse:
     source: Source
     stage: str = ""
     times: int = 1
+    seconds: float = 0.0
 
 
-def collectives(program: PlainProgram) -> list[CollectiveUse]:
-    """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'."""
+def collectives(program: PlainProgram, device: Device | None = None) -> list[CollectiveUse]:
+    """Every collective of a program, in the order in which it runs; of a pipeline those of each rank, one rank's beside the others'.
+    `device`: whose seconds they have; without one they have none."""
     runs = memory.runs(program)
     found = []
     for stage in program.stages.values():
@@ -69,9 +72,11 @@ def collectives(program: PlainProgram) -> list[CollectiveUse]:
             record = ir.record(node)
             size = payload(node, program.axis_sizes)
             kind = node.target.__name__
+            times = runs[stage.name]
+            takes = 0.0 if device is None else times * collective_seconds(node, program.mesh, device)
             found.append(
                 CollectiveUse(
-                    record.phase, kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, runs[stage.name]
+                    record.phase, kind, tuple(node.args[1]), size, node.name, record.reason, record.source, stage.name, times, takes
                 )
             )
     return found
@@ -228,18 +233,18 @@ def _collectives(program: PlainProgram) -> str:
         return "no collectives: ranks do not communicate"
     rows = []
     for (phase, kind, axes), uses in sorted(groups.items(), key=lambda item: PHASES.index(item[0][0])):
-        why: Counter[str] = Counter()
+        said: Counter[str] = Counter()
         for use in uses:
-            why[_why(use)] += use.times * use.bytes_per_rank
+            said[why(use)] += use.times * use.bytes_per_rank
         total = sum(use.bytes_per_rank * use.times for use in uses)
         largest = max(use.bytes_per_rank for use in uses)
-        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), why.most_common(1)[0][0]))
+        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), said.most_common(1)[0][0]))
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
     return table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo)")
 
 
-def _why(use: CollectiveUse) -> str:
+def why(use: CollectiveUse) -> str:
     """The reason without the plan's line, which stands above the table by axis, and without what is sent along."""
     said = use.reason.partition("; ")[0].partition(" together: ")
     if said[1]:
@@ -385,4 +390,4 @@ def factors(names: Names, found: Found, program: PlainProgram) -> str:
     return table(rows, ["factor", "also", "size", "classes", "dims that have it"], "factors") + "\n"
 
 
-__all__ = ["CollectiveUse", "collapsed", "collectives", "factors", "gradient_shardings", "summary"]
+__all__ = ["CollectiveUse", "collapsed", "collectives", "factors", "gradient_shardings", "summary", "why"]

@@ -126,6 +126,11 @@ def test_show_prints_the_program_a_stage_or_the_summary(folder: Path, capsys: py
     assert "forward, predicted: " in capsys.readouterr().out
     assert main(["show", "m.json", "--timeline", "m.svg"]) == 0
     assert "main on rank 0" in Path("m.svg").read_text()
+    assert main(["report", "m", "--device", "h100"]) == 0
+    told = capsys.readouterr().out
+    assert "m: " in told and "a call on h100" in told and told.endswith("written to m.html\n")
+    assert "[ffn" in re.sub("<[^>]*>", "", Path("m.html").read_text())
+    assert "whose name ends in .html" in failing(capsys, "report", "m", "--out", "m.svg")
     assert "m.json is a trace: draw it with --timeline" in failing(capsys, "show", "m.json")
     assert "it has main" in failing(capsys, "show", "m", "--stage", "forward")
 

@@ -70,6 +70,9 @@ def test_names_cannot_break_the_picture_and_nothing_can_be_drawn() -> None:
     assert boxes(draw.svg(Timeline((), 2))) == {}
     flat = Timeline((Event(0, Action("F", 0, 0), 1.0, 1.0),), 1)
     assert list(boxes(draw.svg(flat))) == ["F0.0 on rank 0, 0 to 0 ns"]
+    stage = "<script>alert(1)</script>"
+    picture = ElementTree.fromstring(draw.svg(Timeline((Event(0, Run(stage), 0.0, 1.0),), 1, "x")))
+    assert not any(element.tag.endswith("script") for element in picture.iter()) and stage in "".join(picture.itertext())
 
 
 def test_pipelines_stand_one_below_the_other() -> None:

@@ -1,0 +1,31 @@
+"""`meshc report`: a saved program as one page of HTML, which says what was decided and why."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from meshc import artifact
+from meshc.commands.target import harmless
+from meshc.cost import devices
+from meshc.passes import rules
+from meshc.report import html
+from meshc.report.page import page
+from meshc.report.tables import bytes_text, seconds_text
+
+
+def arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", metavar="PATH", help="the folder of a saved program")
+    command.add_argument("--out", metavar="FILE.html", help="the file to write; default: PATH's name with .html, here")
+    known = ", ".join(devices.names())
+    command.add_argument("--device", metavar="NAME", help=f"whose times are predicted ({known}); default: the mesh's")
+
+
+def run(options: argparse.Namespace) -> None:
+    program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
+    name = Path(options.path).resolve().name.removesuffix(".meshc")
+    out = options.out or f"{name}.html"
+    made = page(program, name, options.device)
+    html.write(made, out)
+    takes = f"{seconds_text(made.head.step_s)} a call on {made.head.device}, a rank holds {bytes_text(made.head.holds)}"
+    print(harmless(f"{name}: {takes}; written to {out}"))

@@ -1,0 +1,262 @@
+"""A report as one page of HTML, and its head for notebooks. The page asks for nothing of the network; its styles and its one script are in
+it, and its own policy lets no other script run. All data comes from `meshc/report/page.py`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from meshc.errors import PlanError
+from meshc.files.folders import write_text
+from meshc.report.chart import memory_chart, time_chart
+from meshc.report.markup import Markup, join, table, tag, text
+from meshc.report.page import Head, Page
+from meshc.report.tables import bytes_text, seconds_text
+from meshc.report.tree import GIVES, Branch, Leaf, Lies
+
+STYLE: Final = Path(__file__).with_name("page.css")
+SCRIPT: Final = Path(__file__).with_name("page.js")
+COLOURS: Final = 8
+"""Of axes; the ninth looks like the first."""
+BREAK: Final = tag("br")
+SEARCHED: Final = "not kept in a saved program: program.report() has it, where the plan was searched"
+
+
+def write(page: Page, path: str | Path) -> None:
+    """PlanError: the path does not end in .html. FileError: it cannot be written."""
+    if Path(path).suffix not in (".html", ".htm") or Path(path).is_dir():
+        raise PlanError(f"{path}: a report is one file, whose name ends in .html")
+    write_text(path, html(page))
+
+
+def html(page: Page) -> str:
+    """The page."""
+    style, script = STYLE.read_text(), SCRIPT.read_text()
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'"
+    colours = _Colours([axis.name for axis in page.axes])
+    made = [section(page, colours) for section in SECTIONS]
+    shown = [(name, title, body) for name, title, body in made if body]
+    head = tag(
+        "head", tag("meta", charset="utf-8"), Markup(f'<meta http-equiv="Content-Security-Policy" content="{text(policy)}">'),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), tag("title", f"{page.head.name}: meshc report"),
+        tag("style", Markup(style)),
+    )  # fmt: skip
+    links = tag("nav", *(tag("a", title, href=f"#{name}") for name, title, _ in shown))
+    box = tag("label", "find ", tag("input", id="find", type="search", placeholder="a parameter, module, operator, axis"), for_="find")
+    top = tag("header", tag("strong", page.head.name), links, box, tag("output", id="found", for_="find"))
+    sections = [tag("section", tag("h2", title), body, id=name) for name, title, body in shown]
+    main = tag("main", tag("h1", page.head.name), _legend(page, colours), *sections)
+    return f'<!doctype html>\n<html lang="en">{head}{tag("body", top, main, tag("script", Markup(script)))}</html>\n'
+
+
+def head_html(head: Head) -> str:
+    """What a notebook shows of a program: its name, mesh, plan, what a rank holds, and what a call takes."""
+    return _card(head.name, _facts(head))
+
+
+def asked_html(name: str, mesh: str, plan: str) -> str:
+    """The same before anything is compiled."""
+    facts = [("what", "nothing is compiled yet: call it, or give example inputs to meshc.compile"), ("mesh", mesh)]
+    return _card(name, [*facts, ("plan", join((tag("code", line) for line in plan.splitlines()), BREAK))])
+
+
+def _card(name: str, facts: Iterable[tuple[str, object]]) -> str:
+    left = "text-align:left;vertical-align:top"
+    rows = (tag("tr", tag("th", what, style=left), tag("td", said, style=left)) for what, said in facts)
+    return tag("div", tag("strong", name), tag("table", tag("tbody", *rows)))
+
+
+class _Colours:
+    """An axis's class in the style sheet, by its place in the mesh."""
+
+    def __init__(self, axes: Sequence[str]) -> None:
+        self.of = {axis: f"axis a{at % COLOURS}" for at, axis in enumerate(axes)}
+
+    def axis(self, name: str) -> Markup:
+        return tag("span", name, class_=self.of.get(name, "axis"))
+
+    def axes(self, names: Sequence[str]) -> Markup:
+        return join(map(self.axis, names), " ")
+
+    def lies(self, lies: Lies, pending: Sequence[str] = ()) -> Markup:
+        """`[batch 8/dp, hidden 256]`, and what is still to be summed."""
+        dims = [join([join([name, *(join(["/", self.axis(axis)]) for axis in axes)]) for name, axes in dim], " * ") for dim in lies]
+        waits = join([" pending ", self.axes(pending)]) if pending else ""
+        return tag("span", "[", join(dims, ", "), "]", waits, class_="lies")
+
+
+def _facts(head: Head) -> Iterator[tuple[str, object]]:
+    more = [f"{head.microbatches} microbatches"] if head.microbatches > 1 else []
+    more += [f"compiled regions ({head.backend})"] if head.backend != "eager" else []
+    yield "what", ", ".join([f"{head.what} for {head.ranks} rank{'s' * (head.ranks > 1)}", *more])
+    yield "mesh", head.mesh
+    yield "plan", join((tag("code", line) for line, _ in head.plan), BREAK)
+    budget = f", of a budget of {bytes_text(head.budget)}" if head.budget is not None else ""
+    yield "a rank holds", f"{bytes_text(head.holds)} at the peak{budget}"
+    yield "a call takes", f"{seconds_text(head.step_s)}, predicted for {head.device}"
+
+
+def _legend(page: Page, colours: _Colours) -> Markup:
+    shown = [join([colours.axis(one.name), f" {one.size} rank{'s' * (one.size > 1)}"]) for one in page.axes]
+    return tag("p", "axes: ", join(shown, ", "), class_="legend")
+
+
+# --------------------------------------------------------------------------------------------------------------------------- sections
+
+Section = tuple[str, str, Markup]
+
+
+def _plan(page: Page, colours: _Colours) -> Section:
+    head = page.head
+    facts = table(["", ""], [row for row in _facts(head) if row[0] != "plan"], class_="facts")
+    lines = [(tag("code", line), who) for line, who in head.plan]
+    parts = [facts, tag("h3", "the plan, and who said so"), table(["line", "said by"], lines)]
+    parts += [tag("h3", "notes"), tag("ul", *(tag("li", note) for note in page.notes))] if page.notes else []
+    for title, grid in (("weighed for the plan", page.weighed), ("tried for the stages", page.tried)):
+        if grid is not None and grid.rows:
+            parts += [tag("h3", title), table(grid.headers, grid.rows)]
+    parts += [tag("p", f"what a search has weighed: {SEARCHED}", class_="dim")] if page.weighed is None else []
+    return "plan", "plan", join(parts)
+
+
+def _axes(page: Page, colours: _Colours) -> Section:
+    rows = [
+        (colours.axis(one.name), one.size, tag("code", one.splits), one.source, _percent(one.share), _percent(one.could),
+         "" if one.times is None else f"{one.times:.3g} x", bytes_text(one.spared), one.sends, bytes_text(one.bytes),
+         seconds_text(one.seconds))
+        for one in page.axes
+    ]  # fmt: skip
+    headers = ["axis", "ranks", "splits", "said by", "of the arithmetic", "of what it could", "without it", "spares a rank", "messages",
+               "bytes/rank", "take"]  # fmt: skip
+    told = (
+        "Saved: without the axis a rank would do so many times the arithmetic (matrix products, convolutions, attention), and hold so much "
+        "more for the whole call (parameters, state, buffers, inputs). Paid: collectives of a call over it, alone or with other axes, and "
+        "messages between stages, with the seconds that they take by themselves; much of that may hide behind computing."
+    )
+    return "axes", "what each axis saves and costs", join([tag("p", told, class_="dim"), table(headers, rows, (1, 4, 5, 6, 7, 8, 9, 10))])
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def _time(page: Page, colours: _Colours) -> Section:
+    whole = max(sum(one for _, one in page.times), page.head.step_s, 1e-30)
+    rows: list[Sequence[object]] = [(name, seconds_text(one), _bar(one / whole)) for name, one in page.times]
+    if page.hidden_s > 0:
+        rows.append(("hidden behind computing", f"- {seconds_text(page.hidden_s)}", _bar(page.hidden_s / whole, "bar less")))
+    rows.append((tag("strong", "a call"), tag("strong", seconds_text(page.head.step_s)), _bar(page.head.step_s / whole, "bar sum")))
+    parts = [table(["", "takes", ""], rows, (1,), class_="bars"), tag("p", f"{page.head.device}: {page.head.device_source}", class_="dim")]
+    if page.stages.rows:
+        parts += [tag("h3", "stages"), table(page.stages.headers, page.stages.rows, (0, 1, 3, 4, 5, 6))]
+    parts.append(tag("h3", "timeline"))
+    if page.spans:
+        told = "all ranks alike; waits: nothing is computed until messages have come, or messages beside it slow it down"
+        parts += [time_chart(page.spans), tag("p", told, class_="dim")]
+    else:
+        picture = page.timeline.replace(' xmlns="http://www.w3.org/2000/svg"', "")
+        parts.append(tag("div", Markup(picture), class_="wide timeline"))
+    return "time", "time of a call", join(parts)
+
+
+def _bar(share: float, class_: str = "bar") -> Markup:
+    return tag("span", tag("span", style=f"width:{100 * min(max(share, 0.0), 1.0):.1f}%"), class_=class_)
+
+
+def _collectives(page: Page, colours: _Colours) -> Section:
+    if not page.traffic:
+        return "collectives", "collectives", tag("p", "none: ranks do not communicate")
+    rows = [(colours.axes(one.axes), one.phase, one.kind, one.times, bytes_text(one.bytes), seconds_text(one.seconds), one.reason)
+            for one in page.traffic]  # fmt: skip
+    largest = [
+        (one.kind, colours.axes(one.axes), one.phase, one.times, bytes_text(one.bytes), seconds_text(one.seconds), one.reason,
+         join([tag("span", one.line.rsplit("/", 1)[-1], title=one.line), BREAK if one.code else "", tag("code", one.code)]))
+        for one in page.largest
+    ]  # fmt: skip
+    of = "of one call" if not page.stages.rows else "of one call, of all stages together"
+    parts = [
+        tag("p", f"{of}; bytes of the operand, of the result for all_gather, what moves for halo", class_="dim"),
+        table(["axes", "phase", "collective", "count", "bytes/rank", "take", "mostly for"], rows, (3, 4, 5)),
+        tag("h3", "those that take longest, equal layers as one"),
+        table(["collective", "axes", "phase", "count", "bytes of each", "take", "why", "line of the model"], largest, (3, 4, 5)),
+    ]
+    if page.copies.rows:
+        parts += [tag("h3", "copies between device and host"), table(page.copies.headers, page.copies.rows, (2, 3, 4))]
+    return "collectives", "collectives", join(parts)
+
+
+def _memory(page: Page, colours: _Colours) -> Section:
+    found = page.memory
+    kinds: list[Sequence[object]] = [(name, bytes_text(size), _bar(size / max(found.total, 1))) for name, size in found.kinds]
+    kinds.append((tag("strong", "together"), tag("strong", bytes_text(found.total)), ""))
+    parts = [tag("p", f"of {found.whose}; predicted" + (f"; peak at {found.at}" if found.at else ""), class_="dim"), memory_chart(found)]
+    parts.append(table(["", "bytes/rank", ""], kinds, (1,), class_="bars"))
+    if found.largest:
+        rows = [(bytes_text(size), count, one.lies, one.made, one.line, one.until) for size, count, one in found.largest]
+        parts += [tag("h3", "the largest values at the peak, equal layers as one")]
+        parts += [table(["bytes/rank", "count", "value", "made by", "at", "read last by"], rows, (0, 1), class_="largest")]
+        count, size = found.further
+        parts += [tag("p", f"and {bytes_text(size)} in {count} other{'s' * (count > 1)}", class_="dim")] if count else []
+    return "memory", "memory over a call", join(parts)
+
+
+def _model(page: Page, colours: _Colours) -> Section:
+    headers = ["module, parameter", "", "dtype", "lies", "gradient, state", "bytes/rank", "state/rank"]
+    head = tag("tr", *(tag("th", name, class_="n" if at > 4 else None, scope="col") for at, name in enumerate(headers)))
+    rows = tag("tbody", *_rows(page.tree, colours, page.head.name, "", 0))
+    told = "Sizes are global; equal layers stand once. `makes` is the last value of forward that a module's own lines make."
+    tree = tag("div", tag("table", tag("thead", head), rows, class_="tree"), class_="wide")
+    return "model", "model", join([tag("p", told, class_="dim"), tree])
+
+
+def _rows(branch: Branch, colours: _Colours, name: str, path: str, depth: int) -> Iterator[Markup]:
+    button = tag("button", "▾", type="button", aria_expanded="true", aria_label=f"fold {name}")
+    count = tag("span", f" {branch.count} alike", class_="dim") if branch.count > 1 else ""
+    indent = f"padding-left:{depth * 1.1:.1f}rem"
+    cells = [tag("td", button, name, count, style=indent), *[tag("td", "") for _ in range(4)]]
+    size = bytes_text(branch.bytes) + (f" x {branch.count}" if branch.count > 1 else "") if branch.bytes else ""
+    yield tag("tr", *cells, tag("td", size, class_="n"), tag("td", ""), class_="branch", data_depth=depth, data_find=path.lower())
+    for leaf in branch.leaves:
+        yield _leaf(leaf, colours, path, depth + 1)
+    for child in branch.children:
+        word = child.name if child.count == 1 else "*"
+        yield from _rows(child, colours, child.name, f"{path}.{word}".removeprefix("."), depth + 1)
+
+
+def _leaf(leaf: Leaf, colours: _Colours, path: str, depth: int) -> Markup:
+    gives = leaf.kind == GIVES
+    others = [f"{kind} {said}" for kind, said in (("gradient", leaf.gradient), ("state", leaf.state), ("", leaf.where)) if said]
+    cells = [
+        tag("td", "makes" if gives else leaf.name, style=f"padding-left:{depth * 1.1 + 1.4:.1f}rem"), tag("td", "" if gives else leaf.kind),
+        tag("td", leaf.dtype), tag("td", colours.lies(leaf.lies, leaf.pending)), tag("td", "; ".join(others)),
+        tag("td", bytes_text(leaf.bytes), class_="n"), tag("td", bytes_text(leaf.state_bytes) if leaf.state_bytes else "", class_="n"),
+    ]  # fmt: skip
+    axes = " ".join(sorted({axis for dim in leaf.lies for _, over in dim for axis in over}))
+    name = path if gives else f"{path}.{leaf.name}".removeprefix(".")
+    return tag("tr", *cells, class_="gives" if gives else "leaf", data_depth=depth, data_find=f"{name} {axes}".lower())
+
+
+def _values(page: Page, colours: _Colours) -> Section:
+    headers = ["value", "phase", "operator", "module", "line", "lies", "bytes/rank", "count", "why"]
+    head = tag("tr", *(tag("th", name, class_="n" if at in (6, 7) else None, scope="col") for at, name in enumerate(headers)))
+    rows = []
+    for one, count in page.values:
+        axes = " ".join(sorted({axis for dim in one.lies for _, over in dim for axis in over}))
+        find = f"{one.name} {one.phase} {one.operator} {one.module} {one.line} {axes}".lower()
+        cells = [
+            tag("td", tag("code", one.name)), tag("td", one.phase), tag("td", one.operator), tag("td", one.module), tag("td", one.line),
+            tag("td", f"{one.dtype} ", colours.lies(one.lies, one.pending)), tag("td", bytes_text(one.bytes), class_="n"),
+            tag("td", count, class_="n"), tag("td", one.reason, class_="why"),
+        ]  # fmt: skip
+        rows.append(tag("tr", *cells, data_find=find))
+    listed = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="wide")
+    more = tag("p", f"and {page.further_values} smaller ones: print(program) has all", class_="dim") if page.further_values else ""
+    told = f"{len(page.values)} values that operators and collectives make, equal ones once, the largest first"
+    return "values", "values", tag("details", tag("summary", told), listed, more, id="all-values")
+
+
+SECTIONS: Final = (_plan, _axes, _time, _memory, _collectives, _model, _values)

@@ -1,0 +1,256 @@
+"""Everything that a report says of a program, as data: `meshc/report/html.py` makes a page of it.
+
+Nothing is computed here that a summary does not compute; where the two say the same, they say it by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshc.cost import memory
+from meshc.cost.alive import Alive, alive
+from meshc.cost.call import MODES, predicted
+from meshc.cost.devices import Device, for_mesh, named
+from meshc.cost.program import program_seconds
+from meshc.ir import PHASES
+from meshc.pipelining import draw
+from meshc.pipelining.tried import Tried
+from meshc.plan.weighed import Weighed
+from meshc.program.program import PlainProgram
+from meshc.report import held, parked, searched
+from meshc.report.account import stage_accounts
+from meshc.report.axes import AxisAccount, axes
+from meshc.report.figures import MEMORY
+from meshc.report.spans import Span, spans
+from meshc.report.summary import CollectiveUse, collectives, communicating, why
+from meshc.report.tables import bytes_text, seconds_text
+from meshc.report.tree import Branch, Made, tree, values
+
+POINTS = 360
+"""Of the course of memory over a call; each is the most of its part."""
+SHOWN_VALUES = 1500
+
+
+class Head(NamedTuple):
+    """What stands above everything, and what a notebook shows.
+
+    plan     a line each, with who said it
+    step_s   predicted seconds of a call on `device`;  holds  bytes of the rank that needs most
+    """
+
+    name: str
+    what: str
+    mesh: str
+    ranks: int
+    backend: str
+    microbatches: int
+    plan: tuple[tuple[str, str], ...]
+    device: str
+    device_source: str
+    step_s: float
+    holds: int
+    budget: int | None
+
+
+class Grid(NamedTuple):
+    """A table of texts."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Traffic(NamedTuple):
+    """Collectives of a call that are of one kind, over the same axes, in one phase."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    bytes: int
+    seconds: float
+    reason: str
+
+
+class Largest(NamedTuple):
+    """Collectives that are alike but for their layer, and the line of the user's model that they come from."""
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    times: int
+    bytes: int
+    seconds: float
+    reason: str
+    line: str
+    code: str
+
+
+class Memory(NamedTuple):
+    """Of the rank that needs most.
+
+    kinds    what takes how many bytes;  kept  of these what is there for the whole call
+    course   bytes over the call, beside what is kept, and the phase;  peak  where most is there
+    largest  the ten largest values at the peak, and what further ones take together
+    """
+
+    whose: str
+    at: str
+    kinds: Sequence[tuple[str, int]]
+    kept: int
+    total: int
+    budget: int | None
+    course: Sequence[tuple[int, str]]
+    peak: int
+    largest: Sequence[tuple[int, int, held.Alike]]
+    further: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report.
+
+    weighed, tried  what searches compared; None where that is not known, as of a saved program
+    timeline        of stages, as SVG;  spans  of the only stage, where there is but one
+    """
+
+    head: Head
+    notes: Sequence[str]
+    weighed: Grid | None
+    tried: Grid | None
+    axes: Sequence[AxisAccount]
+    times: Sequence[tuple[str, float]]
+    hidden_s: float
+    traffic: Sequence[Traffic]
+    largest: Sequence[Largest]
+    copies: Grid
+    memory: Memory
+    stages: Grid
+    timeline: str
+    spans: Sequence[Span]
+    tree: Branch
+    values: Sequence[tuple[Made, int]]
+    further_values: int
+
+
+def head(program: PlainProgram, name: str, device: str | None = None, budget: int | None = None) -> Head:
+    """`name`: of the model; `device`: whose times, or else the mesh's; `budget`: bytes that a rank may hold, where the user has said so."""
+    on = _device(program, device)
+    return _head(program, name, on, program_seconds(program, on).total, memory.worst(program).total, budget)
+
+
+def page(
+    program: PlainProgram, name: str, device: str | None = None, budget: int | None = None,
+    weighed: Sequence[Weighed] | None = None, tried: Sequence[Tried] | None = None,
+) -> Page:  # fmt: skip
+    """All of it; arguments as `head` has them."""
+    on = _device(program, device)
+    takes, found = program_seconds(program, on), alive(program)
+    uses, made = collectives(program, on), values(program)
+    times = [("computing", takes.compute), *([("computing on the host", takes.there)] if takes.there else [])]
+    times += [(communicating(over), one) for over, one in takes.communication.items()]
+    times += [("waiting for other stages", takes.idle)] if program.pipeline is not None else []
+    return Page(
+        head=_head(program, name, on, takes.total, found.holds.total, budget),
+        notes=program.notes,
+        weighed=None if weighed is None else Grid(*searched.weighed_rows(weighed)),
+        tried=None if tried is None else Grid(*searched.tried_rows(tried)),
+        axes=axes(program, uses, on),
+        times=times,
+        hidden_s=takes.hidden,
+        traffic=_traffic(uses),
+        largest=_largest(uses),
+        copies=Grid(parked.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in parked.rows_of(program)]),
+        memory=_memory(program, found, budget),
+        stages=_stages(program, on),
+        timeline=draw.svg(predicted(program, on)),
+        spans=spans(program, on),
+        tree=tree(program),
+        values=made[:SHOWN_VALUES],
+        further_values=sum(count for _, count in made[SHOWN_VALUES:]),
+    )
+
+
+def _device(program: PlainProgram, device: str | None) -> Device:
+    return for_mesh(program.mesh) if device is None else named(device)
+
+
+def _head(program: PlainProgram, name: str, on: Device, step_s: float, holds: int, budget: int | None) -> Head:
+    plan = program.plan
+    lines = [(str(entry), f"line {entry.line} of the plan" if entry.line else entry.source) for entry in plan.axes]
+    lines += [(str(line), f"line {line.line} of the plan" if line.line else "") for line in plan.lines()]
+    return Head(
+        name, MODES[program.mode], str(program.mesh), program.mesh.world_size, program.backend, program.microbatches, tuple(lines), on.name,
+        on.source, step_s, holds, budget,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------- collectives
+
+
+def _traffic(uses: Sequence[CollectiveUse]) -> list[Traffic]:
+    groups: dict[tuple[tuple[str, ...], str, str], list[CollectiveUse]] = {}
+    for use in uses:
+        groups.setdefault((use.axes, use.phase, use.kind), []).append(use)
+    found = [
+        Traffic(phase, kind, over, sum(use.times for use in those), sum(use.times * use.bytes_per_rank for use in those),
+                sum(use.seconds for use in those), why(max(those, key=lambda use: use.bytes_per_rank)))
+        for (over, phase, kind), those in groups.items()
+    ]  # fmt: skip
+    return sorted(found, key=lambda one: (one.axes, PHASES.index(one.phase), -one.seconds))
+
+
+def _largest(uses: Sequence[CollectiveUse]) -> list[Largest]:
+    groups: dict[tuple[object, ...], list[CollectiveUse]] = {}
+    for use in uses:
+        groups.setdefault((use.kind, use.axes, use.phase, use.bytes_per_rank, why(use), use.source.file, use.source.line), []).append(use)
+    found = []
+    for those in groups.values():
+        one = those[0]
+        line = f"{one.source.file}:{one.source.line}" if one.source.file else ""
+        reason = one.reason if len(those) == 1 else why(one) + "".join(one.reason.partition("; ")[1:])
+        found.append(
+            Largest(one.kind, one.axes, one.phase, sum(use.times for use in those), one.bytes_per_rank, sum(use.seconds for use in those),
+                    reason, line, one.source.code)
+        )  # fmt: skip
+    return sorted(found, key=lambda one: -one.seconds)[:10]
+
+
+# --------------------------------------------------------------------------------------------------------------------------- memory
+
+
+def _memory(program: PlainProgram, found: Alive, budget: int | None) -> Memory:
+    most, peak = found.holds, found.holds.peak
+    kinds = [(text, most.kept[kind]) for kind, text in MEMORY.items() if most.kept.get(kind)]
+    kinds += [("gradients, at the peak", peak.gradients)] if peak.gradients else []
+    kinds += [("activations, at the peak", peak.total - peak.gradients)] if peak.total > peak.gradients else []
+    kinds += [(text, size) for text, size in (("on the host, beside that", most.host), ("on its disk", most.disk)) if size]
+    folded = held.folded(found.values)
+    rest = [values for _, values in folded[held.LARGEST :]]
+    course, at = _fewer(found.course, found.peak)
+    return Memory(
+        "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most", peak.at, kinds,
+        sum(most.kept.values()), most.total, budget, course, at,
+        [(held.bytes_of(those), len(those), alike) for alike, those in folded[: held.LARGEST]],
+        (len(rest), sum(map(held.bytes_of, rest))),
+    )  # fmt: skip
+
+
+def _fewer(course: Sequence[tuple[int, str]], peak: int) -> tuple[list[tuple[int, str]], int]:
+    """At most POINTS of a course, each the most of its part, and which of them has the peak."""
+    count = min(len(course), POINTS)
+    starts = [len(course) * at // count for at in range(count)]
+    parts = [course[start:end] for start, end in zip(starts, [*starts[1:], len(course)], strict=True)]
+    return [max(part) for part in parts], max((at for at, start in enumerate(starts) if start <= peak), default=0)
+
+
+def _stages(program: PlainProgram, on: Device) -> Grid:
+    """Stages of a pipeline; no rows where there is none."""
+    headers = ["stage", "rank", "modules", "parameters", "forward", "backward", "saved x in flight"]
+    rows = [] if program.pipeline is None else [
+        [str(one.stage), str(one.rank), ", ".join(one.modules), bytes_text(one.parameter_bytes), seconds_text(one.forward_s),
+         seconds_text(one.backward_s), f"{bytes_text(one.saved_bytes)} x {one.in_flight}"]
+        for one in stage_accounts(program, on)
+    ]  # fmt: skip
+    return Grid(headers, rows)

@@ -1,0 +1,210 @@
+"""A model's modules with how what they hold lies, equal layers as one; and the values that a program makes, equal ones as one.
+
+    model
+      layers.0-31                                  32 alike
+        mlp
+          up_proj.weight   [ffn 14336/tp, hidden 4096/dp]   58.7 MB
+          gives            [batch 8/dp, seq 2048, hidden 4096]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, TypeAlias
+
+from meshc import ir
+from meshc.cost import memory
+from meshc.cost.work import collapsed
+from meshc.ir.sharding import Sharding
+from meshc.program.program import PlainProgram, Port
+from meshc.report.summary import gradient_shardings
+from meshc.report.tables import part_text, placement
+
+DEEPEST: Final = 32
+"""Modules within modules; what a name has beyond that is one word."""
+
+Lies: TypeAlias = tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
+"""For each dim its parts: what a part is called (`ffn 688`), and the axes that split it."""
+
+
+def lies(sharding: Sharding | None, shape: Sequence[int]) -> Lies:
+    """As `tables.placement` has it, with the axes apart."""
+    if sharding is None:
+        return tuple(((str(size), ()),) for size in shape)
+    return tuple(tuple((part_text(part).partition("/")[0], part.axes) for part in parts) or (("1", ()),) for parts in sharding.dims)
+
+
+class Leaf(NamedTuple):
+    """A parameter or buffer, or what a module gives. `gradient`, `state`: how those lie where they lie otherwise."""
+
+    name: str
+    kind: str
+    dtype: str
+    lies: Lies
+    pending: tuple[str, ...] = ()
+    gradient: str = ""
+    state: str = ""
+    where: str = ""
+    bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A module, or several that are alike.
+
+    name    its last word; of several their numbers, `0-31`
+    count   how many
+    """
+
+    name: str
+    count: int
+    leaves: tuple[Leaf, ...]
+    children: tuple[Branch, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of what one of them holds on a rank, without optimizer state."""
+        return sum(leaf.bytes for leaf in self.leaves if leaf.kind != GIVES) + sum(one.bytes * one.count for one in self.children)
+
+
+GIVES: Final = "gives"
+
+
+class _Open:
+    """A module while it is filled."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self.children: dict[str, _Open] = defaultdict(_Open)
+
+    def at(self, path: Sequence[str]) -> _Open:
+        here = self
+        for word in path:
+            here = here.children[word]
+        return here
+
+
+def tree(program: PlainProgram) -> Branch:
+    """The model, as parameters, buffers and operators name its modules."""
+    root = _Open()
+    states: dict[str, list[Port]] = defaultdict(list)
+    for port in program.inputs:
+        if port.kind == "state":
+            states[port.of].append(port)
+    gradients = gradient_shardings(program)
+    for port in program.inputs:
+        if port.kind in ("parameter", "buffer"):
+            *path, name = port.name.split(".", DEEPEST)
+            root.at(path).leaves.append(_leaf(program, name, port, gradients.get(port.name), states[port.name]))
+    for module, one in _given(program).items():
+        gives = Leaf(GIVES, GIVES, _dtype(one), lies(one.sharding, one.shape), _pending(one.sharding), bytes=ir.local_bytes(one))
+        root.at(module.split(".", DEEPEST)).leaves.append(gives)
+    return _folded("", root)
+
+
+def _leaf(program: PlainProgram, name: str, port: Port, gradient: Sharding | None, states: Sequence[Port]) -> Leaf:
+    own = placement(port.sharding, port.shape)
+    kept = [state.sharding for state in states if state.shape == port.shape]
+    other, state = (
+        "" if one is None or placement(one, port.shape) == own else placement(one, port.shape)
+        for one in (gradient, kept[0] if kept else None)
+    )  # fmt: skip
+    size, state_size = (sum(memory.port_bytes(each, program.axis_sizes) for each in those) for those in ([port], states))
+    where = "on the disk" if port.disk else "on the host" if port.host else ""
+    if not where and any(each.host for each in states):
+        where = "its state on the host"
+    dtype = str(port.dtype).removeprefix("torch.")
+    return Leaf(name, port.kind, dtype, lies(port.sharding, port.shape), (), other, state, where, size, state_size)
+
+
+def _given(program: PlainProgram) -> dict[str, ir.Record]:
+    """Module -> the last value that is made in forward under its own name."""
+    found: dict[str, ir.Record] = {}
+    for stage in program.stages.values():
+        for node in ir.calls(stage.graph):
+            one = ir.records(node)[0]
+            floats = one.dtype is not None and one.dtype.is_floating_point
+            if one.phase == "forward" and one.source.module and floats and one.sharding is not None and not one.again:
+                found[one.source.module] = one
+    return found
+
+
+def _dtype(one: ir.Record) -> str:
+    return str(one.dtype).removeprefix("torch.")
+
+
+def _pending(sharding: Sharding | None) -> tuple[str, ...]:
+    return () if sharding is None else tuple(axis for axis, _ in sharding.pending)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- folding
+
+
+def _folded(name: str, module: _Open) -> Branch:
+    """A module with those of its modules that are alike as one."""
+    groups: dict[Branch, list[str]] = {}
+    for word, child in module.children.items():
+        made = _folded(word, child)
+        groups.setdefault(replace(made, name="") if word.isdecimal() else made, []).append(word)
+    children = (
+        replace(alike, name=words[0] if len(words) == 1 else ranges(map(int, words)), count=len(words)) for alike, words in groups.items()
+    )
+    return Branch(name, 1, tuple(module.leaves), tuple(children))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 5` for 0, 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+# -------------------------------------------------------------------------------------------------------------------------- values
+
+
+class Made(NamedTuple):
+    """Values that equal layers and stages make alike. `bytes`: of one, on a rank."""
+
+    name: str
+    phase: str
+    operator: str
+    module: str
+    line: str
+    lies: Lies
+    pending: tuple[str, ...]
+    dtype: str
+    bytes: int
+    reason: str
+
+
+def values(program: PlainProgram) -> list[tuple[Made, int]]:
+    """What operators and collectives make, with how many are alike, the largest first."""
+    found: dict[Made, int] = {}
+    names: dict[Made, str] = {}
+    for made in _each(program):
+        alike = made._replace(name="")
+        names.setdefault(alike, made.name)
+        found[alike] = found.get(alike, 0) + 1
+    return sorted(((one._replace(name=names[one]), count) for one, count in found.items()), key=lambda item: -item[0].bytes * item[1])
+
+
+def _each(program: PlainProgram) -> Iterator[Made]:
+    for stage in program.stages.values():
+        for node in ir.calls(stage.graph):
+            one = ir.records(node)[0]
+            if one.dtype is None or ir.op_name(node) == "getitem":
+                continue
+            source = one.source
+            line = f"{source.file.rsplit('/', 1)[-1]}:{source.line}" if source.file else ""
+            size = sum(map(ir.local_bytes, ir.records(node)))
+            yield Made(
+                node.name, one.phase, ir.op_name(node), collapsed(source.module), line, lies(one.sharding, one.shape),
+                _pending(one.sharding), _dtype(one), size, one.reason,
+            )  # fmt: skip
