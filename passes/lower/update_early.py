@@ -85,10 +85,12 @@ class Places:
             if self.index[node] > at:
                 self.behind[at].append(node)
                 self.behind[at] = node
+                self.index[node] = at  # what others read of it is there by then
 
     def replaced(self, member: Node, by: Node) -> None:
         """What comes to stand behind a member from now on stands behind what was made of it."""
         self.behind = [by if node is member else node for node in self.behind]
+        self.index[by] = self.index[member]
 
     def _own(self, node: Node) -> Iterator[Node]:
         """A node with what moves with it."""

@@ -119,3 +119,24 @@ def test_a_limit_says_how_much_is_updated_together() -> None:
 def test_a_step_means_what_it_means(mesh: str, plan: str | None, ask: dict[str, object]) -> None:
     report = meshc.verify(compiled(mesh, plan, **ask), dtype=torch.float64)
     assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in report.rows}
+
+
+def test_what_two_updates_read_is_brought_once() -> None:
+    """A gradient that is cut for one update, and read by another optimizer's too, stands before the first."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": nn.Linear(8, 8, bias=False), "two": nn.Linear(8, 8, bias=False)})
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner["one"](x) + self.inner["two"](x)
+
+    optimizers = [torch.optim.AdamW(model["one"].parameters()), torch.optim.SGD(model["two"].parameters(), lr=0.1, momentum=0.9)]
+    step = meshc.TrainStep(Same(), optimizer=optimizers, loss=nn.functional.mse_loss)
+    ask = {"args": (torch.randn(4, 8),), "kwargs": {"target": torch.randn(4, 8)}}
+    program = meshc.compile(step, meshc.Mesh("tp=2"), plan="tp: features; store params, grads, state", **ask)  # type: ignore[arg-type]
+    report = meshc.verify(program, dtype=torch.float64)
+    assert {"parameter after step 2"} <= {kind for kind, *_ in report.rows}

@@ -36,7 +36,8 @@ def held(program: meshc.Program) -> memory.RankBytes:
 @pytest.mark.parametrize(
     "make, mesh, plan, microbatches, share",
     [
-        (nanogpt, "dp=2", None, 1, 0.6), broad(nanogpt, "dp_shard=2,tp=2", None, 1, 0.7), broad(nanogpt, "dp=2", None, 2, 0.7),
+        (nanogpt, "dp=2", None, 1, 0.6), broad(nanogpt, "dp_shard=2,tp=2", None, 1, 0.7),
+        broad(nanogpt, "dp=2", None, 2, 0.7),
         broad(llama, "dp=2,tp=2", None, 1, 0.6), broad(gpt2, "dp=2", "dp: batch; store state", 1, 0.6),
         broad(nanogpt, "pp=2,dp=2", None, 2, 0.6),
     ],
@@ -47,8 +48,7 @@ def test_what_only_the_host_makes_possible_means_what_it_means(
 ) -> None:
     room = 10**7
     budget = int(share * held(step_of(make(batch=16), mesh, plan, microbatches, remat="none")).total)
-    with pytest.raises(PlanError, match="a rank may hold"):
-        step_of(make(batch=16), mesh, plan, microbatches, memory_budget=budget)
+    assert held(step_of(make(batch=16), mesh, plan, microbatches, remat="layer")).total > budget
     program = step_of(make(batch=16), mesh, plan, microbatches, memory_budget=budget, host_budget=room)
     assert held(program).total <= budget and 0 < held(program).host <= room
     assert [note for note in program.compiled.notes if "a rank has on its host what `offload state" in note]
