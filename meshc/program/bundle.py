@@ -47,7 +47,7 @@ ALONE = 8 * 1024 * 1024
 FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
-BUCKETS = 8
+BUCKETS = 4
 """There are about so many of a small model, of no less than `FIRST` bytes each."""
 
 
