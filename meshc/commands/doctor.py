@@ -38,7 +38,7 @@ WORKS: Final = "works"
 NOTE: Final = "note"
 FAILS: Final = "fails"
 PYTHON: Final = (3, 10)
-TODO: Final = {
+WHAT_TO_DO: Final = {
     "gloo": "let processes of this machine connect to each other: a hostname that resolves to it, a network device that is up "
     "(GLOO_SOCKET_IFNAME names one); --timeout gives them longer",
     "nccl": "NCCL_DEBUG=INFO says more; driver and torch have to fit; --timeout gives it longer",
@@ -237,4 +237,4 @@ def _reached(backend: str, ranks: int, there: bool, timeout_s: float, trial: Cal
     who = f"{ranks} processes" if ranks > 1 else "a process"
     if found.worked:
         return Finding(backend, WORKS, f"{who} of this machine added up their numbers, {found.seconds:.1f} s with starting them")
-    return Finding(backend, FAILS, f"{who} of this machine have no sum: {found.said}", TODO[backend])
+    return Finding(backend, FAILS, f"{who} of this machine have no sum: {found.said}", WHAT_TO_DO[backend])
