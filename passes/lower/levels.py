@@ -4,6 +4,9 @@ A node's level counts the collectives behind it. All nodes of a level run, then 
 waits for those that it reads. What runs by itself (updates in place, what depends on the microbatch's number, products whose memory is
 kept) is behind the nodes of its level too.
 
+An update amid backward, and the last reduction that it reads, are borders too: what stands behind is of a later level. So the gradients
+of a bucket travel while the next ones are computed, and are gone once they have been read (`update_early.py`).
+
 A copy to the host or from there starts behind all that stands before it, and what stands behind it is of a later level: its place is that
 of memory.
 
@@ -28,6 +31,7 @@ from meshc.ir import is_getitem, record, records, runs_on_host, spmd
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
+from meshc.passes.lower.update_early import amid_backward
 from meshc.passes.lower.windows import windows
 from meshc.program.packing import grows_alone, is_view, stays
 from meshc.program.program import Stage
@@ -97,6 +101,7 @@ class _Levels:
     read       the number of the window that is being read
     floor      what is no gather is of this level at least: that of the window that is being read
     after      where a value that has been overwritten may be read again
+    borders    updates amid backward, and of the reductions that each reads the last
     chunk      the chunk of the head whose operators stand here
     joined     the level of the last collective between pipeline stages, which keep their order: the stages' graphs differ
     """
@@ -104,6 +109,7 @@ class _Levels:
     def __init__(self, stage: Stage, window: int | None) -> None:
         self.stored = _stored(stage)
         self.changing = changing(stage.graph)
+        self.borders = amid_backward(stage.graph)
         self.windows = {gather: number for number, gathers in enumerate(windows(stage.graph, window)) for gather in gathers}
         self.starts: dict[int, int] = {}
         self.read = -1
@@ -133,6 +139,9 @@ class _Levels:
         if writes(node):
             level = max(level, self.highest)
             self.after |= dict.fromkeys(_memory(node), level + 1)
+        if node in self.borders:
+            level = max(level, self.highest)
+            self.floor = level + 1
         if spmd.is_collective(node.target) and spmd.joins_stages(node):
             level = self.joined = max(level, self.joined)
         return level

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import has_record, is_getitem, local_bytes, record, records, runs_on_host, spmd
-from meshc.ir.graph import read_by
+from meshc.ir.graph import made_of, read_by
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.kept_state import WIDENS
 from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
@@ -27,6 +27,8 @@ from meshc.program import flying
 from meshc.program.packing import is_view
 
 REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
+
+FUSED: Final = frozenset(MANY.values())
 
 NORM: Final = (torch.ops.meshc.square_sum.default,)
 """What reads a gradient for the norm of all."""
@@ -40,6 +42,23 @@ def updated_early(graph: Graph) -> None:
     places = Places(graph)
     for part in list(places.parts([node for node in places.nodes if node.target in MANY])):
         places.bring(part)
+
+
+def amid_backward(graph: Graph) -> set[Node]:
+    """Updates, once they are fused, behind which backward goes on, and of the reductions that each reads the last."""
+    found: set[Node] = set()
+    order, goes_on = {node: index for index, node in enumerate(graph.nodes)}, False
+    for node in reversed(graph.nodes):
+        if node.target in FUSED and goes_on and not runs_on_host(node):
+            gradients = made_of(node.all_input_nodes, through=lambda operand: is_view(operand) or _moves(operand))
+            reductions = [gradient for gradient in gradients if gradient.target in REDUCTIONS]
+            found |= {node, *sorted(reductions, key=order.__getitem__)[-1:]}
+        goes_on |= node.op == "call_function" and not is_view(node) and not spmd.is_collective(node.target) and _of_backward(node)
+    return found
+
+
+def _of_backward(node: Node) -> bool:
+    return bool(records(node)) and records(node)[0].phase == "backward"
 
 
 class Places:

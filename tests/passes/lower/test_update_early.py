@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 import meshc
 from meshc.cost import memory
 from meshc.ir import calls, local_bytes, record, spmd
+from meshc.ir.regions import blocks
 from meshc.passes.lower.fuse_updates import fused
 from meshc.program.kept import places, sizes_of
 from meshc.text.parse import parse_stage
@@ -103,6 +104,20 @@ def test_buckets_lie_in_the_same_memory_one_after_another() -> None:
     found = places(graph)
     assert sorted(map(len, found)) == [1, 1, 2]
     assert sum(sizes_of(found)) < 3.01 * BUCKET * WEIGHT
+
+
+def test_a_region_ends_where_a_bucket_does() -> None:
+    """A bucket travels while the next one's region runs, and its gradients are gone before the one after that."""
+    program = compiled(backend="inductor")
+    graph = graph_of(program)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    regions = [members[-1] for number, members in blocks(graph.nodes) if number is not None]
+    starts = [node for node in calls(graph) if node.target is spmd.all_reduce and local_bytes(record(node)) >= WEIGHT]
+    assert len(starts) == 5 and len(updates(graph)) == 4
+    for (update, after), start, ahead in zip(pairwise(updates(graph)), starts[1:-1], starts[2:], strict=True):
+        assert any(order[start] < order[last] < order[ahead] for last in regions)
+        assert order[ahead] < order[update] and any(order[update] < order[last] < order[after] for last in regions)
+    assert memory.worst(program.compiled).peak.gradients < 3.01 * BUCKET * WEIGHT
 
 
 def test_a_limit_says_how_much_is_updated_together() -> None:
