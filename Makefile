@@ -19,7 +19,7 @@ SECONDS ?= 3600
 # Seconds after which a test of `make test-broad` counts as hanging. Its longest take minutes of a core, more where the core is shared.
 LONGEST ?= 1800
 
-.PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo fuzz attack conformance placements
+.PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all fuzz attack conformance placements
 .PHONY: pipelines clean
 
 venv: $(STAMP)
@@ -81,6 +81,9 @@ placements: $(STAMP)
 
 zoo: $(STAMP)
 	$(RUN) -m tests.zoo
+
+zoo-all: $(STAMP)
+	$(RUN) -m tests.zoo.everything
 
 pipelines: $(STAMP)
 	$(RUN) -m tests.pipelining

@@ -1,0 +1,69 @@
+"""What transformers lists, shrunk: by which rules, what comes of one, and the table."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig, Qwen3NextConfig, SwinConfig
+
+from tests.broad import broad
+from tests.zoo import everything
+from tests.zoo.everything import in_a_child, table, tried
+from tests.zoo.listed import TASKS, Listed, NotBuilt, case, listed, shrunk
+
+ENTRIES = {one.key: one for one in listed()}
+
+
+def test_all_that_is_listed_has_a_row_of_its_own() -> None:
+    assert len(ENTRIES) == len(listed()) > 300
+    assert {one.task for one in ENTRIES.values()} == set(TASKS)
+
+
+def test_numbers_are_known_by_their_names() -> None:
+    config = next(shrunk(LlamaConfig))
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size) == (32, 2, 4, 65)
+    assert config.num_key_value_heads == config.num_attention_heads  # as many in its own configuration too
+    assert config.rms_norm_eps == LlamaConfig().rms_norm_eps
+
+
+def test_as_many_layers_stay_as_have_all_kinds() -> None:
+    config = next(shrunk(Qwen3NextConfig))
+    assert set(config.layer_types) == set(Qwen3NextConfig().layer_types) and len(config.layer_types) == config.num_hidden_layers == 4
+
+
+def test_where_names_do_not_do_numbers_are_divided() -> None:
+    """Levels of 3, 6, 12 and 24 heads want widths that these divide."""
+    _, config, *_ = shrunk(SwinConfig)
+    assert config.embed_dim == SwinConfig().embed_dim // 16 and config.num_heads == SwinConfig().num_heads
+    assert case(ENTRIES["image swin"]).model.config.num_heads == SwinConfig().num_heads
+
+
+def test_what_is_not_built_says_why() -> None:
+    with pytest.raises(NotBuilt, match="rope_theta"):
+        case(ENTRIES["causal dbrx"])
+    assert tried(ENTRIES["causal dbrx"])["outcome"] == "not built"
+
+
+def test_a_model_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(one: Listed) -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(everything, "SECONDS", 0.25)
+    monkeypatch.setattr(everything, "tried", endless)
+    assert in_a_child(ENTRIES["causal llama"])["outcome"] == "too slow"
+
+
+@pytest.mark.parametrize("key", [broad("causal jetmoe"), broad("seq2seq m2m_100"), broad("image levit"), broad("masked funnel")])
+def test_a_type_equals_one_device(key: str) -> None:
+    assert tried(ENTRIES[key]) | {"seconds": 0} == {"outcome": "equal", "why": "", "seconds": 0}
+
+
+def test_the_table_counts_and_names_what_is_not_equal() -> None:
+    one, other = ENTRIES["causal llama"], ENTRIES["image vit"]
+    rows = {
+        one.key: {"outcome": "equal", "why": "", "seconds": 1.0},
+        other.key: {"outcome": "refused", "why": "a line | and what to do", "seconds": 1.0},
+    }
+    told = table(rows, list(ENTRIES.values()))
+    assert "| equal | 1 | 0 | 0 | 0 | 1 |" in told and "| refused | 0 | 0 | 0 | 1 | 1 |" in told
+    assert "Refused:\n\n- image vit: a line / and what to do\n" in told
