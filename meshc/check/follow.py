@@ -235,8 +235,14 @@ def _is_moved(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mapp
     unknown = [extent for parts, extent in zip(found.dims, shape, strict=True) if parts is None]
     if any(extent != 1 for extent in unknown):
         return False
-    one, other = ([part for part in flat(spread) if not unknown or local_size(part, sizes) != 1] for spread in (found, declared))
-    return run_of(one) == run_of(other)
+    several, single = zip(*(_by_tile(spread, sizes) for spread in (found, declared)), strict=True)
+    return run_of(several[0]) == run_of(several[1]) and (bool(unknown) or sorted(map(str, single[0])) == sorted(map(str, single[1])))
+
+
+def _by_tile(spread: Spread, sizes: Mapping[str, int]) -> tuple[list[Part], list[Part]]:
+    """(parts of which a rank has several positions, those of which it has one), of what is split or not of one position in any case."""
+    parts = [part for part in flat(spread) if part.size != 1 or part.axes]
+    return [part for part in parts if local_size(part, sizes) != 1], [part for part in parts if local_size(part, sizes) == 1]
 
 
 def _cuts(spread: Spread) -> list[list[int]]:

@@ -99,5 +99,10 @@ def alike(one: Parts, other: Parts) -> bool:
     )
 
 
+def lies_as_one(one: Parts, other: Parts, sizes: Mapping[str, int]) -> bool:
+    """Whether two dims that do not lie alike do but for tiles of one position, which no view moves: they may stand in another dim."""
+    return not alike(one, other) and alike(*(tuple(part for part in dim if local_size(part, sizes) != 1) for dim in (one, other)))
+
+
 def tile(parts: Parts, sizes: Mapping[str, int]) -> int:
     return prod(local_size(part, sizes) for part in parts)
