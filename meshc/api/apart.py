@@ -58,8 +58,8 @@ def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, dispatch: str) -> tuple[Me
         raise PlanError(
             f'Options(expert_dispatch="hierarchical"): of the axes of {given} that split experts none leads to other nodes and has several '
             f"ranks in each, as many everywhere; {device.name} has {device.ranks_per_node} ranks a node\n"
-            "  what to do: leave the option out; or, where a node has another number of ranks, say so in ranks_per_node of the file of devices"
-            " (docs/cost-model.md), as `meshc calibrate` does under a launcher"
+            "  what to do: leave the option out; or, where a node has another number of ranks, say so in ranks_per_node of the file of "
+            "devices (docs/cost-model.md), as `meshc calibrate` does under a launcher"
         )
     return mesh, plan
 

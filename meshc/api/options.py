@@ -60,9 +60,9 @@ class Options:
                    default: of each attention what is predicted to be faster
     expert_bound   where axes split routed experts: places that a rank has for rows of its experts, for each row of the batch, in multiples
                    of what falls to it if all are chosen alike (1.5); a step in which more are chosen raises. Default: for the worst case
-    expert_dispatch  how rows go to experts on other nodes: "hierarchical", a row crosses to a node once and is spread among its ranks, and what
-                   they make of it is added up there and crosses once; "flat", from each rank to each; default, "auto": what is predicted
-                   to be faster
+    expert_dispatch  how rows go to experts on other nodes: "hierarchical", a row crosses to a node once and is spread among its ranks, and
+                   what they make of it is added up there and crosses once; "flat", from each rank to each; default, "auto": what is
+                   predicted to be faster
     expert_capacity  what a routed expert takes of a group of tokens, in multiples of what falls to it if all are chosen alike (1.25): of T
                    tokens that choose k of E experts each, ceil(k T / E * expert_capacity). This is another meaning than the model's, the
                    same on every mesh; default: whatever chooses it

@@ -23,7 +23,7 @@ from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_
 from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.ir import spmd
-from meshc.ir.sharding import local_size
+from meshc.ir.sharding import Part, local_size
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage

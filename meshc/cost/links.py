@@ -105,6 +105,11 @@ def hop_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     return between if _fewest_together(mesh, tuple(axes), device.ranks_per_node) else inside
 
 
+def ranks_together(mesh: Mesh, axes: Sequence[str], device: Device) -> int:
+    """How many ranks of a group over these axes a node has, where it leaves its node; 0 where it does not."""
+    return _fewest_together(mesh, tuple(axes), device.ranks_per_node)
+
+
 def across_and_inside(mesh: Mesh, axes: Sequence[str], device: Device) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Those of the axes that lead from node to node, and those inside a node; None where they do not come apart so, the former first."""
     names = tuple(axis for axis in axes if mesh.size(axis) > 1)

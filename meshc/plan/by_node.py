@@ -1,4 +1,4 @@
-"""Axes that lead to other nodes, taken apart: `ep: experts > batch` over two nodes of two ranks is two axes, one of nodes and one inside them.
+"""Axes that lead to other nodes, taken apart: `ep: experts > batch` over two nodes is two axes, one of nodes and one inside them.
 
     ep: experts > batch            4 ranks, 2 a node      becomes    ep_across: experts > batch
     pin w: experts/ep, _                                             ep_inside: experts > batch

@@ -1,9 +1,9 @@
 """How rows go to the ranks that read them: all at once, or in two hops, between nodes and inside them.
 
-    x = gather_rows(tokens, ["ep_across", "ep_inside"], choice, 2, 0.79)              every rank to every other
+    x = gather_rows(tokens, ["ep_across", "ep_inside"], choice, 2, 0.79)                every rank to every other
 
-    there = gather_rows(tokens, ["ep_across"], choices of my place's tokens, 4, 1.0)   [1, nodes * t, h]: to the rank of my place in each node
-    x = gather_rows(there as [nodes, t, h], ["ep_inside"], choice - 4 * node, 2, 0.79) [1, nodes, ranks * t, h]: on to the ranks of my node
+    there = gather_rows(tokens, ["ep_across"], choices of my place's tokens, 4, 1.0)    [1, nodes * t, h]: to my place in each node
+    x = gather_rows(there as [nodes, t, h], ["ep_inside"], choice - 4 * node, 2, 0.79)  [1, nodes, ranks * t, h]: on inside my node
 
 A row with experts on several ranks of another node crosses once, and is spread inside; what they make of it is added up inside, and the sum
 crosses once. In both hops who gets what follows from the same choices: a hop is a gather_rows of its own, with those that are about it.

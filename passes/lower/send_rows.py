@@ -8,8 +8,8 @@
 
 A group reads the rows of tokens that have chosen an expert of its own, and has made nothing of others; all ranks know all choices, which
 the experts need in any case. Where a group has most of the tokens, or a message costs more than what is in it, all rows are sent as they
-lie: gathered and reduced by the links' fastest way, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes lead
-to other nodes and inside them, rows may go in two hops (`row_hops.py`), as `Options(expert_dispatch=)` says or the model of costs does.
+lie: gathered and reduced by the links' fastest way, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes
+lead to other nodes and inside them, rows may go in two hops (`row_hops.py`), as `Options(expert_dispatch=)` or the model of costs says.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
     if lowered.request.expert_dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
         return
     raise PlanError(
-        f'Options(expert_dispatch="hierarchical"): tokens of {record(node).source.module} do not lie along the axes that split its experts, '
-        "evenly and outermost, so that all rows travel\n  what to do: leave the option out; or a batch that these axes divide"
+        f'Options(expert_dispatch="hierarchical"): tokens of {record(node).source.module} do not lie along the axes that split its '
+        "experts, evenly and outermost, so that all rows travel\n  what to do: leave the option out; or a batch that these axes divide"
     )
 
 

@@ -22,7 +22,7 @@ from meshc.program.program import PlainProgram
 from tests.broad import broad
 
 ROWS, SEQ, WIDTH, LAYERS, BYTES = 8, 6, 16, 2, 4
-SLOW = Link(20e-6, 1e8)
+SLOW = Link(20e-6, 1e5)
 """Between nodes; the table's `cpu` has another inside."""
 
 
