@@ -117,7 +117,7 @@ def _letters(
             here = f"dim {place} of {name}"
             known, who, other = found.setdefault(letter, (parts, here, spread))
             why = ""
-            if known != parts and lies_as_one(known, parts, sizes):  # a tile of one position is in either of two dims
+            if lies_as_one(known, parts, sizes):  # a tile of one position is in either of two dims
                 broken |= {letter}
             elif not alike(known, parts):
                 why = f"{who} is [{shown(known)}] and {here} is [{shown(parts)}]: {op_name(node)} takes them alike"
