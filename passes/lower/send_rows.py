@@ -67,7 +67,8 @@ def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
         return
     raise PlanError(
         f'Options(expert_dispatch="hierarchical"): tokens of {record(node).source.module} do not lie along the axes that split its '
-        "experts, evenly and outermost, so that all rows travel\n  what to do: leave the option out; or a batch that these axes divide"
+        "experts, evenly and behind no other, so that all rows travel\n  what to do: leave the option out; or give a batch that these axes "
+        "divide, and a mesh in which they stand behind the others that split it"
     )
 
 

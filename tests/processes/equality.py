@@ -98,13 +98,16 @@ MORE_OF_FOUR = (
     Sample("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn", "sgd"),
     Sample("mixtral", "dp=2,ep=2"),
     Sample("deepseek_v3", "ep=4"),
-    Sample("deepseek_v3", "ep=4", node=2),
     Sample("gpt_oss", "dp_shard=2,ep=2"),
+)
+NODES = (
+    Sample("deepseek_v3", "ep=4", node=2),
+    Sample("mixtral", "ep=4", optimizer="sgd", microbatches=2, node=2),
 )
 FAMILIES = {**EXPERTS, **RECURRENT, "mamba": STOCK["mamba"]}
 SAMPLES = {
     "two": TWO, "more of two": MORE_OF_TWO, "four": FOUR, "more of four": MORE_OF_FOUR,
-    "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,
+    "nodes": NODES, "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,
 }  # fmt: skip
 
 

@@ -20,8 +20,9 @@ from meshc.errors import PlanError
 from meshc.ir import spmd
 from meshc.program.program import PlainProgram
 from tests.broad import broad
+from tests.zoo.experts import FAMILIES
 
-ROWS, SEQ, WIDTH, LAYERS, BYTES = 8, 6, 16, 2, 4
+ROWS, SEQ, WIDTH, LAYERS, BYTES = 8, 6, 16, 1, 4
 SLOW = Link(20e-6, 1e5)
 """Between nodes; the table's `cpu` has another inside."""
 
@@ -42,11 +43,14 @@ def model(experts: int = 8, chosen: int = 2) -> OlmoeForCausalLM:
     return OlmoeForCausalLM(config)
 
 
-def program(mesh: str, dispatch: str = "hierarchical", of: OlmoeForCausalLM | None = None, plan: str | None = None) -> meshc.Program:
+def program(
+    mesh: str, dispatch: str = "hierarchical", of: OlmoeForCausalLM | None = None, plan: str | None = None, microbatches: int = 1,
+    **more: Any,
+) -> meshc.Program:  # fmt: skip
     of = model() if of is None else of
-    step = meshc.TrainStep(of, optimizer=torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9))
+    step = meshc.TrainStep(of, optimizer=torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9), microbatches=microbatches)
     ids = torch.randint(33, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
-    options = meshc.Options(expert_dispatch=dispatch)
+    options = meshc.Options(expert_dispatch=dispatch, **more)
     return meshc.compile(step, meshc.Mesh(mesh), kwargs={"input_ids": ids, "labels": ids}, options=options, plan=plan)
 
 
@@ -69,7 +73,6 @@ def share(experts: int, here: int, chosen: int) -> float:
     broad("ep=8", 4),
     broad("ep=8", 2),
     broad("dp=2,ep=4", 2),
-    broad("ep=4,dp=2", 4),
     broad("ep=4,tp=2", 4),
     broad("pp=2,ep=4", 2),
 ])  # fmt: skip
@@ -83,13 +86,13 @@ def test_rows_that_go_in_two_hops_are_the_models_own(mesh: str, ranks_per_node: 
         assert meshc.verify(found, dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("chosen", [1, broad(2), broad(4), 8])
+@pytest.mark.parametrize("chosen", [broad(1), broad(2), broad(4), 8])
 def test_any_number_of_experts_a_token(chosen: int) -> None:
     with nodes_of(2):
         assert meshc.verify(program("ep=4", of=model(16, chosen)), dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("favoured", [[3, 4], broad([0, 1]), broad([7, 0])])
+@pytest.mark.parametrize("favoured", [broad([3, 4]), broad([0, 1]), broad([7, 0])])
 def test_all_tokens_at_two_experts(favoured: list[int]) -> None:
     """One in each node, both on one rank, or in the order in which a rank does not have them; nobody chooses the others."""
     with nodes_of(2):
@@ -128,17 +131,42 @@ def device_there() -> Any:
     return for_mesh(meshc.Mesh("a=2"))
 
 
-def test_what_is_chosen_follows_from_the_links() -> None:
-    """Where a byte costs more between nodes, rows cross once; where both links are alike they go at once, or all of them do."""
-    with nodes_of(2, SLOW):
-        assert ("forward", "gather_rows", ("ep_across",)) in hops(program("ep=4", "auto"))
-    with nodes_of(2, Link(1e-6, 1e11)):
-        assert not [one for one in hops(program("ep=4", "auto")) if one[2] == ("ep_across",)]
-    with nodes_of(2, SLOW):
-        found = program("ep=4", "flat")
-        assert str(found.compiled.mesh) == "ep=4" and {axes for *_, axes in hops(found)} <= {("ep",)}
+@pytest.mark.parametrize("between, dispatch, wanted", [
+    (SLOW, "auto", {("ep_across",), ("ep_inside",)}),
+    broad(Link(1e-6, 1e11), "auto", {("ep_across", "ep_inside")}),
+    broad(SLOW, "flat", {("ep",)}),
+])  # fmt: skip
+def test_what_is_chosen_follows_from_the_links(between: Link, dispatch: str, wanted: set[tuple[str, ...]]) -> None:
+    """Where a byte costs more between nodes, rows cross once; where both links are alike they go at once, which has fewer messages."""
+    with nodes_of(2, between):
+        found = program("ep=4", dispatch)
+        assert {axes for *_, axes in hops(found)} == wanted
+        assert str(found.compiled.mesh) == ("ep=4" if dispatch == "flat" else "ep_across=2,ep_inside=2")
 
 
+@pytest.mark.parametrize("microbatches, options", [
+    broad(2, {}), broad(1, {"expert_capacity": 1.25}), broad(1, {"expert_placement": "movable"}), broad(1, {"remat": "layer"}),
+])  # fmt: skip
+def test_beside_what_else_there_is(microbatches: int, options: dict[str, Any]) -> None:
+    with nodes_of(2):
+        found = program("ep=4", microbatches=microbatches, **options)
+        assert {axes for *_, axes in hops(found)} == {("ep_across",), ("ep_inside",)}
+        assert meshc.verify(found, dtype=torch.float64).ok
+
+
+@pytest.mark.parametrize("family", [broad("deepseek_v3"), broad("gpt_oss"), broad("mixtral")])
+def test_families(family: str) -> None:
+    """Shared experts, groups of experts, sinks; what the axis does beside them stays as it was."""
+    case = FAMILIES[family].case(family)
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1), loss=lambda output: output.loss)
+    with nodes_of(2):
+        options = meshc.Options(expert_dispatch="hierarchical")
+        found = meshc.compile(step, meshc.Mesh("ep=4"), kwargs=case.call_kwargs, options=options)
+        assert {axes for *_, axes in hops(found)} == {("ep_across",), ("ep_inside",)}
+        assert meshc.verify(found, dtype=torch.float64).ok
+
+
+@pytest.mark.broad
 def test_axes_that_a_mesh_has_already_are_taken_as_they_are() -> None:
     """Experts over dp, from node to node, and tp, inside: nothing is taken apart."""
     with nodes_of(2):
@@ -166,5 +194,7 @@ def test_what_cannot_go_in_two_hops_says_why() -> None:
         program("ep=4")
     with nodes_of(2), pytest.raises(PlanError, match="none leads to other nodes"):
         program("ep=2,dp=2")
+    with nodes_of(4), pytest.raises(PlanError, match="tokens of model.layers.0.mlp.experts do not lie along the axes"):
+        program("ep=4,dp=2")
     with pytest.raises(PlanError, match="use 'auto', 'flat' or 'hierarchical'"):
         meshc.Options(expert_dispatch="two")
