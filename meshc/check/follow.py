@@ -23,7 +23,7 @@ from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_
 from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.ir import spmd
-from meshc.ir.sharding import Part, local_size
+from meshc.ir.sharding import local_size
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
@@ -235,14 +235,8 @@ def _is_moved(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mapp
     unknown = [extent for parts, extent in zip(found.dims, shape, strict=True) if parts is None]
     if any(extent != 1 for extent in unknown):
         return False
-    several, single = zip(*(_by_tile(spread, sizes) for spread in (found, declared)), strict=True)
-    return run_of(several[0]) == run_of(several[1]) and (bool(unknown) or sorted(map(str, single[0])) == sorted(map(str, single[1])))
-
-
-def _by_tile(spread: Spread, sizes: Mapping[str, int]) -> tuple[list[Part], list[Part]]:
-    """(parts of which a rank has several positions, those of which it has one), of what is split or not of one position in any case."""
-    parts = [part for part in flat(spread) if part.size != 1 or part.axes]
-    return [part for part in parts if local_size(part, sizes) != 1], [part for part in parts if local_size(part, sizes) == 1]
+    one, other = ([part for part in flat(spread) if not unknown or local_size(part, sizes) != 1] for spread in (found, declared))
+    return run_of(one) == run_of(other)
 
 
 def _cuts(spread: Spread) -> list[list[int]]:

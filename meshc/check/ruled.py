@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.fx import Node
 
-from meshc.check.spread import Parts, Spread, alike, flat, lies_as_one, run_of, shown, shown_pending
+from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending, tile
 from meshc.check.types import Wrong
 from meshc.ir import op_name
 from meshc.ir.sharding import Part
@@ -117,7 +117,7 @@ def _letters(
             here = f"dim {place} of {name}"
             known, who, other = found.setdefault(letter, (parts, here, spread))
             why = ""
-            if lies_as_one(known, parts, sizes):  # a tile of one position is in either of two dims
+            if bool(known) != bool(parts) and tile(parts, sizes) == tile(known, sizes) == 1:  # one position against a tile of one
                 broken |= {letter}
             elif not alike(known, parts):
                 why = f"{who} is [{shown(known)}] and {here} is [{shown(parts)}]: {op_name(node)} takes them alike"

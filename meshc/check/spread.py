@@ -99,12 +99,5 @@ def alike(one: Parts, other: Parts) -> bool:
     )
 
 
-def lies_as_one(one: Parts, other: Parts, sizes: Mapping[str, int]) -> bool:
-    """Whether two dims lie alike but for tiles of one position, which one has and the other does not: these may stand in another dim."""
-    several = [tuple(part for part in dim if local_size(part, sizes) != 1) for dim in (one, other)]
-    lost = bool(one) != bool(other) if several == [(), ()] else not alike(one, other)
-    return lost and alike(*several)
-
-
 def tile(parts: Parts, sizes: Mapping[str, int]) -> int:
     return prod(local_size(part, sizes) for part in parts)
