@@ -101,7 +101,7 @@ def _handed_out(lowered: Lowered, graph: Graph, node: Node) -> None:
         there = [tokens * found.each // found.experts, width]
         flat = _flat(graph, local, there, replace(record(gather), sharding=_split(flat_lies, found.axes)))
         like = replace(record(gather), sharding=Sharding((of_group, joined(lies), lies.dims[-1])))
-        sent = _sent(lowered, gather, Hops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)))
+        sent = _by_rows(lowered, gather, Hops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)))
         if sent is None:
             return
         whole = _flat(graph, sent, [1, *several, width], replace(like, sharding=Sharding((of_group, *lies.dims))))
@@ -128,12 +128,12 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
         flat = _flat(graph, summed, [1, tokens, width], replace(made, sharding=by_row))
         split = _split(Sharding((joined(lies), lies.dims[-1]), owed), found.axes)
         there = replace(record(scatter), shape=(tokens * found.each // found.experts, width), sharding=split)
-        sent = _sent(lowered, scatter, Hops(graph, lowered.sizes, found), flat, there)
+        sent = _by_rows(lowered, scatter, Hops(graph, lowered.sizes, found), flat, there)
         if sent is not None:
             scatter.replace_all_uses_with(_flat(graph, sent, record(scatter).shape, record(scatter)))
 
 
-def _sent(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record) -> Node | None:
+def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record) -> Node | None:
     """What brings `rows` to where they are read, in the place of `whole`, which brings all; None where that is predicted to be faster."""
     device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
     parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)

@@ -12,6 +12,7 @@ them. Rows may lie in several blocks of as many, s of them; a tile has its part 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -83,5 +84,5 @@ def _chosen(choice: Tensor, each: int, count: int) -> list[list[Tensor]]:
     """Of each rank, by the rank that has them, the rows that have a choice there: their numbers in that rank's tile."""
     first = torch.arange(count, device=choice.device).view(-1, *[1] * choice.dim()) * each
     here = ((choice.unsqueeze(0) >= first) & (choice.unsqueeze(0) < first + each)).any(-1)
-    owned = here.view(count, -1, count, here.shape[-1] // count).transpose(1, 2).flatten(2)
+    owned = here.view(count, prod(choice.shape[:-2]), count, here.shape[-1] // count).transpose(1, 2).flatten(2)
     return [[tile.nonzero().squeeze(1) for tile in row] for row in owned.unbind()]

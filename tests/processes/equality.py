@@ -102,7 +102,7 @@ MORE_OF_FOUR = (
 )
 NODES = (
     Sample("deepseek_v3", "ep=4", node=2),
-    Sample("mixtral", "ep=4", optimizer="sgd", microbatches=2, node=2),
+    Sample("mixtral", "ep=4", optimizer="sgd", node=2),
 )
 FAMILIES = {**EXPERTS, **RECURRENT, "mamba": STOCK["mamba"]}
 SAMPLES = {
