@@ -1,8 +1,10 @@
-"""Axes that a plan takes apart: before anything is compiled, the mesh gets two axes for one.
+"""Axes that are taken apart: before anything is compiled, the mesh gets two axes for one.
 
     Mesh("cp=8"), "cp: heads*seq@attention > seq"        of a model of 4 heads        Mesh("cp_seq=2,cp_heads=4"), and an entry for each
+    Mesh("ep=16"), "ep: experts > batch"                 on nodes of 8 ranks          Mesh("ep_across=2,ep_inside=8"), likewise
 
-How many heads there are is known when the model has been traced, so it is traced once more than without. All ranks do that alike.
+How many heads there are is known when the model has been traced, so it is traced once more than without. All ranks do that alike. How many
+ranks a node has is a figure of the device (`meshc/cost/devices.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshc.api.asked import Asked
+from meshc.api.options import refuse_others
+from meshc.cost.devices import for_mesh
+from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
 from meshc.passes.driver import compile as driver
+from meshc.plan.by_node import expert_axes, parts_by_node, with_axes_apart
 from meshc.plan.entries import AxisEntry, Term
 from meshc.plan.plan import Plan
 from meshc.plan.products import parts_of, taken_apart
@@ -27,11 +33,40 @@ from meshc.runtime.state.ownership import calls_allowed
 def with_parts(
     what: Any, mesh: Mesh | DeviceMesh, plan: PlanLike, args: Sequence[object], kwargs: Mapping[str, object], **how: Any
 ) -> tuple[Mesh | DeviceMesh, PlanLike]:
-    """The mesh and the plan with two axes for each that the plan takes apart; themselves if it takes none.
+    """The mesh and the plan with two axes for each that is taken apart: by the plan, or where experts lie on several nodes; themselves if
+    none is.
 
     how: the rest of what `Asked` takes. With a DeviceMesh every rank calls this at once, and its groups are made.
     Raises PlanError for what cannot be taken apart.
     """
+    refuse_others(how["options"])
+    mesh, plan = _by_factor(what, mesh, plan, args, kwargs, how)
+    return _by_node(mesh, plan, how["options"].expert_dispatch)
+
+
+def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, dispatch: str) -> tuple[Mesh | DeviceMesh, PlanLike]:
+    if dispatch == "flat":
+        return mesh, plan
+    given = Mesh.of(mesh)
+    resolved, device = resolve(plan, given), for_mesh(given)
+    parts = parts_by_node(resolved, given, device.ranks_per_node)
+    if parts:
+        axes = [one for axis in given.axes for one in parts.get(axis.name, (axis,))]
+        mesh, plan = _finer(given, axes), with_axes_apart(resolved, parts)
+        given, resolved = Mesh.of(mesh), plan
+    if dispatch == "hierarchical" and across_and_inside(given, expert_axes(resolved), device) is None:
+        raise PlanError(
+            f'Options(expert_dispatch="hierarchical"): of the axes of {given} that split experts none leads to other nodes and has several '
+            f"ranks in each, as many everywhere; {device.name} has {device.ranks_per_node} ranks a node\n"
+            "  what to do: leave the option out; or, where a node has another number of ranks, say so in ranks_per_node of the file of "
+            "devices (docs/cost-model.md), as `meshc calibrate` does under a launcher"
+        )
+    return mesh, plan
+
+
+def _by_factor(
+    what: Any, mesh: Mesh | DeviceMesh, plan: PlanLike, args: Sequence[object], kwargs: Mapping[str, object], how: Mapping[str, Any]
+) -> tuple[Mesh | DeviceMesh, PlanLike]:
     given = Mesh.of(mesh)
     resolved = resolve(plan, given)
     apart = taken_apart(resolved)

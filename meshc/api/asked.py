@@ -200,7 +200,7 @@ class Asked:
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
             depth=self.options.depth, remat=self.options.remat, attention=self.options.attention,
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
-            expert_bias_update=self.options.expert_bias_update,
+            expert_bias_update=self.options.expert_bias_update, expert_dispatch=self.options.expert_dispatch,
         )  # fmt: skip
         return Request(**{**ask, **changes})
 

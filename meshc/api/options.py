@@ -17,6 +17,7 @@ from meshc.plan.remat_lines import POLICIES
 
 EXPERTS: Final = (
     "expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority", "expert_placement", "expert_bias_update",
+    "expert_dispatch",
 )  # fmt: skip
 """Fields that are about routed experts."""
 
@@ -59,6 +60,9 @@ class Options:
                    default: of each attention what is predicted to be faster
     expert_bound   where axes split routed experts: places that a rank has for rows of its experts, for each row of the batch, in multiples
                    of what falls to it if all are chosen alike (1.5); a step in which more are chosen raises. Default: for the worst case
+    expert_dispatch  how rows go to experts on other nodes: "hierarchical", a row crosses to a node once and is spread among its ranks, and
+                   what they make of it is added up there and crosses once; "flat", from each rank to each; default, "auto": what is
+                   predicted to be faster
     expert_capacity  what a routed expert takes of a group of tokens, in multiples of what falls to it if all are chosen alike (1.25): of T
                    tokens that choose k of E experts each, ceil(k T / E * expert_capacity). This is another meaning than the model's, the
                    same on every mesh; default: whatever chooses it
@@ -91,6 +95,7 @@ class Options:
     remat: str | None = None
     attention: str | None = None
     expert_bound: float | None = None
+    expert_dispatch: str = "auto"
     expert_capacity: float | None = None
     overflow: str = "drop"
     expert_group: int | None = None
@@ -139,6 +144,8 @@ class Options:
             raise PlanError("Options(expert_bound=..., expert_capacity=...): a capacity is a bound\n  what to do: leave expert_bound out")
         if self.expert_bias_update is not None and not 0 < self.expert_bias_update < inf:
             raise PlanError(f"Options(expert_bias_update={self.expert_bias_update!r}): a number above 0, such as 0.001, or None")
+        if self.expert_dispatch not in ("auto", "flat", "hierarchical"):
+            raise PlanError(f"Options(expert_dispatch={self.expert_dispatch!r}): use 'auto', 'flat' or 'hierarchical'")
         if self.expert_placement not in (None, "movable"):
             raise PlanError(f"Options(expert_placement={self.expert_placement!r}): use 'movable', or None")
         if self.expert_placement is not None and self.expert_bound is not None:

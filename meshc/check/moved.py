@@ -103,11 +103,11 @@ def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spr
 
 def _gather_rows(node: Node, given: Spread, *_: object) -> Spread:
     """Each rank has what it is sent: what splits the new dim is not known."""
-    return Spread((None, None, *given.dims[1:]))
+    return Spread((None, *given.dims[:-2], None, given.dims[-1]))
 
 
 def _scatter_rows(node: Node, given: Spread, *_: object) -> Spread:
-    return Spread((None, *given.dims[2:]))
+    return Spread((*given.dims[1:-2], None, given.dims[-1]))
 
 
 _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {

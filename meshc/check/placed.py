@@ -156,28 +156,28 @@ def _halo_sum(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, si
     _window(x, sizes, axes, dim, size, window, 3)
 
 
-def _rows(choice: object, each: object, share: object, rows: int) -> None:
+def _rows(choice: object, each: object, share: object, rows: Sequence[int]) -> None:
     """Where so many rows go."""
-    if not isinstance(choice, Tensor) or choice.dim() != 2 or choice.dtype not in (torch.int64, torch.int32):
+    if not isinstance(choice, Tensor) or choice.dim() != len(rows) + 1 or choice.dtype not in (torch.int64, torch.int32):
         raise Wrong(f"choices are integers of rows by how many each has, not {choice!r:.80}")
-    if choice.shape[0] != rows:
-        raise Wrong(f"there are {rows} rows, and choices of {choice.shape[0]}")
+    if tuple(choice.shape[:-1]) != tuple(rows):
+        raise Wrong(f"there are {list(rows)} rows, and choices of {list(choice.shape[:-1])}")
     _integer(each, "the choices that are one rank's", 1)
     if not isinstance(share, float) or not 0 <= share <= 1:
         raise Wrong(f"{share!r} is no share")
 
 
 def _gather_rows(x: Tensor, sizes: Mapping[str, int], axes: object, choice: object, each: object, share: object) -> None:
-    if x.dim() != 2:
-        raise Wrong(f"it gathers rows [t, h], not {list(x.shape)}")
-    _rows(choice, each, share, x.shape[0] * _group(axes, sizes))
+    if x.dim() < 2:
+        raise Wrong(f"it gathers rows [.., t, h], not {list(x.shape)}")
+    _rows(choice, each, share, [*x.shape[:-2], x.shape[-2] * _group(axes, sizes)])
 
 
 def _scatter_rows(x: Tensor, sizes: Mapping[str, int], axes: object, choice: object, each: object, share: object) -> None:
-    if x.dim() != 3 or x.shape[0] != 1:
-        raise Wrong(f"it scatters rows of one group, [1, t, h], not {list(x.shape)}")
-    _divides(x, 1, _group(axes, sizes))
-    _rows(choice, each, share, x.shape[1])
+    if x.dim() < 3 or x.shape[0] != 1:
+        raise Wrong(f"it scatters rows of one group, [1, .., t, h], not {list(x.shape)}")
+    _divides(x, x.dim() - 2, _group(axes, sizes))
+    _rows(choice, each, share, x.shape[1:-1])
 
 
 def _shard(x: Tensor, sizes: Mapping[str, int], dim: object, tiles: object, index: object) -> None:

@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import prod
+from operator import mul
 
 from meshc.check.spread import UNNAMED, Parts, Spread, flat, run_of, shown, tile
 from meshc.check.types import Wrong
@@ -52,19 +55,32 @@ def check_view(given: Spread, declared: Spread) -> None:
     one, other = run_of(flat(given)), run_of(flat(declared))
     if one != other:
         raise Wrong(f"it is a view of [{_dims(given)}], whose elements do not lie as [{_dims(declared)}] says")
-    for a, b in zip(_named(given), _named(declared), strict=False):
-        if a[:2] == b[:2] and a[2] != b[2] and UNNAMED not in (a[2], b[2]) and a[3] == b[3]:
-            raise Wrong(f"it is a view of [{_dims(given)}], of which {a[2]} is called {b[2]} in [{_dims(declared)}]")
+    for here, there in _alike(given.dims, declared.dims):
+        for a, b in zip(_named(here), _named(there), strict=False):
+            if a[:2] == b[:2] and a[2] != b[2] and UNNAMED not in (a[2], b[2]) and a[3] == b[3]:
+                raise Wrong(f"it is a view of [{_dims(given)}], of which {a[2]} is called {b[2]} in [{_dims(declared)}]")
 
 
 def _dims(spread: Spread) -> str:
     return ", ".join(shown(dim) for dim in spread.dims if dim is not None)
 
 
-def _named(spread: Spread) -> list[tuple[int, int, str, tuple[str, ...]]]:
+def _alike(one: Sequence[Parts | None], other: Sequence[Parts | None]) -> Iterator[tuple[list[Part], list[Part]]]:
+    """Runs of dims that hold the same elements, of which one side's cuts go into the other's: 12, 25 and 3, 4, 25 do, 12, 25 and 5, 2, 6, 5
+    do not, and then no part of one is a part of the other, though both may end in 5."""
+    ends = [[*accumulate((prod(part.size for part in dim or ()) for dim in side), mul)] for side in (one, other)]
+    shared = sorted({1, *ends[0]} & {1, *ends[1]})
+    for low, high in pairwise(shared):
+        cuts = sorted({end for side in ends for end in side if low <= end <= high})
+        if all(after % before == 0 for before, after in pairwise(cuts)):
+            rows = [[dim for dim, end in zip(side, ends[at], strict=True) if low < end <= high] for at, side in enumerate((one, other))]
+            yield [part for dim in rows[0] for part in dim or ()], [part for dim in rows[1] for part in dim or ()]
+
+
+def _named(parts: Sequence[Part]) -> list[tuple[int, int, str, tuple[str, ...]]]:
     """Parts with the number of elements before them."""
     found, before = [], 1
-    for part in flat(spread):
+    for part in parts:
         if part.size != 1 or part.axes:
             found.append((before, part.size, part.factor, part.axes))
             before *= part.size

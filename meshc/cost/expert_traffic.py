@@ -5,19 +5,27 @@
     bytes(i)   (n - 1) / n T h b share(i) for each exchange of rows; (n - 1) / n T h b for one in which all tokens travel
 
 T tokens along the n ranks that split E experts choose k each, of width h and b bytes an element. Rows and share are as if the rank had i
-times as many of the experts, all of them equally likely. Read off a program's own graphs.
+times as many of the experts, all of them equally likely. Read off a program's own graphs. Where the ranks have m in each node of several:
+
+                        within nodes                        between nodes
+    at once             (m - 1) / n T h b share(E/n)        (n - m) / n T h b share(E/n)
+    in two hops         (m - 1) / m T h b share(E/n)        (n/m - 1) / n T h b share(E m/n)
+
+share(x) = 1 - C(E - x, k) / C(E, k): of tokens that have one of x experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch.fx import Node
 
-from meshc.cost.links import payload
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import payload, ranks_together, rows_by_link
 from meshc.cost.memory import runs
 from meshc.ir import is_getitem, record, spmd
 from meshc.program.program import PlainProgram
@@ -41,8 +49,12 @@ class Traffic:
     tokens   whose choices a rank knows: those along the axes that split the experts
     places   rows that a rank has, whoever fills them
     whole    bytes that a rank gets or gives in a call where all tokens travel
-    read     likewise where those travel that are read, if all are chosen alike
+    read     likewise where those travel that are read, if all are chosen alike: by how many ranks' experts a row goes for
     times    how often a call runs it (once a microbatch)
+    together the ranks along those axes that a node has, where they are on several nodes; 0 if they are on one
+    row      bytes of a token in all exchanges of rows of a call, both ways
+    links    of what is read the bytes (within nodes, between nodes), as the exchanges of the program have them
+    by_node  whether rows go in two hops
     """
 
     path: str
@@ -52,8 +64,12 @@ class Traffic:
     tokens: int
     places: int
     whole: float = 0.0
-    read: float = 0.0
+    read: tuple[tuple[int, float], ...] = ()
     times: int = 1
+    together: int = 0
+    row: float = 0.0
+    links: tuple[float, float] = (0.0, 0.0)
+    by_node: bool = False
 
     @property
     def most(self) -> float:
@@ -65,14 +81,23 @@ class Traffic:
         """Of the rank with most, of a call."""
         return self.times * min(self.places, round(imbalance * self.tokens * self.chosen / self.ranks))
 
-    def share(self, imbalance: float) -> float:
-        """Of tokens that have an expert on the rank with most."""
-        others = self.experts - imbalance * self.experts / self.ranks
+    def share(self, imbalance: float, ranks: int = 1) -> float:
+        """Of tokens that have an expert on the rank with most; on so many ranks that have as much."""
+        others = self.experts - imbalance * ranks * self.experts / self.ranks
         return 1.0 - prod(max(0.0, others - nth) / (self.experts - nth) for nth in range(self.chosen))
 
     def bytes(self, imbalance: float) -> int:
         """That the rank with most is sent, and sends back, in all phases of a call."""
-        return round(self.whole + self.read * self.share(imbalance) / self.share(1.0))
+        read = sum(size * self.share(imbalance, ranks) / self.share(1.0, ranks) for ranks, size in self.read)
+        return round(self.whole + read)
+
+    def by_formula(self, by_node: bool) -> tuple[float, float]:
+        """Bytes (within nodes, between nodes) that a rank is sent, and sends back, of rows that are read, in two hops or at once."""
+        n, m = self.ranks, self.together
+        tokens = self.tokens * self.row
+        if by_node:
+            return (m - 1) / m * tokens * self.share(1.0), (n // m - 1) / n * tokens * self.share(1.0, m)
+        return (m - 1) / n * tokens * self.share(1.0), (n - m) / n * tokens * self.share(1.0)
 
 
 @dataclass
@@ -81,13 +106,22 @@ class _Layer:
 
     made: Traffic | None = None
     whole: float = 0.0
-    read: float = 0.0
+    read: Counter[int] = field(default_factory=Counter)
+    links: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    row: float = 0.0
+    by_node: bool = False
+
+    def told(self) -> Traffic:
+        assert self.made is not None
+        read = tuple((ranks, self.read[ranks]) for ranks in sorted(self.read))
+        near, far = self.links
+        return replace(self.made, whole=self.whole, read=read, row=self.row, links=(near, far), by_node=self.by_node)
 
 
 def traffic(program: PlainProgram) -> list[Traffic]:
     """Of every layer whose experts are split, in the program's order."""
     layers: dict[str, _Layer] = {}
-    often = runs(program)
+    often, device = runs(program), for_mesh(program.mesh)
     for stage in program.stages.values():
         nodes = list(stage.graph.nodes)
         experts = _experts(nodes)
@@ -97,10 +131,10 @@ def traffic(program: PlainProgram) -> list[Traffic]:
             path = record(node).source.module
             layer = layers.setdefault(path, _Layer())
             if layer.made is None and path in experts:
-                layer.made = _made(program, node, path, experts[path], often[stage.name])
+                layer.made = _made(program, node, path, experts[path], often[stage.name], device)
             if record(node).shape[-1] != 1:  # weights, of which each choice has one, do not go by rows
-                _count(program, layer, node, often[stage.name])
-    found = [replace(layer.made, whole=layer.whole, read=layer.read) for layer in layers.values() if layer.made is not None]
+                _count(program, layer, node, often[stage.name], device)
+    found = [layer.told() for layer in layers.values() if layer.made is not None]
     return [one for one in found if one.ranks > 1]
 
 
@@ -114,7 +148,7 @@ def _experts(nodes: list[Node]) -> dict[str, int]:
     return found
 
 
-def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int) -> Traffic | None:
+def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int, device: Device) -> Traffic | None:
     """By what a rank's groups have chosen, where that is made in the same stage."""
     said = _own_of(node.args[1]) if node.target is USED else node.args[1]
     made = said.args[0] if isinstance(said, Node) and is_getitem(said) else None
@@ -123,7 +157,8 @@ def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int
     choice, lies = record(made.args[0]).shape, record(said).sharding
     axes = () if lies is None else tuple(axis for part in lies.dims[0] for axis in part.axes)
     ranks, places = prod(program.axis_sizes[axis] for axis in axes), prod(record(said).shape)
-    return Traffic(path, experts, choice[-1], ranks, prod(choice[:-1]), places, times=times)
+    together = ranks_together(program.mesh, axes, device)
+    return Traffic(path, experts, choice[-1], ranks, prod(choice[:-1]), places, times=times, together=together)
 
 
 def _own_of(used: object) -> object:
@@ -132,12 +167,22 @@ def _own_of(used: object) -> object:
     return used.all_input_nodes[0].args[0]
 
 
-def _count(program: PlainProgram, layer: _Layer, node: Node, times: int) -> None:
-    """Adds the exchange that brings tokens here, or what is made of them back."""
+def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device: Device) -> None:
+    """Adds the exchange that brings tokens here, or what is made of them back, with all its hops."""
     found = _through(node.args[0]) if node.target in HANDED else _only_reader(node)
     size = payload(found, program.axis_sizes) if spmd.is_collective(found.target) else 0
     if found.target in spmd.OF_ROWS:
-        layer.read += times * size
+        made = record(found)
+        layer.row += times * made.shape[-1] * made.dtype.itemsize  # type: ignore[union-attr]
+        hops = [found]
+        while (hop := _through(hops[-1].args[0]) if node.target in HANDED else _only_reader(hops[-1])).target in spmd.OF_ROWS:
+            hops.append(hop)
+        least = min(cast(int, hop.args[3]) for hop in hops)
+        for hop in hops:
+            layer.read[cast(int, hop.args[3]) // least] += times * payload(hop, program.axis_sizes)
+            for link, moved in enumerate(rows_by_link(hop, program.mesh, device)):
+                layer.links[link] += times * moved
+        layer.by_node |= len(hops) > 1
     elif found.target in (spmd.all_gather, spmd.reduce_scatter):
         ranks = prod(program.axis_sizes[axis] for axis in found.args[1])  # type: ignore[union-attr, misc, index]
         layer.whole += times * size * (ranks - 1) / ranks

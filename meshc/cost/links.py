@@ -9,7 +9,8 @@
     all_to_all       direct  1 step             (n - 1) / n * S
     ring_shift       direct  1 step             S                     one message out, one in
     mirror           direct  1 step             S                     one message out, one in, as far away as the axis is long
-    halo, halo_sum   direct  1 step             what moves; likewise gather_rows, scatter_rows
+    halo, halo_sum   direct  1 step             what moves
+    gather_rows, scatter_rows    likewise; what goes to other nodes through a rank's own port, beside what stays in its node
 
 Ring and tree are NCCL's (src/graph/tuning.cc counts their steps so), gloo's ring too; direct is what two ranks do. Thakur, Rabenseifner,
 Gropp: Optimization of Collective Communication Operations in MPICH (IJHPCA 19(1), 2005).
@@ -104,6 +105,21 @@ def hop_of(mesh: Mesh, axes: Sequence[str], device: Device) -> Link:
     return between if _fewest_together(mesh, tuple(axes), device.ranks_per_node) else inside
 
 
+def ranks_together(mesh: Mesh, axes: Sequence[str], device: Device) -> int:
+    """How many ranks of a group over these axes a node has, where it leaves its node; 0 where it does not."""
+    return _fewest_together(mesh, tuple(axes), device.ranks_per_node)
+
+
+def across_and_inside(mesh: Mesh, axes: Sequence[str], device: Device) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Those of the axes that lead from node to node, and those inside a node; None where they do not come apart so, the former first."""
+    names = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    for cut in range(1, len(names)):
+        first, second = (_fewest_together(mesh, part, device.ranks_per_node) for part in (names[:cut], names[cut:]))
+        if first and not second:
+            return names[:cut], names[cut:]
+    return None
+
+
 @lru_cache(maxsize=1024)
 def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> int:
     """How many ranks of a node a group over `axes` has, in the group where that is least; 0 if no group leaves its node."""
@@ -134,6 +150,23 @@ def payload(node: Node, sizes: Mapping[str, int]) -> int:
     return ir.local_bytes(found) // max(1, found.shape[dim]) * along  # type: ignore[index]
 
 
+def rows_by_link(node: Node, mesh: Mesh, device: Device) -> tuple[float, float]:
+    """Bytes of chosen rows that a rank gets, or of sums that it gives, if all are chosen alike: (within its node, from other nodes)."""
+    axes = tuple(node.args[1])  # type: ignore[arg-type]
+    ranks = math.prod(map(mesh.size, axes))
+    size = payload(node, {axis.name: axis.size for axis in mesh.axes})
+    near = (_fewest_together(mesh, axes, device.ranks_per_node) or ranks) - 1
+    return size * near / (ranks - 1), size * (ranks - 1 - near) / (ranks - 1)
+
+
+def _rows_seconds(times: float, node: Node, mesh: Mesh, device: Device) -> float:
+    """All messages at once, those to other nodes through the rank's own port."""
+    near, far = rows_by_link(node, mesh, device)
+    inside, between = device.links
+    takes = send_seconds(times * near, inside)
+    return max(takes, send_seconds(times * far, between)) if far else takes
+
+
 def collective_seconds(node: Node, mesh: Mesh, device: Device, times: float = 1.0) -> float:
     """Predicted seconds of a collective of a per-rank graph, from its start to its end with nothing else on the link, if `times` its bytes
     move."""
@@ -144,5 +177,7 @@ def collective_seconds(node: Node, mesh: Mesh, device: Device, times: float = 1.
     if ranks == 1:
         return 0.0
     size = times * payload(node, {axis.name: axis.size for axis in mesh.axes})
+    if node.target in spmd.OF_ROWS:
+        return device.collective_s + _rows_seconds(times, node, mesh, device)
     link = (hop_of if node.target is spmd.ring_shift else link_of)(mesh, axes, device)
     return device.collective_s + fastest(node.target.__name__, ranks, size, link).seconds(link)  # type: ignore[union-attr]

@@ -70,10 +70,19 @@ CONTENT: Final[tuple[tuple[str, str, str], ...]] = (
     (r"repeat_interleave", "repeats rows as often as a tensor says", (
         "give output_size=... and the counts as integers, or repeat outside the model"
     )),
+    (r"^bincount\b", "makes a tensor as long as the largest value says", (
+        "say how long it is: torch.nn.functional.one_hot(x, n).sum(0); with weights torch.zeros(n).index_add(0, x, weights)"
+    )),
+    (r"^histogram(dd)?\b", "counts by a kernel that has no shapes without values", (
+        "torch.histc(x, bins, low, high) gives the counts, torch.linspace(low, high, bins + 1) where they end"
+    )),
     (r"unique", "makes a tensor whose size depends on which values are equal", "find unique values outside the model"),
     (r"", "makes a tensor whose size depends on the values of another", _FIXED),
 )  # fmt: skip
 """Calls whose value or size depends on what tensors contain: (name of the call, what it does, what to do)."""
+
+_BY_VALUES: Final = r"^(bincount|histogram|histogramdd)\b"
+"""Calls that nobody knows the shape of before the values, even where the model goes on as if it had one: bincount(x).view(8)."""
 
 
 def explained(error: Exception, signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> MeshcError:
@@ -168,7 +177,7 @@ def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
 
 def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
     """Raises CaptureError if a value of the graph, or a size, depends on what tensors contain; it names each call that begins that."""
-    faults = [_content(node, source_of(node)) for node in (*_unbacked(graph), *_branching(graph))]
+    faults = [_content(node, source_of(node)) for node in (*_unbacked(graph), *_by_values(graph), *_branching(graph))]
     if faults:
         raise CaptureError(
             "the model cannot be compiled, since tensors decide what it computes:\n  "
@@ -186,6 +195,13 @@ def _unbacked(graph: GraphModule) -> Iterator[Node]:
                     yield node
 
 
+def _by_values(graph: GraphModule) -> Iterator[Node]:
+    for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
+        for node in body.graph.nodes:
+            if node.op in ("call_function", "call_method") and re.search(_BY_VALUES, _name(node)):
+                yield node
+
+
 def _branching(graph: GraphModule) -> Iterator[Node]:
     for node in graph.graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and re.search(_BRANCHES, node.target.name()):
@@ -199,9 +215,13 @@ def _is_unbacked(node: Node) -> bool:
 
 
 def _content(node: Node, source: Source) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = _name(node)
     does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
     call = "indexing with a mask" if name == "getitem" else f"{name}()"
     place = f"{source.file}:{source.line}" if source.file else str(source)
     code = f" `{source.code}`" if source.code else ""
     return f"{place}{code}: {call} {does}; what to do: {advice}"
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -39,6 +39,8 @@ ROLES: Final[Mapping[str, str]] = {
     "sp": "sp",
     "cp": "cp",
     "ep": "ep",
+    "ep_across": "ep",
+    "ep_inside": "ep",
     "pp": "pp",
 }
 """Axis name -> role. These names and no others carry a role; an axis of another name needs a plan entry."""

@@ -19,8 +19,8 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     mirror(x, axes)                                 what the rank has that is as far from the end as this one is from the beginning
     halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
     halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
-    gather_rows(x, axes, choice, each, share)       tiles of [t, h] as [1, n * t, h]: rows that have a choice here, zeros for the others
-    scatter_rows(x, axes, choice, each, share)      the sum of [1, n * t, h] over ranks, of rows that have a choice there, as tiles [t, h]
+    gather_rows(x, axes, choice, each, share)       tiles of [.., t, h] as [1, .., n * t, h]: rows that have a choice here, zeros for others
+    scatter_rows(x, axes, choice, each, share)      the sum of [1, .., n * t, h] over ranks, of rows with a choice there; tiles [.., t, h]
     to_host(x)                                      a copy of x on the host
     to_host(x, place)                               the same in the memory of `place`, which lies there and is not read any more
     from_host(x)                                    a copy on the device of x, which lies on the host
@@ -30,9 +30,9 @@ A window is [size of the dim whose tiles it goes with, stride, offset, length]: 
 [t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
 halo_sum is given there is dropped. Padding of the tile that goes into a halo is never read, that of a halo_sum's result is zero.
 
-`choice`, [n * t, k] integers, is the same on all ranks of the axes; a row has a choice at the rank with the index i if one of its k is from
-i * each on and below (i + 1) * each. No other row is sent, and none of a rank's own is read either. `share` is that of rows which have one
-at a rank if all are chosen alike; prices alone go by it.
+`choice`, [.., n * t, k] integers, is the same on all ranks of the axes; a row has a choice at the rank with the index i if one of its k is
+from i * each on and below (i + 1) * each. No other row is sent, and none of a rank's own is read either. `share` is that of rows which have
+one at a rank if all are chosen alike; prices alone go by it.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: M
         dim, size, *_ = cast(tuple[int, int], args[1:])
         found[dim] = tile_length(size, counts)
     elif target is gather_rows:
-        found = [1, found[0] * prod(counts), *found[1:]]
+        found = [1, *found[:-2], found[-2] * prod(counts), found[-1]]
     elif target is scatter_rows:
-        found = [found[1] // prod(counts), *found[2:]]
+        found = [*found[1:-2], found[-2] // prod(counts), found[-1]]
     return found
 
 

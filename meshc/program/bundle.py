@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from meshc.ir import Record, local_bytes, record, records, spmd
+from meshc.ir import PHASES, Record, local_bytes, record, records, spmd
 from meshc.ir.functions import Function, Target
 from meshc.ir.graph import call
 from meshc.ir.keys import is_a
@@ -154,20 +154,30 @@ def _limit(gradients: list[Node]) -> int:
 
 
 def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: bool) -> list[list[Node]]:
-    """Runs of at most `limit` bytes. With `reads`, none is read before the last of its run can start."""
+    """Runs of at most `limit` bytes. With `reads`, none is read before the last of its run can start. Nor is one in an earlier phase than
+    the last of a run is made in."""
     batches: list[list[Node]] = []
     bytes_so_far = 0
     first_read = 0
+    made_in = read_in = 0  # phases, by their places
     for node in members:
         read = min(order[user] for user in node.users)
-        if batches and (order[node] < first_read or not reads) and bytes_so_far + whole_bytes(node) <= limit:
+        made, reading = PHASES.index(record(node).phase), _read_in(node)
+        fits = bool(batches) and (order[node] < first_read or not reads) and bytes_so_far + whole_bytes(node) <= limit
+        if fits and max(made_in, made) <= min(read_in, reading):
             batches[-1].append(node)
             bytes_so_far += whole_bytes(node)
-            first_read = min(first_read, read)
+            first_read, made_in, read_in = min(first_read, read), max(made_in, made), min(read_in, reading)
         else:
             batches.append([node])
-            bytes_so_far, first_read = whole_bytes(node), read
+            bytes_so_far, first_read, made_in, read_in = whole_bytes(node), read, made, reading
     return batches
+
+
+def _read_in(node: Node) -> int:
+    """The first phase that a value is read in, by its place; all have passed where a stage ends."""
+    readers = [user for user in node.users if user.op != "output"]
+    return min((PHASES.index(records(user)[0].phase) for user in readers), default=len(PHASES))
 
 
 class _Bundle:
@@ -179,6 +189,7 @@ class _Bundle:
     def __init__(self, graph: Graph, members: list[Node], count: int, given: Collection[object] = ()) -> None:
         self.graph, self.members, self.count, self.given = graph, members, count, given
         self.cut: list[Node] = []  # what takes the result apart, once it has been sent
+        self.phase = PHASES[max(PHASES.index(record(node).phase) for node in members)]
         self.gather = members[0].target is spmd.all_gather
         self.scatter = members[0].target is spmd.reduce_scatter
         if self.gather:
@@ -216,10 +227,10 @@ class _Bundle:
         reasons = list(dict.fromkeys(record(node).reason for node in self.members))  # each stays on the piece that is cut from the result
         more = f", and {len(reasons) - 2} more" if len(reasons) > 2 else ""
         said = f"{len(self.members)} {what} together: {' | '.join(reasons[:2])}{more}"
-        return Record((), like.dtype, None, like.source, said, like.phase)
+        return Record((), like.dtype, None, like.source, said, self.phase)
 
     def _add(self, target: Function, *args: Argument, like: Record, shape: tuple[int, ...], final: bool = False) -> Node:
-        made = Record(shape, like.dtype, like.sharding if final else None, like.source, like.reason, like.phase)
+        made = Record(shape, like.dtype, like.sharding if final else None, like.source, like.reason, self.phase)
         with self.graph.inserting_after(self.place):
             self.place = call(self.graph, made, target, *args)
         self.cut.append(self.place)

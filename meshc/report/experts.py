@@ -4,6 +4,11 @@
       layers                      count    of    chosen    ranks    rows    at 2    at 4    bytes    at 2    at 4
       --------------------------  -------  ----  --------  -------  ------  ------  ------  -------  ------  ------
       model.layers.*.mlp.experts  2        16    2         4        1024    2048    4096    2.8 MB   4.8 MB  6.3 MB
+
+and where they are on several nodes what rows take on each link, by the program's exchanges and by the formula (`docs/experts.md`):
+
+    rows of experts, bytes of a rank on each link: by the program, and by formula both ways (a layer, in one call)
+      layers                      count    nodes    rows go      within   between  at once: within  between  two hops: within  between
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ from meshc.program.program import PlainProgram
 from meshc.report.tables import bytes_text, table
 
 IMBALANCES: Final = (2, 4)
+BY_LINK: Final = ["layers", "count", "nodes", "rows go", "within", "between", "at once: within", "between", "two hops: within",
+                  "between"]  # fmt: skip
+LINKS: Final = "rows of experts, bytes of a rank on each link: by the program, and by formula both ways (a layer, in one call)"
 TITLE: Final = "experts of the rank with most, by how many times the mean that is (a layer, in one call)"
 
 
@@ -28,7 +36,16 @@ def told(program: PlainProgram) -> str:
         return ""
     at = [f"at {times}" for times in IMBALANCES]
     headers = ["layers", "count", "of", "chosen", "ranks", "rows", *at, "bytes", *at]
-    return table([_row(one, count) for one, count in alike.items()], headers, TITLE)
+    rows = table([_row(one, count) for one, count in alike.items()], headers, TITLE)
+    by_link = [_links(one, count) for one, count in alike.items() if one.together and one.row]
+    return rows if not by_link else rows + "\n\n" + table(by_link, BY_LINK, LINKS)
+
+
+def _links(one: Traffic, count: int) -> list[str]:
+    """As the program has it, then by the formulas."""
+    way = "in two hops" if one.by_node else "at once"
+    sent = [*one.links, *one.by_formula(False), *one.by_formula(True)]
+    return [one.path, str(count), str(one.ranks // one.together), way, *map(bytes_text, sent)]
 
 
 def _row(one: Traffic, count: int) -> list[str]:

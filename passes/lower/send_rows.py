@@ -8,45 +8,32 @@
 
 A group reads the rows of tokens that have chosen an expert of its own, and has made nothing of others; all ranks know all choices, which
 the experts need in any case. Where a group has most of the tokens, or a message costs more than what is in it, all rows are sent as they
-lie: gathered and reduced by the links' fastest way, without sizes that the host must wait for. So it is in a CUDA graph.
+lie: gathered and reduced by the links' fastest way, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes
+lead to other nodes and inside them, rows may go in two hops (`row_hops.py`), as `Options(expert_dispatch=)` or the model of costs says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import comb, prod
+from dataclasses import replace
+from math import prod
 from typing import Final
 
 import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.devices import for_mesh
-from meshc.cost.links import collective_seconds
+from meshc.cost.links import across_and_inside, collective_seconds
+from meshc.errors import PlanError
 from meshc.ir import is_getitem, local_bytes, record, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import call
 from meshc.ir.nodes import Record
 from meshc.ir.sharding import Part, Sharding
+from meshc.passes.lower.row_hops import Choices, Hops, joined
 from meshc.passes.phases.lowered import Lowered
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """Who has chosen what: `choice` of all tokens, along `axes` those of `each` experts from the rank's number times `each` on."""
-
-    choice: Node
-    axes: tuple[str, ...]
-    each: int
-    ranks: int
-
-    @property
-    def share(self) -> float:
-        """Of tokens that have a choice at a rank, if all are as likely."""
-        total, chosen = self.each * self.ranks, record(self.choice).shape[-1]
-        return round(1 - comb(total - self.each, chosen) / comb(total, chosen), 4)
 
 
 HANDED: Final[Mapping[object, Function]] = {
@@ -70,10 +57,22 @@ def send_rows(lowered: Lowered) -> Lowered:
             (_handed_out if node.target in HANDED else _brought_back)(lowered, stage.graph, node)
         if found:
             stage.graph.eliminate_dead_code()
+            _refuse_at_once(lowered, stage.graph, found[0])
     return lowered
 
 
-def _choices(lowered: Lowered, said: Node) -> _Choices | None:
+def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
+    """Rows that were to go in two hops, of which none does. Raises PlanError."""
+    if lowered.request.expert_dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
+        return
+    raise PlanError(
+        f'Options(expert_dispatch="hierarchical"): tokens of {record(node).source.module} do not lie along the axes that split its '
+        "experts, evenly and behind no other, so that all rows travel\n  what to do: leave the option out; or give a batch that these axes "
+        "divide, and a mesh in which they stand behind the others that split it"
+    )
+
+
+def _choices(lowered: Lowered, said: Node) -> Choices | None:
     """Of what a rank's one group has chosen, as `said` has it, where that is in the same graph."""
     made, sharding = said.args[0] if is_getitem(said) else None, record(said).sharding
     if not isinstance(made, Node) or made.target not in CHOICES or sharding is None:
@@ -82,7 +81,7 @@ def _choices(lowered: Lowered, said: Node) -> _Choices | None:
     axes = tuple(axis for part in sharding.dims[0] for axis in part.axes)
     if groups != 1 or not axes or not isinstance(choice, Node) or not isinstance(each, int):
         return None
-    return _Choices(choice, axes, each, prod(lowered.sizes[axis] for axis in axes))
+    return Choices(choice, axes, each, each * prod(lowered.sizes[axis] for axis in axes))
 
 
 def _handed_out(lowered: Lowered, graph: Graph, node: Node) -> None:
@@ -98,12 +97,13 @@ def _handed_out(lowered: Lowered, graph: Graph, node: Node) -> None:
     if tokens != prod(record(found.choice).shape[:-1]):  # weights, of which each choice has one
         return
     with graph.inserting_before(node):
-        flat_lies = Sharding((_joined(lies), lies.dims[-1]))
-        flat = _flat(graph, local, [tokens // found.ranks, width], replace(record(gather), sharding=_split(flat_lies, found.axes)))
-        like = replace(record(gather), sharding=Sharding((of_group, _joined(lies), lies.dims[-1])))
-        sent = _call(graph, replace(like, shape=(1, tokens, width)), spmd.gather_rows, flat, found, tokens)
-        if not _pays(lowered, sent, gather):
-            return graph.erase_node(sent)
+        flat_lies = Sharding((joined(lies), lies.dims[-1]))
+        there = [tokens * found.each // found.experts, width]
+        flat = _flat(graph, local, there, replace(record(gather), sharding=_split(flat_lies, found.axes)))
+        like = replace(record(gather), sharding=Sharding((of_group, joined(lies), lies.dims[-1])))
+        sent = _by_rows(lowered, gather, Hops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)))
+        if sent is None:
+            return
         whole = _flat(graph, sent, [1, *several, width], replace(like, sharding=Sharding((of_group, *lies.dims))))
         node.replace_all_uses_with(call(graph, made, HANDED[node.target], whole, said, *rest))
 
@@ -124,29 +124,29 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
     with graph.inserting_before(scatter):
         by_group = Sharding((of_group.dims[0], *lies.dims), owed)
         summed = call(graph, replace(made, shape=(1, *several, width), sharding=by_group), BROUGHT[node.target], rows, said, *rest)
-        joined = Sharding((of_group.dims[0], _joined(lies), lies.dims[-1]), owed)
-        flat = _flat(graph, summed, [1, tokens, width], replace(made, sharding=joined))
-        split = _split(Sharding((_joined(lies), lies.dims[-1]), owed), found.axes)
-        there = replace(record(scatter), shape=(tokens // found.ranks, width), sharding=split)
-        sent = _call(graph, there, spmd.scatter_rows, flat, found, tokens)
-        if _pays(lowered, sent, scatter):
+        by_row = Sharding((of_group.dims[0], joined(lies), lies.dims[-1]), owed)
+        flat = _flat(graph, summed, [1, tokens, width], replace(made, sharding=by_row))
+        split = _split(Sharding((joined(lies), lies.dims[-1]), owed), found.axes)
+        there = replace(record(scatter), shape=(tokens * found.each // found.experts, width), sharding=split)
+        sent = _by_rows(lowered, scatter, Hops(graph, lowered.sizes, found), flat, there)
+        if sent is not None:
             scatter.replace_all_uses_with(_flat(graph, sent, record(scatter).shape, record(scatter)))
-        else:
-            graph.erase_node(sent)
 
 
-def _call(graph: Graph, made: Record, kind: Function, x: Node, found: _Choices, tokens: int) -> Node:
-    """Rows that go where `found` says."""
-    choice = found.choice
-    like = record(choice)
-    joined = None if like.sharding is None else Sharding((_joined(like.sharding), like.sharding.dims[-1]))
-    flat = _flat(graph, choice, [tokens, like.shape[-1]], replace(like, sharding=joined))
-    return call(graph, made, kind, x, [*found.axes], flat, found.each, found.share)
-
-
-def _joined(sharding: Sharding) -> tuple[Part, ...]:
-    """The parts of all dims but the last, as one dim."""
-    return tuple(part for dim in sharding.dims[:-1] for part in dim)
+def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record) -> Node | None:
+    """What brings `rows` to where they are read, in the place of `whole`, which brings all; None where that is predicted to be faster."""
+    device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
+    parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)
+    gathers = whole.target is spmd.all_gather
+    ways: list[Sequence[Node]] = []
+    if parts is not None:
+        ways.append((hops.gathered_by_node if gathers else hops.scattered_by_node)(rows, made, parts))
+    if parts is None or asked != "hierarchical":
+        ways.append((hops.gathered if gathers else hops.scattered)(rows, made))
+    taken = [sum(_seconds(lowered, node) for node in way if node.target in spmd.OF_ROWS) for way in ways]
+    least = min(taken)
+    forced = parts is not None and asked == "hierarchical"
+    return ways[taken.index(least)][-1] if forced or least < collective_seconds(whole, lowered.mesh, device) else None
 
 
 def _through(x: Node) -> Node:
@@ -185,10 +185,10 @@ def _flat(graph: Graph, x: Node, shape: Sequence[int], like: Record) -> Node:
     return call(graph, replace(like, shape=tuple(shape)), aten.reshape.default, x, list(shape))
 
 
-def _pays(lowered: Lowered, rows: Node, whole: Node) -> bool:
-    """Whether sending rows takes less than sending all, with what they take in memory: they are picked out and put in place."""
+def _seconds(lowered: Lowered, rows: Node) -> float:
+    """What sending rows takes, with what they take in memory: they are picked out and put in place."""
     device = for_mesh(lowered.mesh)
     share = rows.args[4]
     assert isinstance(share, float)
     picked = 4 * share * local_bytes(record(rows if rows.target is spmd.gather_rows else rows.all_input_nodes[0])) / device.bytes_per_s
-    return collective_seconds(rows, lowered.mesh, device) + picked < collective_seconds(whole, lowered.mesh, device)
+    return collective_seconds(rows, lowered.mesh, device) + picked

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, Source, is_getitem, operands, set_record, spmd
+from meshc.ir import Record, Source, is_getitem, operands, record, set_record, spmd
 from meshc.ir.functions import Function, Keywords, Target
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
@@ -83,6 +83,14 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
+    def lying(self, node: Node, sharding: Sharding) -> Node:
+        """A value whose type is to say that it lies so; where its own says that axes split other dims, a view: a tile of one position may
+        be in either, and the operands of a view that changes no shape on a rank would be taken for its result."""
+        own = record(node).sharding if self.shapes.get(node) is not None else None
+        if own is None or _splits(own) == _splits(sharding):
+            return node
+        return self.emit(aten.reshape.default, node, list(self.shape(node)))
+
     def _evaluate(self, target: Function, args: Sequence[object], kwargs: Keywords, world: int) -> object:
         at = self.open.worlds[world]
 
@@ -144,3 +152,8 @@ class Builder:
             self._integers[key] = self.emit(function, *args)
             self.context = context
         return self._integers[key]
+
+
+def _splits(sharding: Sharding) -> list[list[tuple[str, ...]]]:
+    """The axes that split each dim."""
+    return [[part.axes for part in dim if part.axes] for dim in sharding.dims]

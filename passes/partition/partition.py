@@ -351,6 +351,7 @@ class Partitioner:
         for index, (result, sharding) in enumerate(zip(made, results, strict=True)):
             if result is None:
                 continue
+            result = self.build.lying(result, sharding)
             zero = self._zero(instance, index, operands, sharding)
             form = Form(result, replace(sharding, zero=zero), phase)
             if result.op == "call_function" and record(result).sharding is None:

@@ -44,6 +44,7 @@ class Request:
     remat         what backward makes again of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
     attention     "ring", "zigzag" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
     expert_bound  places for rows of experts that a rank has, in multiples of what it has if all are chosen alike; None: the worst case
+    expert_dispatch  "flat", "hierarchical" or "auto": how rows go to experts on other nodes
     expert_capacity  what an expert takes of the tokens that choose it; None: all
     expert_bias_update  by how much routers' biases change after a step, towards experts that were chosen less; None: they do not
     chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says
@@ -87,6 +88,7 @@ class Request:
     remat: str | None = None
     attention: str | None = None
     expert_bound: float | None = None
+    expert_dispatch: str = "auto"
     expert_capacity: Capacity | None = None
     expert_bias_update: float | None = None
     chunks: int | None = None

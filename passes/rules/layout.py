@@ -29,6 +29,7 @@ def _view(node: Node, tensors: list[Node]) -> Rule:
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     inside, outside = dims_of("i", source), list(dims_of("o", target))
     if 0 in source:
+        outside = list(inside) if source == target else outside
         return Rule((inside,), (tuple(outside),), ({},), frozenset(inside) | frozenset(outside), kind="layout", lower=_lower_shape)
     relations: list[Relation] = []
     left = [(letter, size) for letter, size in zip(inside, source, strict=True) if size != 1]

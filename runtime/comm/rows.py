@@ -6,12 +6,13 @@
     scatter   the other way round: the sum, at the rank that has a row, of what those that have chosen it say
 
 Every rank knows all choices, so nothing is exchanged but rows, in one uneven all-to-all. Its sizes are data: on CUDA the host waits for
-them.
+them. Rows may lie in several blocks of as many, s of them; a tile has its part of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -21,41 +22,45 @@ from meshc.runtime.comm.collectives import Pending, all_to_all_pieces
 
 
 def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Pending:
-    """x: [t, h], choice: [n * t, k] -> [1, n * t, h]."""
+    """x: [s.., t, h], choice: [s.., n * t, k] -> [1, s.., n * t, h]."""
     rank, count = _place(group)
-    whole = x.new_zeros(count * x.shape[0], x.shape[1])
+    tile, width = x.shape[-2:]
+    whole = x.new_zeros(1, *x.shape[:-2], count * tile, width)
+    rows, flat = x.reshape(-1, width), whole.view(-1, width)
     chosen = _chosen(choice, each, count)
     own = chosen[rank][rank]
-    whole[own + rank * x.shape[0]] = x[own]
+    flat[_places(own, rank, tile, count)] = rows[own]
     if group is None:
-        return Pending(whole.unsqueeze(0))
-    sent = [x[chosen[other][rank]] if other != rank else x[:0] for other in range(count)]
-    places = [rows + owner * x.shape[0] for owner, rows in enumerate(chosen[rank]) if owner != rank]
+        return Pending(whole)
+    sent = [rows[chosen[other][rank]] if other != rank else rows[:0] for other in range(count)]
+    places = [_places(some, owner, tile, count) for owner, some in enumerate(chosen[rank]) if owner != rank]
 
-    def put(flat: Tensor) -> Tensor:
+    def put(came: Tensor) -> Tensor:
         if places:
-            whole[torch.cat(places)] = flat.view(-1, x.shape[1])
-        return whole.unsqueeze(0)
+            flat[torch.cat(places)] = came.view(-1, width)
+        return whole
 
-    return _exchanged(sent, [0 if owner == rank else len(rows) for owner, rows in enumerate(chosen[rank])], group).then(put)
+    return _exchanged(sent, [0 if owner == rank else len(some) for owner, some in enumerate(chosen[rank])], group).then(put)
 
 
 def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Pending:
-    """x: [1, n * t, h], choice: [n * t, k] -> [t, h]. Terms are added in the group's order."""
+    """x: [1, s.., n * t, h], choice: [s.., n * t, k] -> [s.., t, h]. Terms are added in the group's order."""
     rank, count = _place(group)
-    height = x.shape[1] // count
-    tiles = x[0].view(count, height, x.shape[2])
+    tile, width = x.shape[-2] // count, x.shape[-1]
+    result = x.new_zeros(*x.shape[1:-2], tile, width)
+    rows, flat = x.reshape(-1, width), result.view(-1, width)
     chosen = _chosen(choice, each, count)
-    mine = tiles[rank][chosen[rank][rank]]
+    told = [rows[_places(some, owner, tile, count)] for owner, some in enumerate(chosen[rank])]
+    mine = told[rank]
     if group is None:
-        return Pending(x.new_zeros(height, x.shape[2]).index_add_(0, chosen[0][0], mine))
-    sent = [tiles[owner][rows] if owner != rank else mine[:0] for owner, rows in enumerate(chosen[rank])]
+        flat.index_add_(0, chosen[0][0], mine)
+        return Pending(result)
+    sent = [mine[:0] if owner == rank else some for owner, some in enumerate(told)]
     lengths = [0 if teller == rank else len(chosen[teller][rank]) for teller in range(count)]
 
-    def add(flat: Tensor) -> Tensor:
-        result = x.new_zeros(height, x.shape[2])
-        for teller, part in enumerate(flat.view(-1, x.shape[2]).split(lengths)):
-            result.index_add_(0, chosen[teller][rank], mine if teller == rank else part)
+    def add(came: Tensor) -> Tensor:
+        for teller, part in enumerate(came.view(-1, width).split(lengths)):
+            flat.index_add_(0, chosen[teller][rank], mine if teller == rank else part)
         return result
 
     return _exchanged(sent, lengths, group).then(add)
@@ -70,8 +75,14 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
+def _places(rows: Tensor, owner: int, tile: int, count: int) -> Tensor:
+    """Where rows of a rank's tile, `tile` of each block, lie among those of all ranks."""
+    return rows + rows.div(tile, rounding_mode="floor") * (count - 1) * tile + owner * tile if tile else rows
+
+
 def _chosen(choice: Tensor, each: int, count: int) -> list[list[Tensor]]:
     """Of each rank, by the rank that has them, the rows that have a choice there: their numbers in that rank's tile."""
-    first = torch.arange(count, device=choice.device).view(-1, 1, 1) * each
-    here = ((choice.unsqueeze(0) >= first) & (choice.unsqueeze(0) < first + each)).any(2).view(count, count, -1)
-    return [[tile.nonzero().squeeze(1) for tile in row] for row in here.unbind()]
+    first = torch.arange(count, device=choice.device).view(-1, *[1] * choice.dim()) * each
+    here = ((choice.unsqueeze(0) >= first) & (choice.unsqueeze(0) < first + each)).any(-1)
+    owned = here.view(count, prod(choice.shape[:-2]), count, here.shape[-1] // count).transpose(1, 2).flatten(2)
+    return [[tile.nonzero().squeeze(1) for tile in row] for row in owned.unbind()]

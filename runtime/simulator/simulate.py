@@ -254,22 +254,22 @@ def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, 
 
 def _chosen(choice: torch.Tensor, each: int, ranks: int) -> list[torch.Tensor]:
     """Of each rank, which rows have a choice there."""
-    return [((choice >= rank * each) & (choice < (rank + 1) * each)).any(1) for rank in range(ranks)]
+    return [((choice >= rank * each) & (choice < (rank + 1) * each)).any(-1, keepdim=True) for rank in range(ranks)]
 
 
 def _gather_rows(
     tensors: Sequence[torch.Tensor], counts: Sequence[int], choice: torch.Tensor, each: int, share: float
 ) -> list[torch.Tensor]:
-    whole = torch.cat(list(tensors))
-    return [torch.where(here.unsqueeze(1), whole, 0.0).unsqueeze(0) for here in _chosen(choice, each, len(tensors))]
+    whole = torch.cat(list(tensors), -2)
+    return [torch.where(here, whole, 0.0).unsqueeze(0) for here in _chosen(choice, each, len(tensors))]
 
 
 def _scatter_rows(
     tensors: Sequence[torch.Tensor], counts: Sequence[int], choice: torch.Tensor, each: int, share: float
 ) -> list[torch.Tensor]:
     chosen = _chosen(choice, each, len(tensors))
-    told = [torch.where(here.unsqueeze(1), tensor[0], 0.0) for here, tensor in zip(chosen, tensors, strict=True)]
-    return [tile.contiguous() for tile in _reduced(told, "sum").chunk(len(tensors))]
+    told = [torch.where(here, tensor[0], 0.0) for here, tensor in zip(chosen, tensors, strict=True)]
+    return [tile.contiguous() for tile in _reduced(told, "sum").chunk(len(tensors), -2)]
 
 
 _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {

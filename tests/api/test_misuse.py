@@ -79,6 +79,18 @@ def repeated(linear: Any, x: Tensor) -> Any:
     return linear(x).repeat_interleave(torch.tensor([1, 2, 3, 4]), 0)  # line of repeated
 
 
+def counted(linear: Any, x: Tensor) -> Any:
+    return linear(x) * torch.bincount(x.argmax(-1), minlength=4)  # line of counted
+
+
+def counted_as_long(linear: Any, x: Tensor) -> Any:
+    return linear(x) * torch.bincount(x.argmax(-1)).view(4)  # line of counted_as_long
+
+
+def histogram(linear: Any, x: Tensor) -> Any:
+    return linear(x) * torch.histogram(x.detach(), 4, range=(-3.0, 3.0))[0]  # line of histogram
+
+
 def cond(linear: Any, x: Tensor) -> Any:
     y = linear(x)
     return torch.cond(y.sum() > 0, lambda a: a + 1, lambda a: a - 1, (y,))  # line of cond
@@ -126,6 +138,9 @@ IN_FORWARD: dict[Callable[..., Any], str] = {
     where: "keep the size fixed",
     unique: "find unique values outside",
     repeated: "repeats rows as often as a tensor says",
+    counted: "torch.nn.functional.one_hot(x, n).sum(0)",
+    counted_as_long: "torch.nn.functional.one_hot(x, n).sum(0)",
+    histogram: "torch.histc(x, bins, low, high)",
     cond: "compute both ways and take torch.where",
     sparse: "leave out to_sparse()",
     packed: "give the layer the padded tensor",
@@ -143,6 +158,18 @@ def test_what_forward_may_not_do(body: Callable[..., Any]) -> None:
     with pytest.raises(meshc.CaptureError, match=rf"{HERE}:{line}\b") as raised:
         meshc.compile(Layer(body), meshc.Mesh("dp=2"), args=(X,))
     assert IN_FORWARD[body] in str(raised.value)
+
+
+def counts(linear: Any, x: Tensor) -> Any:
+    chosen = linear(x).argmax(-1)
+    weighted = torch.zeros(4, dtype=x.dtype).index_add(0, chosen, linear(x).sum(-1))
+    return linear(x) * torch.nn.functional.one_hot(chosen, 4).sum(0) + weighted + torch.histc(x.detach(), 4, -3.0, 3.0)
+
+
+@pytest.mark.parametrize("plan", ["dp: batch", "dp: -"])
+def test_what_may_stand_for_counts(plan: str) -> None:
+    program = meshc.compile(Layer(counts), meshc.Mesh("dp=2"), args=(X,), plan=plan)
+    assert meshc.verify(program, dtype=torch.float64).ok
 
 
 def plain() -> nn.Module:

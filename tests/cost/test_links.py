@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshc.cost.devices import Link
-from meshc.cost.links import collective_seconds, fastest, link_of, payload, send_seconds, ways
+from meshc.cost.links import across_and_inside, collective_seconds, fastest, link_of, payload, rows_by_link, send_seconds, ways
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from tests.cost.building import ROUND, Building
@@ -100,3 +100,29 @@ def test_a_shift_along_a_ring_is_one_message_and_leaves_the_node_by_one_port() -
     assert collective_seconds(across, mesh, ROUND) == collective_seconds(near, mesh, ROUND), "a mirror is one message too"
     both = b.call(spmd.ring_shift, x, ["dp", "tp"], 1, made=(1000, 1000))
     assert collective_seconds(both, mesh, ROUND) == collective_seconds(far, mesh, ROUND), "four ports, of which one carries it"
+
+
+def test_rows_to_other_nodes_take_a_ranks_own_port() -> None:
+    """A token in two goes to each of eight ranks, four of a node: of seven others three are near."""
+    mesh = Mesh("dp=2,ep=8")
+    b = Building()
+    tokens, choice = b.given(4, 10), b.given(32, 1, dtype=torch.int64)
+    rows = b.call(spmd.gather_rows, tokens, ["ep"], choice, 1, 0.5, made=(1, 32, 10))
+    inside, between = ROUND.links
+    size = 0.5 * 7 / 8 * 32 * 10 * 4
+    near, far = rows_by_link(rows, mesh, ROUND)
+    assert (near, far) == (pytest.approx(size * 3 / 7), pytest.approx(size * 4 / 7))
+    wanted = max(send_seconds(near, inside), send_seconds(far, between))
+    assert collective_seconds(rows, mesh, ROUND) == pytest.approx(ROUND.collective_s + wanted)
+
+
+@pytest.mark.parametrize("mesh, axes, wanted", [
+    ("dp=2,a=2,b=4", ["a", "b"], (("a",), ("b",))),
+    ("a=2,b=2,c=2", ["a", "b", "c"], (("a",), ("b", "c"))),
+    ("a=4,b=2,c=2", ["a", "b"], (("a",), ("b",))),
+    ("a=2,b=4", ["b", "a"], None),  # inside first
+    ("a=2,b=2", ["a", "b"], None),  # one node
+    ("a=8", ["a"], None),
+])  # fmt: skip
+def test_axes_come_apart_where_they_lead_across_first(mesh: str, axes: list[str], wanted: object) -> None:
+    assert across_and_inside(Mesh(mesh), axes, ROUND) == wanted

@@ -17,6 +17,8 @@ from tests.fuzz.sketch import Sketch
 
 AXES = ("a", "b", "c")
 RANKS = 8
+SPLIT = ("seq", "experts")
+"""Factors that plans take for long sequences and for routed experts."""
 
 
 def draw_parts(chance: random.Random, sketch: Sketch, train: bool) -> How:
@@ -64,6 +66,10 @@ def draw_plan(chance: random.Random, placed: Placed, mesh: Mesh) -> str:
     found = {records(node)[0].source.module for node in placed.graph.nodes if node.op == "call_function"}
     modules = sorted(found - {""})
     lines = [_entry(chance, axis.name, axis.size, sizes, [*modules, "attention"]) for axis in mesh.axes]
+    split = [name for name in SPLIT if name in sizes]
+    if split and chance.random() < 0.5:  # what is rare among so many factors, and what most plans are about
+        at, name = chance.randrange(len(lines)), chance.choice(split)
+        lines[at] = _first(chance, lines[at], name)
     if chance.random() < 0.25:
         lines += _pin(chance, placed, mesh)
     return "\n".join(lines)
@@ -82,6 +88,14 @@ def _entry(chance: random.Random, axis: str, ranks: int, sizes: Mapping[str, int
         text += (chance.choice((", ", " > ")) if index else "") + term + region
     stored = [what for what in ("params", "grads", "state") if chance.random() < 0.3]
     return f"{axis}: {text}" + (f"; store {', '.join(stored)}" if stored else "")
+
+
+def _first(chance: random.Random, line: str, name: str) -> str:
+    """The line, with a factor that comes before its others."""
+    axis, _, rest = line.partition(": ")
+    terms, *stored = rest.split("; ")
+    kept = [term for rank in terms.split(" > ") for term in rank.split(", ") if term not in (name, "-")]
+    return "; ".join([f"{axis}: {name}" + (" > " + ", ".join(kept) if kept and chance.random() < 0.7 else ""), *stored])
 
 
 def _pin(chance: random.Random, placed: Placed, mesh: Mesh) -> list[str]:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
+from meshc.check import check_program
+from meshc.passes import rules
+from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
 
 
@@ -55,6 +58,50 @@ def test_found(function: Callable[[Tensor, Tensor], Tensor], mesh: str, plan: st
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     inputs = {"x": x, "y": torch.tensor([0, 4, 1, 2, 2, 3, 0])}
     program = meshc.compile(Found(function), meshc.Mesh(mesh), kwargs=inputs, plan=plan)
+    assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+def product_of_rows_and_their_weights(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("ab,abe->e", x, w).sin()
+
+
+def product_of_no_columns(x: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(x.expand(12, -1, -1), w)
+
+
+def cuts_that_do_not_meet(x: Tensor, w: Tensor) -> Tensor:
+    """12, 25 is no grouping of 5, 2, 6, 5: that both end in 5 ties nothing."""
+    rows = x.reshape(12, 25)
+    return rows.expand(6, -1, -1).reshape(3, 2, -1, 2, 5, 5) * w
+
+
+TYPED: list[tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], str, str]] = [
+    (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "b=3", "b: batch"),
+    (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "a=2,b=3", "a: -\nb: batch"),
+    (product_of_no_columns, (12, 8), (12, 8, 0), "a=2", "a: -"),
+    (cuts_that_do_not_meet, (5, 2, 6, 5), (5,), "a=3", "a: -"),
+]
+"""Programs that were right, and whose types were taken for wrong."""
+
+
+class Typed(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+@pytest.mark.parametrize("function, shape, weight, mesh, plan", TYPED, ids=[f"{one[0].__name__}-{one[3]}" for one in TYPED])
+def test_types_are_right(
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], weight: tuple[int, ...], mesh: str, plan: str
+) -> None:
+    inputs = {"x": torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()}
+    program = meshc.compile(Typed(function, weight), meshc.Mesh(mesh), kwargs=inputs, plan=plan)
+    assert isinstance(program.compiled, PlainProgram)
+    check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 import meshc
 from meshc.cost import memory
+from meshc.cost.devices import assumed, device
 from meshc.runtime.comm import disk, host
 from tests.models import FACTORIES, FLOAT32_INSIDE, Case
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
@@ -31,6 +32,8 @@ class Sample:
     microbatches: int | None = None
     backend: str = "eager"
     attention: str | None = None
+    node: int | None = None
+    """Ranks of a node, by which rows of experts go in two hops."""
 
 
 PARKED = "offload *\noffload state"
@@ -97,14 +100,27 @@ MORE_OF_FOUR = (
     Sample("deepseek_v3", "ep=4"),
     Sample("gpt_oss", "dp_shard=2,ep=2"),
 )
+NODES = (
+    Sample("deepseek_v3", "ep=4", node=2),
+    Sample("mixtral", "ep=4", optimizer="sgd", node=2),
+)
 FAMILIES = {**EXPERTS, **RECURRENT, "mamba": STOCK["mamba"]}
 SAMPLES = {
     "two": TWO, "more of two": MORE_OF_TWO, "four": FOUR, "more of four": MORE_OF_FOUR,
-    "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,
+    "nodes": NODES, "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,
 }  # fmt: skip
 
 
 def check(sample: Sample) -> str:
+    """Of one sample, on nodes of as many ranks as it says."""
+    cpu = device("cpu")
+    if sample.node is None:
+        return _check(sample)
+    with assumed(replace(cpu, ranks_per_node=sample.node)):
+        return _check(sample)
+
+
+def _check(sample: Sample) -> str:
     """One line that says how close two steps came. Losses to 1e-10 and the state to 1e-9 in float64; models that compute some values in
     float32 whatever their dtype: 1e-5."""
     small = {"batch": 8} if sample.kind == "resnet" else {"batch": 12} if sample.kind == "mlp" else {"batch": 12, "layers": 1}
@@ -115,13 +131,15 @@ def check(sample: Sample) -> str:
         case.model, optimizer=build(case.model.parameters()), loss=case.loss if case.name in ("mlp", "resnet") else _loss_of(case),
         clip_grad_norm=1.0, microbatches=sample.microbatches,
     )  # fmt: skip
-    options = meshc.Options(seed=SEED, attention=sample.attention)
+    dispatch = "auto" if sample.node is None else "hierarchical"
+    options = meshc.Options(seed=SEED, attention=sample.attention, expert_dispatch=dispatch)
     gc.collect()  # a compiled model and its program hold each other: what the sample before had on the host goes
     host.HELD.begin()
     before, on_disk = host.HELD.now, disk.HELD.now
     examples = case.call_kwargs if sample.plan == APART else {}  # heads are counted before anything is compiled
     program = meshc.compile(step, device_mesh(sample.mesh), kwargs=examples, plan=sample.plan, backend=sample.backend, options=options)
     losses = [program(**case.call_kwargs).item() for _ in range(2)]
+    assert sample.node is None or ("ep_across" in program.compiled.mesh.names and "in two hops" in program.summary()), sample
     parked = host.HELD.most - before
     predicted = memory.worst(program.compiled)
     wanted_there = predicted.host

@@ -25,7 +25,7 @@ def run(module: str, ranks: int, *arguments: str) -> str:
     "which, ranks",
     [
         ("two", 2), ("four", 4), ("inductor", 2),
-        broad("more of two", 2), broad("more of four", 4), broad("more of inductor", 2),
+        broad("more of two", 2), broad("more of four", 4), broad("more of inductor", 2), broad("nodes", 4),
     ],
 )  # fmt: skip
 def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:

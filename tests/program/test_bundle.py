@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
+from meshc.check import phases
 from meshc.ir import Record, record, set_record, spmd
 from meshc.ir.mesh import Mesh
 from meshc.program.bundle import ALONE, BUCKET, bundle
@@ -199,3 +200,26 @@ def test_who_keeps_a_loss_keeps_no_gradients() -> None:
         torch.testing.assert_close([loss, *rest], expected, rtol=0, atol=0)
         assert loss.untyped_storage().nbytes() == loss.nbytes
         assert all(one.untyped_storage().nbytes() > one.nbytes for one in rest)
+
+
+def test_a_message_is_of_the_latest_phase_that_it_carries() -> None:
+    """Reductions of forward may stand behind those of backward; one that forward goes on with does not wait for what backward makes."""
+    building = Building(MESHES[0])
+    gradient, loss = (building.stored((3,)) for _ in range(2))
+    made = building.add(aten.mul.Tensor, gradient, 2.0, shape=(3,))
+    first = building.add(spmd.all_reduce, made, ["a"], "sum", shape=(3,))
+    mean = building.add(aten.mul.Tensor, loss, 2.0, shape=(3,), phase="forward")
+    results = [first, building.add(spmd.all_reduce, mean, ["a"], "sum", shape=(3,), phase="forward")]
+    stage = building.done(results)
+    bundle(stage, building.sizes)
+    assert count(stage) == 1 and not list(phases.faults(stage))
+
+    building = Building(MESHES[0])
+    gradient, loss = (building.stored((3,)) for _ in range(2))
+    made = building.add(aten.mul.Tensor, gradient, 2.0, shape=(3,))
+    first = building.add(spmd.all_reduce, made, ["a"], "sum", shape=(3,))
+    mean = building.add(aten.mul.Tensor, loss, 2.0, shape=(3,), phase="forward")
+    second = building.add(spmd.all_reduce, mean, ["a"], "sum", shape=(3,), phase="forward")
+    stage = building.done([first, building.add(aten.mul.Tensor, second, 2.0, shape=(3,), phase="forward")])
+    bundle(stage, building.sizes)
+    assert count(stage) == 2 and not list(phases.faults(stage))

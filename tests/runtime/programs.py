@@ -111,6 +111,25 @@ def rows_that_are_chosen(group: dist.ProcessGroup) -> None:
             assert isinstance(total, Tensor)
             wanted = total[rank * tokens : (rank + 1) * tokens].contiguous()
             same(rows.scatter(told[rank], choice, each=3, group=group).wait(), wanted, f"scatter_rows {dtype}")
+            blocks_of_rows(group, choice, here, given, told)
+
+
+def blocks_of_rows(
+    group: dist.ProcessGroup, choice: Tensor, here: list[Tensor], given: list[Tensor], told: list[Tensor]
+) -> None:
+    """The same twice, in two blocks: of rows as they are, and in the opposite order of ranks and rows."""
+    rank, size = group.rank(), group.size()
+    twice = torch.stack([choice, choice.flip(0)])
+    there = torch.stack([here[rank], here[rank].flip(0)]).unsqueeze(-1)
+    whole = torch.cat(given)
+    wanted = torch.stack([whole, whole.flip(0)]) * there
+    mine = torch.stack([given[rank], given[size - 1 - rank].flip(0)])
+    same(rows.gather(mine, twice, each=3, group=group).wait(), wanted.unsqueeze(0), "gather_rows of two blocks")
+    total = sum(one[0] * mask.unsqueeze(1) for one, mask in zip(told, here, strict=True))
+    assert isinstance(total, Tensor)
+    wanted = torch.stack([total, total.flip(0)]).chunk(size, 1)[rank].contiguous()
+    both = torch.stack([told[rank][0], told[rank][0].flip(0)]).unsqueeze(0)
+    same(rows.scatter(both, twice, each=3, group=group).wait(), wanted, "scatter_rows of two blocks")
 
 
 def every_collective() -> None:

@@ -6,7 +6,7 @@ shape it picks a line of a table; where numbers depend on shapes it makes the te
 
 from __future__ import annotations
 
-from tests.fuzz.menu import chance, index, layers, layout, pointwise, product, reduction
+from tests.fuzz.menu import chance, index, layers, layout, pointwise, product, reduction, routing
 from tests.fuzz.menu.entry import Entry
 
 FAMILIES: tuple[tuple[int, dict[str, Entry]], ...] = (
@@ -17,6 +17,7 @@ FAMILIES: tuple[tuple[int, dict[str, Entry]], ...] = (
     (5, index.MENU),
     (3, layers.MENU),
     (2, chance.MENU),
+    (3, routing.MENU),
 )
 MENU: dict[str, Entry] = {name: entry for _, family in FAMILIES for name, entry in family.items()}
 

@@ -1,0 +1,70 @@
+"""Axes that lead to other nodes, taken apart: `ep: experts > batch` over two nodes is two axes, one of nodes and one inside them.
+
+    ep: experts > batch            4 ranks, 2 a node      becomes    ep_across: experts > batch
+    pin w: experts/ep, _                                             ep_inside: experts > batch
+                                                                     pin w: experts/ep_across/ep_inside, _
+
+Ranks keep their order, and whatever the axis splits has the tiles that it had: what differs is that rows may go in two hops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import Final
+
+from meshc.ir.mesh import Axis, Mesh, role
+from meshc.plan.entries import AxisEntry, OperatorPin, PinDim
+from meshc.plan.plan import Plan
+
+EXPERTS: Final = "experts"
+
+
+def expert_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes that may split experts, by a plan with an entry for each axis."""
+    return tuple(entry.axis for entry in plan.axes if any(term.covers(EXPERTS) for term in entry.terms))
+
+
+def parts_by_node(plan: Plan, mesh: Mesh, ranks_per_node: int) -> dict[str, tuple[Axis, Axis]]:
+    """By the axes that are to be taken apart, the two that stand for each: those that may split experts, have no other role than that,
+    lead to other nodes, and have as many ranks, of several, in each."""
+    found = {}
+    for name in expert_axes(plan):
+        size, inside = mesh.size(name), _ranks_inside(mesh, name, ranks_per_node)
+        parts = Axis(f"{name}_across", size // inside), Axis(f"{name}_inside", inside)
+        if role(name) in ("ep", None) and 1 < inside < size and not {part.name for part in parts} & set(mesh.names):
+            found[name] = parts
+    return found
+
+
+def _ranks_inside(mesh: Mesh, axis: str, ranks_per_node: int) -> int:
+    """How many ranks along the axis follow each other in a node before the next; 1 if they are not as many everywhere."""
+    lengths = set()
+    for group in mesh.groups(axis):
+        runs = [(node, len([*ranks])) for node, ranks in groupby(rank // ranks_per_node for rank in group)]
+        if len(dict(runs)) != len(runs):
+            return 1
+        lengths |= {length for _, length in runs}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
+def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, Axis]]) -> Plan:
+    """The plan, with two axes for each of these wherever it names one."""
+    names = {axis: [part.name for part in both] for axis, both in parts.items()}
+
+    def finer(axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(chain.from_iterable(names.get(axis, [axis]) for axis in axes))
+
+    def dims(given: tuple[PinDim, ...]) -> tuple[PinDim, ...]:
+        return tuple(PinDim(tuple(replace(factor, axes=finer(factor.axes)) for factor in dim.factors)) for dim in given)
+
+    def operator(pin: OperatorPin) -> OperatorPin:
+        splits = tuple(replace(split, axes=finer(split.axes)) for split in pin.splits)
+        return replace(pin, splits=splits, whole=finer(pin.whole), pending=finer(pin.pending))
+
+    entries: list[AxisEntry] = [replace(entry, axis=name) for entry in plan.axes for name in finer([entry.axis])]
+    return Plan.of(
+        entries, [replace(pin, dims=dims(pin.dims)) for pin in plan.pins], [replace(line, dims=dims(line.dims)) for line in plan.stores],
+        map(operator, plan.operators), plan.remats, plan.kept, plan.offloads, plan.chunks,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""How rows go to the ranks that read them: all at once, or in two hops, between nodes and inside them.
+
+    x = gather_rows(tokens, ["ep_across", "ep_inside"], choice, 2, 0.79)                every rank to every other
+
+    there = gather_rows(tokens, ["ep_across"], choices of my place's tokens, 4, 1.0)    [1, nodes * t, h]: to my place in each node
+    x = gather_rows(there as [nodes, t, h], ["ep_inside"], choice - 4 * node, 2, 0.79)  [1, nodes, ranks * t, h]: on inside my node
+
+A row with experts on several ranks of another node crosses once, and is spread inside; what they make of it is added up inside, and the sum
+crosses once. In both hops who gets what follows from the same choices: a hop is a gather_rows of its own, with those that are about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import comb, prod
+from typing import Final, TypeAlias
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import record, spmd
+from meshc.ir.functions import Function
+from meshc.ir.graph import call
+from meshc.ir.nodes import Record
+from meshc.ir.sharding import Part, Sharding
+
+aten = torch.ops.aten
+
+Parts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+"""Axes that lead from node to node, and axes inside a node."""
+NUMBER: Final = Record(shape=(), dtype=None)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Who has chosen what: `choice` [.., tokens, k], along `axes` those of `each` experts from the rank's number times `each` on, of
+    `experts` in all."""
+
+    choice: Node
+    axes: tuple[str, ...]
+    each: int
+    experts: int
+
+    @property
+    def share(self) -> float:
+        """Of tokens that have a choice at a rank, if all are as likely."""
+        chosen = record(self.choice).shape[-1]
+        return round(1 - comb(self.experts - self.each, chosen) / comb(self.experts, chosen), 4)
+
+
+def joined(sharding: Sharding) -> tuple[Part, ...]:
+    """The parts of all dims but the last, as one dim."""
+    return tuple(part for dim in sharding.dims[:-1] for part in dim)
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Writes exchanges of rows, [t, h] on each of the ranks along `found.axes`, into a graph whose axes have these sizes."""
+
+    graph: Graph
+    sizes: Mapping[str, int]
+    found: Choices
+
+    def gathered(self, rows: Node, made: Record) -> list[Node]:
+        """At once. made: of [1, n * t, h]."""
+        return [self._call(spmd.gather_rows, made, rows, self._whole())]
+
+    def scattered(self, rows: Node, made: Record) -> list[Node]:
+        """At once. rows: [1, n * t, h]; made: of [t, h]."""
+        return [self._call(spmd.scatter_rows, made, rows, self._whole())]
+
+    def gathered_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
+        """In two hops, of which each is a call: across, then inside."""
+        across, inside, nodes, ranks = *parts, self._count(parts[0]), self._count(parts[1])
+        tokens, width = record(rows).shape
+        there = replace(made, shape=(1, nodes * tokens, width), sharding=None)
+        first = self._call(spmd.gather_rows, there, rows, self._between(across, inside))
+        blocks = self._shaped(first, [nodes, tokens, width])
+        spread = replace(made, shape=(1, nodes, ranks * tokens, width), sharding=None)
+        second = self._call(spmd.gather_rows, spread, blocks, self._within(across, inside))
+        return [first, second, self._shaped(second, made.shape, made)]
+
+    def scattered_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
+        """In two hops, of which each is a call: inside, then across."""
+        across, inside, nodes, ranks = *parts, self._count(parts[0]), self._count(parts[1])
+        tokens, width = made.shape
+        blocks = self._shaped(rows, [1, nodes, ranks * tokens, width])
+        added = replace(made, shape=(nodes, tokens, width), sharding=None)
+        first = self._call(spmd.scatter_rows, added, blocks, self._within(across, inside))
+        there = self._shaped(first, [1, nodes * tokens, width])
+        second = self._call(spmd.scatter_rows, made, there, self._between(across, inside))
+        return [first, second]
+
+    def _call(self, kind: Function, made: Record, rows: Node, found: Choices) -> Node:
+        return call(self.graph, made, kind, rows, [*found.axes], found.choice, found.each, found.share)
+
+    def _whole(self) -> Choices:
+        """Of all tokens, one after another."""
+        like = record(self.found.choice)
+        lies = None if like.sharding is None else Sharding((joined(like.sharding), like.sharding.dims[-1]))
+        shape = (self._tokens(), like.shape[-1])
+        return replace(self.found, choice=self._shaped(self.found.choice, shape, replace(like, shape=shape, sharding=lies)))
+
+    def _between(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
+        """Of the tokens of those that have this rank's place in their nodes: in which node each has a choice."""
+        nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
+        tokens = self._tokens() // (nodes * ranks)
+        by_node = self._choice([nodes, ranks * tokens, chosen])
+        made = replace(record(by_node), shape=(nodes, tokens, chosen), sharding=None)
+        mine = call(self.graph, made, spmd.shard, by_node, 1, ranks, self._place(inside))
+        flat = self._shaped(mine, [nodes * tokens, chosen])
+        return replace(self.found, choice=flat, axes=across, each=ranks * self.found.each)
+
+    def _within(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
+        """Of all tokens, those of each node by themselves: at which rank of this node each has a choice."""
+        nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
+        by_node = self._choice([nodes, self._tokens() // nodes, chosen])
+        first = self._place(across, nodes * ranks * self.found.each)
+        here = call(self.graph, replace(record(by_node), sharding=None), aten.sub.Tensor, by_node, first)
+        return replace(self.found, choice=here, axes=inside)
+
+    def _place(self, axes: tuple[str, ...], size: int | None = None) -> Node:
+        """This rank's number among those along the axes, or the first position of its tile of a dim of `size`."""
+        counts = [self.sizes[axis] for axis in axes]
+        at = [call(self.graph, NUMBER, spmd.coordinate, axis) for axis in axes]
+        if size is None and len(at) == 1:
+            return at[0]
+        return call(self.graph, NUMBER, spmd.tile_start, prod(counts) if size is None else size, counts, at)
+
+    def _tokens(self) -> int:
+        return prod(record(self.found.choice).shape[:-1])
+
+    def _choice(self, shape: Sequence[int]) -> Node:
+        return self._shaped(self.found.choice, shape)
+
+    def _count(self, axes: Sequence[str]) -> int:
+        return prod(self.sizes[axis] for axis in axes)
+
+    def _shaped(self, x: Node, shape: Sequence[int], made: Record | None = None) -> Node:
+        if tuple(record(x).shape) == tuple(shape):
+            return x
+        made = made or replace(record(x), shape=tuple(shape), sharding=None)
+        return call(self.graph, made, aten.reshape.default, x, list(shape))
