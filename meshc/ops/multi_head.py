@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshc.errors import CompileError
-from meshc.ops.attention import sdpa
+from meshc.ops.sdpa import sdpa
 from meshc.ops.random import dropout, settled
 
 functional = torch.nn.functional

@@ -20,7 +20,7 @@ from torch.fx import Node
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.ops import grouped
-from meshc.ops.attention import sdpa
+from meshc.ops.sdpa import sdpa
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.take import cross_entropy, raised_one_hot
