@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,3 +72,35 @@ def safe_softmax(scores: Tensor) -> Tensor:
     blind = scores.detach().amax(-1, keepdim=True) == -math.inf
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
     return torch.where(blind, zero, torch.softmax(torch.where(blind, zero, scores), -1))
+
+
+def weighed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Sequence[Tensor],
+    hidden: Sequence[tuple[Tensor, float]],
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    p: float = 0.0,
+    seed_step: Tensor | None = None,
+    call: int = 0,
+) -> Tensor:
+    """Attention that a model writes out: scores [batch, heads, q, k] with `biases` added and, where `hidden` is true, a number that hides;
+    weights in `dtype`, of which `p` are dropped.
+
+    What does not fit attention's operators is written out again. A query to which all keys are hidden by minus infinity gets zeros from
+    these, where a softmax of its own would be NaN.
+    """
+    fits = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[-1] == k.shape[-1] == v.shape[-1] and 0.0 <= p < 1.0
+    zero = torch.zeros((), dtype=q.dtype, device=q.device)
+    added = [*biases, *(torch.where(where, torch.full_like(zero, number), zero) for where, number in hidden)]
+    if fits:
+        bias = sum(added[1:], added[0]) if added else None
+        return sdpa(q, k, v, bias, p, scale=scale, seed_step=seed_step, call=call)
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    weights = torch.softmax(sum(added, scores), -1, dtype).to(v.dtype)
+    if seed_step is None:
+        return torch.matmul(weights, v)
+    return torch.matmul(dropout(weights, seed_step, call, p), v)

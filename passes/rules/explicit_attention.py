@@ -65,9 +65,9 @@ def _lower(local: Local) -> Made:
     if local.axes("k"):
         ring = ExplicitRing(local)
         return ring.forward() if forward else ring.backward()
-    made = local.call(*local.operands)
-    made.args = (*made.args[: place_of(local.node, "call")], *_numbers(local, 0))
-    return made
+    given = iter(local.operands)
+    tensors = local.node.args[: place_of(local.node, "call")]
+    return local.emit(local.node.target, *(None if one is None else next(given) for one in tensors), *_numbers(local, 0))
 
 
 def _numbers(local: Local, back: int) -> tuple[object, ...]:
