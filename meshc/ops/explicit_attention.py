@@ -1,4 +1,4 @@
-"""`meshc::explicit_attention`: attention that drops weights, or whose bias has a gradient, neither of which the kernels of `attention` know.
+"""`meshc::explicit_attention`: attention that drops weights, or whose bias has a gradient; the kernels of `attention` know neither.
 
     weights = softmax(scale * q k^T + bias)         of keys  first, first + 1, ...  of all keys, of which `real` are no padding
     out = (weights where they are kept, / (1 - p)) v                    lse = log(sum(exp(scale * q k^T + bias)))
@@ -111,7 +111,7 @@ class _Sees:
 
 @dataclass(frozen=True)
 class _Drops:
-    """Which weights [batch, heads, q, k] are kept. Where each of these is one dim of the draw, a part of it is drawn; else all at first."""
+    """Which weights [batch, heads, q, k] are kept. Where each of these is one dim of the draw, parts of it are drawn; else all at once."""
 
     seed_step: Tensor | None
     call: int

@@ -2,7 +2,7 @@
 
     attention               without dropout, and with a mask that has no gradient
     explicit_attention      with dropout, or a bias that has a gradient
-    matmul, softmax, matmul of heads that differ in size, where heads or batch broadcast, and for what is not [batch, heads, positions, head]
+    matmul, softmax, matmul where heads differ in size or broadcast, and for what is not [batch, heads, positions, head]
 """
 
 from __future__ import annotations

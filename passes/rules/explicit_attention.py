@@ -38,26 +38,33 @@ def _optional(node: Node) -> tuple[list[str], list[str]]:
 
 def _forward(node: Node, tensors: list[Node]) -> Rule:
     bias, seed = _optional(node)
-    return _rule(node, tensors, f"{', '.join([Q, K, K, *bias, *seed])} -> {Q} | {ROW}", Passing("k", (1, 2)))
+    return _rule(node, tensors, [Q, K, K, *bias, *seed], [Q, ROW], Passing("k", (1, 2)))
 
 
 def _backward(node: Node, tensors: list[Node]) -> Rule:
     bias, seed = _optional(node)
-    text = f"{', '.join([Q, Q, K, K, *bias, Q, ROW, *seed])} -> {Q} | {K} +q | {K} +q"
+    results = [Q, f"{K} +q", f"{K} +q"]
     if node.target is meshc.explicit_attention_bias_backward.default:
-        text += f" | {_of_bias(shape_of(tensors[4]), shape_of(tensors[1]))}"
-    return _rule(node, tensors, text, Passing("k", (2, 3), (1, 2)))
+        results.append(" ".join([BIAS, *_summed(shape_of(tensors[4]), shape_of(tensors[1]))]))
+    return _rule(node, tensors, [Q, Q, K, K, *bias, Q, ROW, *seed], results, Passing("k", (2, 3), (1, 2)))
 
 
-def _of_bias(shape: Sequence[int], queries: Sequence[int]) -> str:
-    """The text of a bias's gradient: a sum over what the bias is the same for."""
-    summed = [f"+{letter}" for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
-    return " ".join([BIAS, *summed])
+def _summed(shape: Sequence[int], queries: Sequence[int]) -> list[str]:
+    """Over what a bias's gradient is a sum: what the bias is the same for."""
+    return [f"+{letter}" for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
 
 
-def _rule(node: Node, tensors: list[Node], text: str, keys: Passing) -> Rule:
+def _rule(node: Node, tensors: list[Node], operands: list[str], results: list[str], keys: Passing) -> Rule:
+    text = f"{', '.join(operands)} -> {' | '.join(results)}"
+    if any(isinstance(first, Node) for first in node.args[place_of(node, "first") :]):
+        return einsum(_of_block(text), node, tensors)
     major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
     return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
+
+
+def _of_block(text: str) -> str:
+    """Of a call on a block of the keys: where queries begin is said of the rank's own, and no gradient is a sum over ranks."""
+    return " ".join({"q": "q!", "q,": "q!,", "+q": ""}.get(letter, letter) for letter in text.split())
 
 
 def _lower(local: Local) -> Made:

@@ -41,7 +41,8 @@ DRAWS: dict[object, int] = {
     meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2,
     meshc.explicit_attention.default: 5, meshc.explicit_attention_backward.default: 8, meshc.explicit_attention_bias_backward.default: 8,
 }  # fmt: skip
-"""Random operators, and where their call's number stands, behind the seed, which is None where nothing is drawn. Of an attention backward draws what forward drew."""
+"""Random operators, and where their call's number stands, behind the seed, which is None where nothing is drawn. An attention's backward
+draws what forward drew."""
 
 
 def means(request: Request) -> bool:

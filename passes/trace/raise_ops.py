@@ -20,9 +20,9 @@ from torch.fx import Node
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.ops import grouped
-from meshc.ops.sdpa import sdpa
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
+from meshc.ops.sdpa import sdpa
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced

@@ -426,8 +426,17 @@ def test_keys_that_every_rank_has_are_not_sent_round() -> None:
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
 
-def test_a_saved_program_is_read_and_checked(tmp_path: Any) -> None:
-    program = trained(Attends(is_causal=True), "cp=2", {"x": torch.randn(1, 7, 16)})
+SAVED = [
+    lambda: Attends(is_causal=True),
+    lambda: Biased((1, 2, 7, 7), dropout_p=0.4),
+    broad(lambda: Biased((1, 1, 1, 1))),
+    broad(lambda: Attends(is_causal=True, dropout_p=0.4)),
+]
+
+
+@pytest.mark.parametrize("model", SAVED)
+def test_a_saved_program_is_read_and_checked(model: Any, tmp_path: Any) -> None:
+    program = trained(model(), "cp=2", {"x": torch.randn(1, 7, 16)})
     program.save(tmp_path / "ring.meshc")
     read = artifact.load(tmp_path / "ring.meshc", rules=rules)
     assert "ring_shift" in kinds(read)

@@ -82,7 +82,9 @@ def test_blocks_of_keys_are_the_whole() -> None:
         made = part if made is None else attention_merge(*made, *part)
     assert made is not None
     torch.testing.assert_close(made, (out, lse))
-    parts = [explicit_attention_bias_backward(grad, q, keys, values, of_bias, out, lse, *numbers) for keys, values, of_bias, numbers in blocks]
+    parts = [
+        explicit_attention_bias_backward(grad, q, keys, values, of_bias, out, lse, *numbers) for keys, values, of_bias, numbers in blocks
+    ]
     dq, dk, dv, dbias = explicit_attention_bias_backward(grad, q, k, v, bias, out, lse, *draws(0.3), False, SCALE)
     torch.testing.assert_close(sum(part[0] for part in parts), dq)
     for index, dim, whole in ((1, 2, dk), (2, 2, dv), (3, 3, dbias)):
@@ -90,11 +92,12 @@ def test_blocks_of_keys_are_the_whole() -> None:
 
 
 def test_a_draw_may_have_a_dim_for_each_factor() -> None:
-    """A batch of 2 as 2 x 1, queries that lie apart in another order of factors than one dim's: what is drawn is what the whole draws."""
+    """A batch of 2 as 2 x 1: what is drawn is what the whole draws."""
     q, k, v, _ = operands(None)
     assert q is not None
     tile = (SEED, CALL, 0.3, [2, 1, 3, QUERIES, KEYS], [2, 1, 3, QUERIES, KEYS], [0] * 5)
-    torch.testing.assert_close(explicit_attention(q, k, v, None, *tile, False, SCALE), explicit_attention(q, k, v, None, *draws(0.3), False, SCALE))
+    found, expected = (explicit_attention(q, k, v, None, *drawn, False, SCALE) for drawn in (tile, draws(0.3)))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_query_that_sees_nothing_gives_zeros() -> None:
