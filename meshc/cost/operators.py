@@ -39,6 +39,7 @@ MAKE_NOTHING: Final = ("aten.empty.memory_format", "aten.empty_like", "aten.new_
 ATTENTION: Final = (
     "meshc.attention", "meshc.attention_backward", "meshc.attention_block", "meshc.attention_block_backward",
     "meshc.attention_zigzag", "meshc.attention_zigzag_backward",
+    "meshc.explicit_attention", "meshc.explicit_attention_backward", "meshc.explicit_attention_bias_backward",
 )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def _seen(attention: Node, block: int) -> float:
         return 0.5  # on every rank two pairs of halves of four
     if not given["causal"] or not queries * keys:
         return 1.0
-    if "first" in given:
+    if given.get("first") is not None and given["real"] is not None:
         return max(_seen_of_block(given["window"], queries, block, *at) for at in _places(given)) / (queries * keys)
     start = max(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
     return _seen_by(queries, keys, given["window"], given["offset"] + start, block) / (queries * keys)

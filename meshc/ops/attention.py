@@ -6,8 +6,9 @@
 With `causal` and no bias query i sees keys j <= i + offset, and of these the last `window` if that is not 0; `offset` keys stand before the
 first query (a cache). `start` is added to it: where a rank's tile of the queries begins.
 
-Kernels: CPU, torch's blocked flash kernel; CUDA, torch's memory-efficient kernel. What they do not cover (dropout, a bias that needs a
-gradient, head sizes that differ) is written out as matmul, softmax, matmul by `sdpa`; offsets and windows by `attention_spans`.
+Kernels: CPU, torch's blocked flash kernel; CUDA, torch's memory-efficient kernel. What they do not cover is `explicit_attention.py`'s
+(dropout, a bias that needs a gradient), or written out by `sdpa.py` as matmul, softmax, matmul (head sizes that differ); offsets and
+windows are done by `attention_spans`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from meshc.ops import attention_spans
 from meshc.ops.operands import misfit
-from meshc.ops.random import dropout, settled
 
 
 def _rows(*heads: Tensor) -> list[Tensor]:
@@ -171,54 +171,3 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
 
 
 attention.register_autograd(_backward, setup_context=_setup)
-
-
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    seed_step: Tensor | None = None,
-    call: int = 0,
-) -> Tensor:
-    """What `torch.nn.functional.scaled_dot_product_attention` means, in operators that meshc knows."""
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    if enable_gqa and q.shape[-3] != k.shape[-3]:
-        repeat = q.shape[-3] // k.shape[-3]
-        k = k.unsqueeze(-3).expand(*k.shape[:-2], repeat, *k.shape[-2:]).flatten(-4, -3)
-        v = v.unsqueeze(-3).expand(*v.shape[:-2], repeat, *v.shape[-2:]).flatten(-4, -3)
-    bias = attn_mask
-    if bias is not None and bias.dtype == torch.bool:
-        zero = torch.zeros((), dtype=q.dtype, device=q.device)
-        bias = torch.where(bias, zero, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
-    fits = q.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1] and not (bias is not None and bias.requires_grad)
-    fits = fits and q.shape[:2] == k.shape[:2] == v.shape[:2]
-    if fits and dropout_p == 0.0:
-        if bias is not None:
-            bias = bias.to(q.dtype)
-            bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-        return attention(q, k, v, bias, is_causal and bias is None, scale)[0]
-    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
-    if is_causal:
-        rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
-        columns = torch.arange(k.shape[-2], device=q.device)
-        scores = torch.where(columns <= rows, scores, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
-    weights = torch.softmax(scores, -1) if bias is None else safe_softmax(scores + bias)
-    if not 0.0 < dropout_p < 1.0:
-        return torch.matmul(settled(weights, dropout_p, True), v)
-    if seed_step is None:
-        raise ValueError("attention with dropout needs seed_step")
-    return torch.matmul(dropout(weights, seed_step, call, dropout_p), v)
-
-
-def safe_softmax(scores: Tensor) -> Tensor:
-    """Zeros, as in torch, for a query that may look at nothing; its scores are replaced too, or its gradient would be NaN."""
-    blind = scores.detach().amax(-1, keepdim=True) == -math.inf
-    zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
-    return torch.where(blind, zero, torch.softmax(torch.where(blind, zero, scores), -1))

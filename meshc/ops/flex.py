@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshc.errors import CompileError
-from meshc.ops.attention import safe_softmax, sdpa
+from meshc.ops.sdpa import safe_softmax, sdpa
 
 Mod = Callable[..., Tensor]
 

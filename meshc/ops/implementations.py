@@ -13,6 +13,7 @@ from meshc.ops import (
     check_index,
     delta_rule,
     expert_groups,
+    explicit_attention,
     grouped,
     norm,
     recurrence,
@@ -32,6 +33,7 @@ def _collect() -> None:
     for module, names in (
         (attention, ("attention", "attention_backward")),
         (attention_block, ("attention_block", "attention_block_backward", "attention_merge")),
+        (explicit_attention, ("explicit_attention", "explicit_attention_backward", "explicit_attention_bias_backward")),
         (attention_zigzag, ("attention_zigzag", "attention_zigzag_backward")),
         (check_index, ("check_index",)),
         (delta_rule, ("delta_rule", "delta_rule_backward", "delta_rule_end", "delta_rule_ends", "delta_rule_join")),

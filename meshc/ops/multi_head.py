@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshc.errors import CompileError
-from meshc.ops.attention import sdpa
 from meshc.ops.random import dropout, settled
+from meshc.ops.sdpa import sdpa
 
 functional = torch.nn.functional
 _Weights: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]

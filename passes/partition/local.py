@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -145,18 +145,28 @@ class Lowering(Local):
         local = [local_size(part, self.build.sizes) for part in parts]
         return [part.size for part in parts], local, [self.build.tile_start(part) for part in parts]
 
+    def weights_drawn(self, letters: Sequence[str], back: Mapping[str, int]) -> tuple[list[int], list[int], list[Node | int]]:
+        rows = self._of_the_whole([self._parts(letter) or [Part(letter, 1)] for letter in letters])
+        parts = [(part, back.get(letter, 0)) for letter, row in zip(letters, rows, strict=True) for part in row]
+        return (
+            [part.size for part, _ in parts],
+            [local_size(part, self.build.sizes) for part, _ in parts],
+            [self._number(spmd.tile_start, part, places) if part.axes else 0 for part, places in parts],
+        )
+
     def _drawn(self, index: int) -> list[Part]:
-        """The factors of a draw. Where the operator draws for one microbatch of several, that is a tile of the whole batch's."""
+        """The factors of a draw."""
+        return [part for row in self._of_the_whole([list(parts) for parts in self.results[index].dims]) for part in row]
+
+    def _of_the_whole(self, dims: list[list[Part]]) -> list[list[Part]]:
+        """Where the operator draws for one microbatch of several, that is a tile of the whole batch's."""
         names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
         whole, mine = (self.node.args[names.index(name)] for name in ("global_shape", "local_shape"))
-        found: list[Part] = []
-        for parts, large, small in zip(self.results[index].dims, whole, mine, strict=True):  # type: ignore[arg-type]
-            rows = list(parts)
+        for rows, large, small in zip(dims, whole, mine, strict=True):  # type: ignore[arg-type]
             if large != small:
                 first = rows[0] if rows else Part("batch", 1)
                 rows[:1] = [Part(first.factor, first.size * self.build.sizes[MICROBATCH], (MICROBATCH, *first.axes))]
-            found += rows
-        return found
+        return dims
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
         reason = f"{moved(self.node, {})}, over split {self._split(axes)}{lines(axes, self.build.entries)}"

@@ -162,9 +162,10 @@ class Propagator:
             wanted.append(replace(want, pending=pending))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
+        returning = instance.rule.coming_home if ring else ()
         for index, dims in enumerate(instance.results):
-            given = spread(self.result.whole((node, index)), dims, {**chosen, **ring})
-            home = given.split_axes() if ring else ()  # what passes round is whole when it comes home
+            given = spread(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
+            home = given.split_axes() if index in returning else ()  # what passes round is whole when it comes home
             owed = dict.fromkeys(one for reductions in deferred.values() for one in reductions)
             for token, reduction in instance.sums[index].items():
                 owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ()) if axis not in home))

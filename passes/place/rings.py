@@ -32,6 +32,7 @@ from meshc.passes.place.spread import spread
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.attention import shape_of_mask
 from meshc.passes.rules.ring import steps
+from meshc.passes.rules.rule import Passing
 from meshc.passes.rules.zigzag import can_balance
 
 Tokens = Mapping[Token, tuple[str, ...]]
@@ -62,7 +63,8 @@ class Rings:
         """The axes of the tokens of keys, of an operator whose queries are split so; none where keys are gathered, or whole in any case."""
         if self.how == "gather":
             return {}
-        for letter, (other, keys) in instance.rule.rings.items():
+        for letter, passing in instance.rule.rings.items():
+            other, keys = passing.letter, passing.operands
             axes = {token: axes for token, axes in chosen.items() if token[0] == letter and set(axes) - SEQUENTIAL}
             if not axes or (other, 0) not in instance.size:
                 continue
@@ -75,7 +77,7 @@ class Rings:
                 self.refused[instance.node] = why
                 continue
             ring: dict[Token, tuple[str, ...]] = {(other, 0): axes[(letter, 0)]}
-            takes = self._seconds(instance, keys, {**chosen, **ring}, axes[(letter, 0)][0])
+            takes = self._seconds(instance, passing, {**chosen, **ring}, axes[(letter, 0)][0])
             if self.how not in PASSING and min(takes, key=lambda way: takes[way]) == "gather":
                 self.slower.add(instance.node)
                 continue
@@ -84,8 +86,9 @@ class Rings:
             return ring
         return {}
 
-    def _seconds(self, instance: Instance, keys: Sequence[int], split: Tokens, axis: str) -> dict[str, float]:
+    def _seconds(self, instance: Instance, passing: Passing, split: Tokens, axis: str) -> dict[str, float]:
         """What each way takes, forward and backward together; of one that cannot be infinity."""
+        keys = passing.operands
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
         found = _Sizes.of(instance, self.factors, self.sizes, keys, split, device, ranks)
@@ -115,7 +118,7 @@ class Rings:
             ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
             zigzag += exchanged(*[found.asked] * 4, *[found.small] * 4) + 2.5 * part + passed(found.small)
             zigzag += found.steps * (beside(2.5 * part, 2 * passed(found.small)) + joined)
-        return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances else inf}
+        return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances and passing.zigzag else inf}
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> s
     return ""
 
 
-WRITTEN_OUT: Final = "it is written out in several operators, as it is with dropout, a bias that has a gradient, or weights that it returns"
+WRITTEN_OUT: Final = "it is written out in several operators, as it is with values of another size than keys, or weights that it returns"
 
 
 def gathered_written_out(assignment: Assignment) -> list[Node]:

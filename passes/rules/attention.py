@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
-from meshc.passes.rules.ring import Ring, mask_of
-from meshc.passes.rules.rule import Made, Rule, RuleFunction, einsum
+from meshc.passes.rules.ring import Ring, mask_of, place_of
+from meshc.passes.rules.rule import Made, Passing, Rule, RuleFunction, einsum
 from meshc.passes.rules.zigzag import Zigzag
 
 if TYPE_CHECKING:
@@ -22,41 +22,37 @@ if TYPE_CHECKING:
 
 meshc = torch.ops.meshc
 
-CAUSAL: dict[object, int] = {meshc.attention.default: 4, meshc.attention_backward.default: 7}
-"""The position of `causal` among the arguments; after it come scale, window, offset, start."""
-BIASES: dict[object, int] = {meshc.attention.default: 3, meshc.attention_backward.default: 4}
 Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
 ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
 def _attention(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, K, K] + [BIAS] * (len(tensors) - 3)
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", (1, 2))
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", Passing("k", (1, 2), zigzag=True))
 
 
 def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, Q, K, K] + [BIAS] * (len(tensors) - 6) + [Q, ROW]
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", (2, 3))
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", Passing("k", (2, 3), (1, 2), zigzag=True))
 
 
-def _rule(node: Node, tensors: list[Node], text: str, keys: tuple[int, ...]) -> Rule:
-    """`keys`: which operands are keys and values."""
-    major = frozenset("q") if node.args[CAUSAL[node.target]] else frozenset[str]()
-    return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": ("k", keys)})
+def _rule(node: Node, tensors: list[Node], text: str, keys: Passing) -> Rule:
+    major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
+    return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
 
 
 def shape_of_mask(node: Node) -> tuple[bool, int, int]:
     """(causal, window, offset) of a call."""
-    causal, _, window, offset = mask_of(node, CAUSAL[node.target])
+    causal, _, window, offset = mask_of(node)
     return causal, window, offset
 
 
 def _lower(local: Local) -> Made:
     """As a ring; or the same call on local operands, which under a causal mask begins where the tile does."""
     node = local.node
-    causal = CAUSAL[node.target]
+    causal = place_of(node, "causal")
     if local.axes("k"):
-        ring = (Zigzag if local.balanced else Ring)(local, BIASES[node.target], causal)
+        ring = (Zigzag if local.balanced else Ring)(local)
         return ring.forward() if node.target is meshc.attention.default else ring.backward()
     if not local.axes("q") or not node.args[causal]:
         return local.call(*local.operands)

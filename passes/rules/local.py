@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -76,6 +76,10 @@ class Local(Protocol):
 
     def tile(self, letters: Sequence[str]) -> tuple[list[int], list[int], list[Node | int]]:
         """(global shape, local shape, offsets) of a rank's tile of these letters, every factor a dim."""
+
+    def weights_drawn(self, letters: Sequence[str], back: Mapping[str, int]) -> tuple[list[int], list[int], list[Node | int]]:
+        """The same of what a random operator draws for these letters, one for each dim of its shapes; of a letter in `back` the tile of the
+        rank so many places before this one."""
 
     def index(self, axes: Sequence[str]) -> Node:
         """This rank's place among the tiles of `axes`."""

@@ -18,7 +18,7 @@ travels before it is. Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -49,21 +49,26 @@ def steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, window: 
     return min(ranks - 1, -(-(window - 1) // tile))
 
 
-def mask_of(node: Node, at_causal: int) -> tuple[bool, object, int, int]:
-    """(causal, scale, window, offset) of a call whose argument `causal` stands at this position."""
-    causal, scale, window, offset = (*node.args[at_causal:], 0, 0)[:4]
+def place_of(node: Node, name: str) -> int:
+    """Where an argument of this name stands in a call of one of meshc's operators."""
+    return [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+
+
+def mask_of(node: Node) -> tuple[bool, object, int, int]:
+    """(causal, scale, window, offset) of a call of an attention."""
+    causal, scale, window, offset = (*node.args[place_of(node, "causal") :], 0, 0)[:4]
     return bool(causal), scale, integer(window), integer(offset)
 
 
 class Ring:
     """One attention whose queries and keys are both split by one axis; `lower` of its rule hands it to this."""
 
-    def __init__(self, local: Local, at_bias: int, at_causal: int) -> None:
+    def __init__(self, local: Local) -> None:
         self.local = local
         node = local.node
-        self.how = causal, _, window, offset = mask_of(node, at_causal)
+        self.how = causal, _, window, offset = mask_of(node)
         self.axes = list(local.axes("q"))
-        self.biased = node.args[at_bias] is not None
+        self.biased = node.args[place_of(node, "bias")] is not None
         sizes = local.global_size("q"), local.global_size("k"), local.local_size("k")
         self.ranks = local.ranks(self.axes)
         self.steps = steps(*sizes, self.ranks, causal, window, offset)
@@ -126,12 +131,19 @@ class Ring:
     def forward(self) -> list[Node]:
         q, k, v, *rest = self.local.operands
         bias = rest[0] if self.biased else None
-        parts = (
-            self.local.emit(meshc.attention_block.default, q, keys, values, self.bias(bias, step), *self.where(step))
-            for step, (keys, values) in enumerate(self.blocks(k, v))
-        )
+        parts = (self.attended(q, keys, values, self.bias(bias, step), step) for step, (keys, values) in enumerate(self.blocks(k, v)))
         out, lse = self.joined(parts)
         return [self.narrow(out, q), lse]
+
+    def attended(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
+        """(output, log-sum-exp) of a block of the keys."""
+        return self.local.emit(meshc.attention_block.default, q, keys, values, bias, *self.where(step))
+
+    def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
+        """Of the queries, and of a block of the keys and values. `known`: the output's, the output, log-sum-exp."""
+        grad, out, lse = known
+        made = self.local.emit(meshc.attention_block_backward.default, grad, q, keys, values, bias, out, lse, *self.where(step))
+        return [self.local.item(made, index) for index in range(3)]
 
     def joined(self, parts: Iterable[Node]) -> tuple[Node, Node]:
         """What attention to each block of the keys comes to together, each joined as soon as it is there: (output, log-sum-exp)."""
@@ -148,16 +160,14 @@ class Ring:
 
     def backward(self) -> list[Node]:
         grad, q, k, v, *rest = self.local.operands
-        bias = rest[0] if self.biased else None
-        out, lse = rest[-2:]
-        emit, item = self.local.emit, self.local.item
+        bias = rest.pop(0) if self.biased else None
+        known = grad, *rest[:2]
+        emit = self.local.emit
         dq: Node | None = None
         own: list[Node] = []
         travelling: list[Node] = []
         for step, (keys, values) in enumerate(self.blocks(k, v)):
-            numbers = self.where(step)
-            made = emit(meshc.attention_block_backward.default, grad, q, keys, values, self.bias(bias, step), out, lse, *numbers)
-            part, *given = (item(made, index) for index in range(3))
+            part, *given = self.gradients(q, keys, values, self.bias(bias, step), known, step)
             dq = self.wide(part) if dq is None else emit(aten.add.Tensor, dq, part)
             if step == 0:
                 own = given

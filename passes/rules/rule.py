@@ -67,6 +67,21 @@ class Relation:
 
 
 @dataclass(frozen=True)
+class Passing:
+    """What `lower` can take a block of a letter at a time, from rank to rank.
+
+    operands  that then are split as the queries are
+    results   that come home, split alike and whole: their sums over the blocks travel with these
+    zigzag    whether their order may be another one, that gives all ranks as much to do
+    """
+
+    letter: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...] = ()
+    zigzag: bool = False
+
+
+@dataclass(frozen=True)
 class Rule:
     """Letters of one operator instance.
 
@@ -87,8 +102,7 @@ class Rule:
     settles  a layout operator past which no reduction may be deferred
     accumulates  its result is pending over the microbatches
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
-    rings    letter -> (letter, operands): `lower` can take these operands a block of the second letter at a time, from rank to rank, where
-             one axis splits the first; they are then split by it too, and results that have the second are not pending over it
+    rings    letter -> what can pass round where one axis splits that letter
     """
 
     operands: tuple[Dims, ...]
@@ -111,12 +125,17 @@ class Rule:
     settles: bool = False
     accumulates: bool = False
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
-    rings: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    rings: Mapping[str, Passing] = field(default_factory=dict)
 
     @property
     def passing(self) -> tuple[int, ...]:
         """The operands that may pass round."""
-        return tuple(position for _, positions in self.rings.values() for position in positions)
+        return tuple(position for passing in self.rings.values() for position in passing.operands)
+
+    @property
+    def coming_home(self) -> tuple[int, ...]:
+        """The results that travel with them."""
+        return tuple(position for passing in self.rings.values() for position in passing.results)
 
     @property
     def adds(self) -> bool:

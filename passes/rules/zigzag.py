@@ -43,8 +43,8 @@ def can_balance(queries: int, keys: int, tile: int, causal: bool, window: int, o
 class Zigzag(Ring):
     """One attention under a causal mask whose queries and keys are both split by one axis."""
 
-    def __init__(self, local: Local, at_bias: int, at_causal: int) -> None:
-        super().__init__(local, at_bias, at_causal)
+    def __init__(self, local: Local) -> None:
+        super().__init__(local)
         self.scale = self.how[1]
 
     def exchanged(self, x: Node, dim: int = 2) -> Node:

@@ -37,6 +37,10 @@ STANDS_FOR: Final = {
         aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default,
     ),
+    "meshc.explicit_attention": (
+        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default,
+    ),
     "meshc.dropout": (aten.native_dropout.default,),
 }  # fmt: skip
 """Operators of meshc's own that torch has no policy for: what it runs there."""

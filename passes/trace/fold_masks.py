@@ -26,9 +26,15 @@ from meshc.passes.trace.seen_ranges import Ranges, SeenRanges
 
 meshc = torch.ops.meshc
 
-BIAS: dict[object, int] = {meshc.attention.default: 3, meshc.attention_backward.default: 4}
+BIAS: dict[object, int] = {
+    meshc.attention.default: 3, meshc.attention_backward.default: 4,
+    meshc.explicit_attention.default: 3, meshc.explicit_attention_backward.default: 4,
+}  # fmt: skip
 """Operator -> the position of its bias."""
-CAUSAL: dict[object, int] = {meshc.attention.default: 4, meshc.attention_backward.default: 7}
+CAUSAL: dict[object, int] = {
+    meshc.attention.default: 4, meshc.attention_backward.default: 7,
+    meshc.explicit_attention.default: 10, meshc.explicit_attention_backward.default: 13,
+}  # fmt: skip
 NEVER = -1e30
 """A score that is lowered by this or more has no weight beside any other (the least float32 and bfloat16, which many models use)."""
 

@@ -37,8 +37,12 @@ from meshc.program.program import Port
 aten = torch.ops.aten
 meshc = torch.ops.meshc
 
-DRAWS: dict[object, int] = {meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2}
-"""Random operators, and where their call's number stands."""
+DRAWS: dict[object, int] = {
+    meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2,
+    meshc.explicit_attention.default: 5, meshc.explicit_attention_backward.default: 8, meshc.explicit_attention_bias_backward.default: 8,
+}  # fmt: skip
+"""Random operators, and where their call's number stands, behind the seed, which is None where nothing is drawn. An attention's backward
+draws what forward drew."""
 
 
 def means(request: Request) -> bool:
@@ -144,11 +148,12 @@ def _unordered(fault: str) -> CompileError:
 
 def number_draws(graph: Graph, parts: Parts) -> None:
     """Random calls of the first microbatch: the same numbers as in the whole batch. Raises CompileError if the model draws otherwise."""
-    nodes = {_call(node): node for node in _draws(graph)}
-    for draw, node in nodes.items():
+    nodes = _draws(graph)
+    calls = {_call(node) for node in nodes}
+    for node in nodes:
         part = _shape(node, 1)
-        whole = parts.draws.get(draw, ())
-        if nodes.keys() != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
+        whole = parts.draws.get(_call(node), ())
+        if calls != parts.draws.keys() or offsets(whole, part, parts.count, 0) is None:
             raise CompileError(
                 f"the random call at {_source(node)} draws {part} for a microbatch and {list(whole)} for the whole batch: "
                 "the model draws otherwise for a batch of another size\n  what to do: microbatches=1, or draw outside the model"
@@ -158,7 +163,7 @@ def number_draws(graph: Graph, parts: Parts) -> None:
 
 
 def _draws(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.target in DRAWS]
+    return [node for node in graph.nodes if node.target in DRAWS and node.args[DRAWS[node.target] - 1] is not None]
 
 
 def _call(node: Node) -> int:

@@ -20,15 +20,16 @@ from torch.fx import Node
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.ops import grouped
-from meshc.ops.attention import sdpa
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
+from meshc.ops.sdpa import sdpa
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.number_random_calls import number_random_calls
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
 from meshc.passes.trace.raise_sinks import raise_sinks
+from meshc.passes.trace.raise_written_out import raise_written_out
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
@@ -56,6 +57,7 @@ def raise_ops(traced: Traced) -> Traced:
     model = number_random_calls(traced.model)
     module, notes = model.module, list[str]()
     raise_sinks(module)
+    raise_written_out(module)
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.ops.attention import attention, attention_backward, sdpa
+from meshc.ops.attention import attention, attention_backward
+from meshc.ops.sdpa import sdpa
 
 
 def operands(*shape: int) -> list[Tensor]:

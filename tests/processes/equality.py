@@ -61,6 +61,7 @@ MORE_OF_TWO = (
     Sample("gpt2", "tp=2"),
     Sample("mamba", "cp=2", "cp: seq", "sgd"),
     Sample("rwkv", "cp=2", "cp: seq", "sgd"),
+    Sample("t5", "cp=2", "cp: seq", attention="ring"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
 )
 INDUCTOR = (
@@ -104,7 +105,7 @@ NODES = (
     Sample("deepseek_v3", "ep=4", node=2),
     Sample("mixtral", "ep=4", optimizer="sgd", node=2),
 )
-FAMILIES = {**EXPERTS, **RECURRENT, "mamba": STOCK["mamba"]}
+FAMILIES = {**EXPERTS, **RECURRENT, "mamba": STOCK["mamba"], "t5": STOCK["t5"]}
 SAMPLES = {
     "two": TWO, "more of two": MORE_OF_TWO, "four": FOUR, "more of four": MORE_OF_FOUR,
     "nodes": NODES, "inductor": INDUCTOR, "more of inductor": MORE_OF_INDUCTOR,

@@ -41,7 +41,7 @@ def test_composites_and_the_numbers_of_draws() -> None:
 - scaled_dot_product_attention: "f32[4, 2, 8, 3]" = torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.2, is_causal=True)
 + meshc_seed_step: "i64[2]" = self.meshc_seed_step
 + x: "f32[4, 2, 8, 3]" = meshc.ops.dropout._raised_dropout(l_flat_args_0_, 0.1, seed_step=meshc_seed_step, call=0)
-+ scaled_dot_product_attention: "f32[4, 2, 8, 3]" = meshc.ops.attention.sdpa(x, x, x, dropout_p=0.2, is_causal=True, seed_step=meshc_seed_step, call=1)
++ scaled_dot_product_attention: "f32[4, 2, 8, 3]" = meshc.ops.sdpa.sdpa(x, x, x, dropout_p=0.2, is_causal=True, seed_step=meshc_seed_step, call=1)
 """)
 
 

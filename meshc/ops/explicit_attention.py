@@ -1,0 +1,257 @@
+"""`meshc::explicit_attention`: attention that drops weights, or whose bias has a gradient; the kernels of `attention` know neither.
+
+    weights = softmax(scale * q k^T + bias)         of keys  first, first + 1, ...  of all keys, of which `real` are no padding
+    out = (weights where they are kept, / (1 - p)) v                    lse = log(sum(exp(scale * q k^T + bias)))
+
+    q  [batch, heads, q, head]      k, v  [batch, heads, k, head]      bias  [batch|1, heads|1, q|1, k|1] or None
+    out  like q      lse  [batch, heads, q]      gradients like what they are of
+
+Weights are there for a block of the queries at a time, forward, and again backward, where they are what they were. Which are kept is a
+function of (seed, step, call, place among all weights) as all draws are; `global_shape`, `local_shape` and `offsets` are those of
+[batch, heads, q, k], every factor a dim, and empty where there is no `seed_step`, and nothing is dropped. So parts over blocks of the keys
+drop what the whole drops, and are joined by `attention_merge`: `lse` is that of all weights. Backward takes `out` and `lse` of all blocks
+together. Of masks `causal`, `window`, `offset`, `start`, `first` and `real` mean what they mean in `attention_block.py`; a query that sees
+nothing has out 0 and lse minus infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshc.ops.attention import _empty, _fit, _fit_backward, _like
+from meshc.ops.attention_block import _check
+from meshc.ops.operands import misfit
+from meshc.ops.random import keep_scale
+
+AT_ONCE = 1 << 20
+"""So many weights are there at once, or those of 16 queries."""
+
+
+@torch.library.custom_op("meshc::explicit_attention", mutates_args=())
+def explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed_step: Tensor | None, call: int, p: float, global_shape: Sequence[int],
+    local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0, offset: int = 0, start: int = 0,
+    first: int = 0, real: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _fit("explicit_attention", q, k, v, bias)
+    _fit_draws(q, k, seed_step, local_shape)
+    real = k.shape[2] if real is None else real
+    _check(k, bias, causal, window, offset, real)
+    drops = _Drops.of((seed_step, call, p, global_shape, local_shape, offsets), q, k)
+    sees = _Sees(q.shape[2], real, causal, window, start + offset - first)
+    out, lse = _empty(q, v)
+    for rows, keys in sees.blocks(q.shape[0] * q.shape[1]):
+        asked, made, sums = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
+        if keys.stop == keys.start:
+            made.zero_(), sums.fill_(-math.inf)
+            continue
+        scores = sees.masked(_scores(asked, k[:, :, keys], _part(bias, rows, keys), scale), rows, keys)
+        top = scores.amax(-1, keepdim=True)
+        top = torch.where(top == -math.inf, 0.0, top)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        weights = drops.dropped(weights, rows, keys)
+        mixed = torch.matmul(weights.to(v.dtype), v[:, :, keys]).to(total.dtype)
+        made.copy_(mixed / torch.where(total == 0, 1.0, total))
+        sums.copy_((total.log() + top).squeeze(-1))
+    return out, lse
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """In the dtype in which weights are added up."""
+    scores = torch.matmul(q, k.transpose(2, 3))
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = scores if scale == 1.0 else scores * scale
+    return scores if bias is None else scores + bias.to(scores.dtype)
+
+
+def _part(bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    """What a bias says of these."""
+    if bias is None:
+        return None
+    return bias[:, :, rows if bias.shape[2] != 1 else slice(0, 1), keys if bias.shape[3] != 1 else slice(0, 1)]
+
+
+@dataclass(frozen=True)
+class _Sees:
+    """Which of `real` keys `queries` see; with `causal` the first query stands at the key `at`, and sees it and those before it."""
+
+    queries: int
+    real: int
+    causal: bool
+    window: int
+    at: int
+
+    def blocks(self, heads: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of queries, in order, each with the keys that any of them sees."""
+        step = max(16, AT_ONCE // max(1, heads * self.real))
+        for begin in range(0, self.queries, step):
+            rows = slice(begin, min(begin + step, self.queries))
+            first, end = 0, self.real
+            if self.causal:
+                end = max(0, min(self.real, self.at + rows.stop))
+                first = min(end, max(0, self.at + rows.start - self.window + 1)) if self.window else 0
+            yield rows, slice(first, end)
+
+    def masked(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
+        """Minus infinity where a query does not see a key."""
+        if not self.causal or keys.stop <= self.at + rows.start + 1 and not self.window:
+            return scores
+        at = torch.arange(self.at + rows.start, self.at + rows.stop, device=scores.device).unsqueeze(1)
+        keys_at = torch.arange(keys.start, keys.stop, device=scores.device)
+        hidden = keys_at > at if not self.window else (keys_at > at) | (keys_at <= at - self.window)
+        return scores.masked_fill_(hidden, -math.inf)
+
+
+@dataclass(frozen=True)
+class _Drops:
+    """Which weights [batch, heads, q, k] are kept. Where each of these is one dim of the draw, parts of it are drawn; else all at once."""
+
+    seed_step: Tensor | None
+    call: int
+    p: float
+    global_shape: Sequence[int]
+    offsets: Sequence[int]
+    shape: Sequence[int]
+    whole: Tensor | None
+
+    @staticmethod
+    def of(draws: tuple[Any, ...], q: Tensor, k: Tensor) -> _Drops:
+        """`draws`: the arguments from `seed_step` on."""
+        seed_step, call, p, global_shape, local_shape, offsets = draws
+        shape = [*q.shape[:3], k.shape[2]]
+        whole = None
+        if seed_step is not None and list(local_shape) != shape:
+            whole = torch.ops.meshc.keep_mask(seed_step, call, p, global_shape, local_shape, offsets).reshape(shape)
+        return _Drops(seed_step, call, p, global_shape, offsets, shape, whole)
+
+    def dropped(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
+        """Of these rows and keys those that are kept, by 1 / (1 - p), and zeros. In the place of x."""
+        return x if self.seed_step is None else x.mul_(keep_scale(self.p)).masked_fill_(~self._kept(rows, keys), 0.0)
+
+    def _kept(self, rows: slice, keys: slice) -> Tensor:
+        if self.whole is not None:
+            return self.whole[:, :, rows, keys]
+        part = [*self.shape[:2], rows.stop - rows.start, keys.stop - keys.start]
+        batch, head, query, key = self.offsets
+        at = [batch, head, query + rows.start, key + keys.start]
+        kept: Tensor = torch.ops.meshc.keep_mask(self.seed_step, self.call, self.p, self.global_shape, part, at)
+        return kept
+
+
+def _fit_draws(q: Tensor, k: Tensor, seed_step: Tensor | None, local_shape: Sequence[int]) -> None:
+    if seed_step is None and not local_shape:
+        return
+    fits = seed_step is not None and math.prod(local_shape) == q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if not fits:
+        rule = f"the local shape {list(local_shape)} holds a draw for each weight, and there is a seed_step; or there is neither"
+        raise misfit("explicit_attention", rule, q=q, k=k, seed_step=seed_step)
+
+
+@explicit_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed_step: Tensor | None, call: int, p: float, global_shape: Sequence[int],
+    local_shape: Sequence[int], *how: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _fit("explicit_attention", q, k, v, bias)
+    _fit_draws(q, k, seed_step, local_shape)
+    return _empty(q, v)
+
+
+@torch.library.custom_op("meshc::explicit_attention_backward", mutates_args=())
+def explicit_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
+    p: float, global_shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0,
+    offset: int = 0, start: int = 0, first: int = 0, real: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    draws = (seed_step, call, p, global_shape, local_shape, offsets)
+    return _gradients(grad, q, k, v, bias, out, lse, draws, (causal, scale, window, offset, start, first, real), None)
+
+
+@torch.library.custom_op("meshc::explicit_attention_bias_backward", mutates_args=())
+def explicit_attention_bias_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
+    p: float, global_shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0,
+    offset: int = 0, start: int = 0, first: int = 0, real: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The bias's gradient too."""
+    draws = (seed_step, call, p, global_shape, local_shape, offsets)
+    dbias = bias.new_zeros(bias.shape, dtype=lse.dtype)
+    found = _gradients(grad, q, k, v, bias, out, lse, draws, (causal, scale, window, offset, start, first, real), dbias)
+    return *found, dbias.to(bias.dtype)
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, draws: tuple[Any, ...],
+    how: tuple[bool, float, int, int, int, int, int | None], dbias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of q, k and v; what the bias has is added to `dbias`."""
+    causal, scale, window, offset, start, first, end = how
+    real = k.shape[2] if end is None else end
+    _fit_backward(grad, q, k, v, bias, out, lse)
+    _check(k, bias, causal, window, offset, real)
+    _fit_draws(q, k, draws[0], draws[4])
+    drops = _Drops.of(draws, q, k)
+    sees = _Sees(q.shape[2], real, causal, window, start + offset - first)
+    dq, dk, dv = _like(q).zero_(), *(_like(x).to(lse.dtype).zero_() for x in (k, v))
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees nothing at all: all of its weights are 0
+    apart = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+    for rows, keys in sees.blocks(q.shape[0] * q.shape[1]):
+        if keys.stop == keys.start:
+            continue
+        asked, here, values, given = q[:, :, rows], k[:, :, keys], v[:, :, keys], grad[:, :, rows]
+        scores = sees.masked(_scores(asked, here, _part(bias, rows, keys), scale), rows, keys)
+        weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        kept = drops.dropped(weights.clone(), rows, keys) if drops.seed_step is not None else weights
+        dv[:, :, keys] += torch.matmul(kept.to(v.dtype).transpose(2, 3), given)
+        dscores = drops.dropped(torch.matmul(given, values.transpose(2, 3)).to(lse.dtype), rows, keys)
+        dscores = dscores.sub_(apart[:, :, rows]).mul_(weights)
+        if dbias is not None:
+            part = _part(dbias, rows, keys)
+            assert part is not None
+            part += dscores.sum_to_size(part.shape)
+        dscores = (dscores if scale == 1.0 else dscores.mul_(scale)).to(q.dtype)
+        dq[:, :, rows] = torch.matmul(dscores, here)
+        dk[:, :, keys] += torch.matmul(dscores.transpose(2, 3), asked)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@explicit_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int,
+    p: float, global_shape: Sequence[int], local_shape: Sequence[int], *how: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _fit_backward(grad, q, k, v, bias, out, lse)
+    _fit_draws(q, k, seed_step, local_shape)
+    return _like(q), _like(k), _like(v)
+
+
+@explicit_attention_bias_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, seed_step: Tensor | None, call: int, p: float,
+    global_shape: Sequence[int], local_shape: Sequence[int], *how: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _fit_backward(grad, q, k, v, bias, out, lse)
+    _fit_draws(q, k, seed_step, local_shape)
+    return _like(q), _like(k), _like(v), torch.empty_like(bias, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, bias, seed_step, *ctx.how = inputs
+    ctx.save_for_backward(q, k, v, bias, seed_step, *output)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    q, k, v, bias, seed_step, out, lse = ctx.saved_tensors
+    back = explicit_attention_bias_backward if ctx.needs_input_grad[3] else explicit_attention_backward
+    found = back(grad, q, k, v, bias, out, lse, seed_step, *ctx.how)
+    return *found[:3], found[3] if len(found) > 3 else None, *[None] * 13
+
+
+explicit_attention.register_autograd(_backward, setup_context=_setup)

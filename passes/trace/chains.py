@@ -1,0 +1,72 @@
+"""Chains: from one call of a torch-level graph to the next, as patterns of calls are read.
+
+    x = only(node_of(call.args[0]));  need(x.target in MATMULS)         or Otherwise is raised
+
+What lies within a pattern may be read by nothing else: a model that also returns its weights is left as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+functional = torch.nn.functional
+
+MATMULS: tuple[object, ...] = (torch.matmul, operator.matmul, "matmul")
+SOFTMAXES: tuple[object, ...] = (functional.softmax, torch.softmax, "softmax")
+TRANSPOSES: tuple[object, ...] = (torch.transpose, "transpose")
+MULTIPLIES: tuple[object, ...] = (operator.mul, torch.mul, "mul")
+DIVIDES: tuple[object, ...] = (operator.truediv, torch.div, "div")
+ADDS: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+SUBTRACTS: tuple[object, ...] = (operator.sub, torch.sub, "sub")
+FILLS: tuple[object, ...] = (torch.masked_fill, "masked_fill", "masked_fill_")
+IDLE: tuple[object, ...] = ("to", "type_as", "float", "contiguous")
+"""Calls that change at most the dtype."""
+
+
+class Otherwise(Exception):
+    """It is something else."""
+
+
+def need(holds: object) -> None:
+    """Raises Otherwise if it does not hold."""
+    if not holds:
+        raise Otherwise
+
+
+def argument(node: Node, place: int, name: str, default: object = None) -> object:
+    """An argument by its place or its name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def node_of(x: object) -> Node:
+    need(isinstance(x, Node))
+    assert isinstance(x, Node)
+    return x
+
+
+def only(x: Node) -> Node:
+    """A value that one call reads."""
+    need(len(x.users) == 1)
+    return x
+
+
+def reader(x: Node) -> Node:
+    """The one call that reads a value."""
+    return next(iter(only(x).users))
+
+
+def drops_nothing(node: Node) -> bool:
+    """Of a call of dropout."""
+    return node.target is functional.dropout and (argument(node, 1, "p", 0.5) == 0.0 or argument(node, 2, "training", True) is False)
+
+
+def forget(node: Node) -> None:
+    """Erases a call that nobody reads, and of what it read that which is read no more."""
+    if node.op in ("call_function", "call_method") and not node.users:
+        before = dict.fromkeys(node.all_input_nodes)
+        node.graph.erase_node(node)
+        for one in before:
+            forget(one)

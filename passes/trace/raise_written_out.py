@@ -1,0 +1,166 @@
+"""Raise attention that a model writes out, in torch's calls, into one call.
+
+    scores = matmul(q, transpose(k, 2, 3)) * scale + bias                     out = weighed(q, transpose(transpose(k, 2, 3), -2, -1), v,
+    scores = masked_fill(scores, hidden, -inf)                                              [bias], [(hidden, -inf)], scale, ...)
+    weights = dropout(softmax(scores, -1, dtype=float32).to(q.dtype), 0.1)
+    out = matmul(weights, v)
+
+Part of `raise_ops`, behind the numbering of random calls. Left as it is where something else reads what lies between (a model that also
+returns its weights), where weights have fewer bits than queries, and where it fills with a number that does not hide: one that is added
+would be something else than one that is put in a score's place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+
+from meshc.ops.random_calls import RAISED
+from meshc.ops.sdpa import weighed
+from meshc.passes.trace.chains import (
+    ADDS,
+    DIVIDES,
+    FILLS,
+    IDLE,
+    MATMULS,
+    MULTIPLIES,
+    SOFTMAXES,
+    Otherwise,
+    argument,
+    drops_nothing,
+    forget,
+    need,
+    node_of,
+    only,
+    reader,
+)
+from meshc.passes.trace.fold_masks import NEVER
+
+functional = torch.nn.functional
+DROPOUT: Final = RAISED[functional.dropout]
+
+
+def raise_written_out(module: GraphModule) -> None:
+    """Replace the calls in place."""
+    graph = module.graph
+    for softmax in list(graph.nodes):
+        if softmax.op not in ("call_function", "call_method") or softmax.target not in SOFTMAXES:
+            continue
+        try:
+            dim = argument(softmax, 1, "dim")
+            need(dim == -1 or dim == 3 and _dims(softmax) == 4)
+            found = _Found()
+            out = found.mixed(softmax)
+            found.scored(node_of(softmax.args[0]))
+            found.check(softmax)
+        except Otherwise:
+            continue
+        with graph.inserting_before(out):
+            turned = graph.call_method("transpose", (found.turned, -2, -1))
+            operands = found.q, turned, found.values, found.biases, found.hidden, found.scale, _dtype(softmax)
+            made = graph.call_function(weighed, operands, found.drops)
+        turned.meta.update(found.turned.meta)
+        turned.meta.pop("example_value", None)
+        made.meta.update(out.meta)
+        out.replace_all_uses_with(made)
+        forget(out)
+
+
+def _example(x: Node) -> torch.Tensor:
+    found = x.meta.get("example_value")
+    need(isinstance(found, torch.Tensor))
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _dims(x: Node) -> int:
+    return _example(x).dim()
+
+
+def _dtype(x: Node) -> torch.dtype:
+    return _example(x).dtype
+
+
+@dataclass
+class _Found:
+    """What an attention is of.
+
+    biases  what is added to the scores      hidden  (where, a number that hides)      drops  keywords of the dropout of its weights
+    """
+
+    biases: list[Node] = field(default_factory=list)
+    hidden: list[tuple[Node, float]] = field(default_factory=list)
+    scale: float = 1.0
+    drops: dict[str, Any] = field(default_factory=dict)
+
+    def mixed(self, softmax: Node) -> Node:
+        """The product of the weights and the values, which it notes."""
+        weights, following = softmax, reader(softmax)
+        while following.target not in MATMULS:
+            need(following.args and following.args[0] is weights)
+            if following.target is DROPOUT:
+                need(not self.drops and not argument(following, 3, "inplace", False))
+                named = ("seed_step", "call")
+                self.drops = {"p": argument(following, 1, "p", 0.5), **{name: following.kwargs[name] for name in named}}
+            else:
+                need(following.target in IDLE or drops_nothing(following))
+            weights, following = following, reader(following)
+        need(len(following.args) == 2 and following.args[0] is weights)
+        self.values = node_of(following.args[1])
+        need(self.values is not weights)
+        return following
+
+    def scored(self, x: Node) -> None:
+        """Reads the scores from the last call to the first."""
+        only(x)
+        if x.target in IDLE:
+            self.scored(node_of(x.args[0]))
+        elif x.target in ADDS:
+            need(len(x.args) == 2 and not x.kwargs)
+            first, second = (node_of(one) for one in x.args)
+            scores, bias = (first, second) if _scores(first) else (second, first)
+            self.biases.append(bias)
+            self.scored(scores)
+        elif x.target in FILLS:
+            scores, where, number = x.args[0], argument(x, 1, "mask"), argument(x, 2, "value")
+            need(isinstance(number, int | float) and number <= NEVER)
+            assert isinstance(number, int | float)
+            self.hidden.append((node_of(where), float(number)))
+            self.scored(node_of(scores))
+        else:
+            self._products(x)
+
+    def _products(self, x: Node) -> None:
+        """The product of queries and keys, and what it is multiplied by."""
+        if x.target in (*MULTIPLIES, *DIVIDES) and not x.kwargs:
+            number = x.args[1]
+            need(isinstance(number, int | float) and number != 0)
+            assert isinstance(number, int | float)
+            self.scale = 1.0 / number if x.target in DIVIDES else float(number)
+            x = only(node_of(x.args[0]))
+        need(x.target in MATMULS and len(x.args) == 2)
+        self.q, self.turned = (node_of(one) for one in x.args)
+
+    def check(self, softmax: Node) -> None:
+        """Queries, keys and values are [batch, heads, positions, head]; nothing between has fewer bits than they."""
+        kinds = {_dtype(one) for one in (self.q, self.turned, self.values)}
+        need(len(kinds) == 1 and all(_dims(one) == 4 for one in (self.q, self.turned, self.values)))
+        (kind,) = kinds
+        need(kind.is_floating_point and torch.promote_types(kind, _dtype(softmax)) == _dtype(softmax))
+        scores = node_of(softmax.args[0])
+        while scores.target not in MATMULS:
+            need(torch.promote_types(kind, _dtype(scores)) == _dtype(scores))
+            scores = node_of(scores.args[0 if scores.target not in ADDS or _scores(node_of(scores.args[0])) else 1])
+        need(all(_dims(bias) <= 4 and torch.promote_types(kind, _dtype(bias)) == kind for bias in self.biases))
+        need(all(_dims(where) <= 4 and _dtype(where) == torch.bool for where, _ in self.hidden))
+
+
+def _scores(x: Node) -> bool:
+    """Whether it is the first product, with nothing done to it that adds up, or something added to that."""
+    between = (*IDLE, *ADDS, *FILLS, *MULTIPLIES, *DIVIDES)
+    while x.target in between and isinstance(x.args[0], Node) and len(x.users) == 1:
+        x = x.args[0]
+    return x.target in MATMULS and len(x.users) == 1

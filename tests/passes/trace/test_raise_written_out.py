@@ -1,0 +1,95 @@
+"""Attention that a model writes out becomes one call; what looks like it, and is not, stays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshc
+from tests.passes.stepped import around, changed
+
+
+class Writes(nn.Module):
+    """The way of many models, and ways that differ from it by one thing."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how, self.qkv, self.bias = how, nn.Linear(6, 18), nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        q, k, v = (y.unflatten(-1, (2, 3)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        how = self.how
+        scores = q @ k.transpose(-2, -1)
+        scores = scores / math.sqrt(3) if how.get("divides") else scores * 0.5
+        if how.get("adds"):
+            scores += self.bias
+        hidden = torch.ones(8, 8, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, how.get("hides", -math.inf))
+        if how.get("fewer"):
+            scores = scores.to(torch.bfloat16)
+        weights = F.softmax(scores, dim=how.get("dim", -1), dtype=how.get("dtype")).to(x.dtype)
+        weights = F.dropout(weights, how.get("drops", 0.0))
+        if how.get("twice"):
+            weights = weights * 2
+        mixed = weights @ (v[:, :, :, :2] if how.get("differs") else v)
+        return (mixed, weights) if how.get("shows") else mixed
+
+
+def raised(model: nn.Module) -> str:
+    with torch.no_grad():
+        return changed(*around("raise", model, "dp=2", x=torch.zeros(4, 8, 6)))
+
+
+KINDS: list[dict[str, Any]] = [
+    {}, {"divides": True}, {"adds": True}, {"drops": 0.25}, {"dtype": torch.float32}, {"hides": torch.finfo(torch.float32).min},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", KINDS, ids=str)
+def test_the_whole_becomes_one_call(how: dict[str, Any]) -> None:
+    text = raised(Writes(**how))
+    assert "meshc.ops.sdpa.weighed(" in text
+    gone = [line for line in text.splitlines() if line.startswith("-")]
+    assert all(any(word in line for line in gone) for word in ("matmul", "softmax", "masked_fill"))
+
+
+OTHERS = [{"dim": 2}, {"twice": True}, {"shows": True}, {"hides": -10.0}, {"fewer": True}, {"dtype": torch.bfloat16}]
+
+
+@pytest.mark.parametrize("how", OTHERS, ids=str)
+def test_what_is_something_else_stays(how: dict[str, Any]) -> None:
+    """Weights along another dim, doubled, returned, or in fewer bits; a number that does not hide."""
+    assert "sdpa.weighed" not in raised(Writes(**how))
+
+
+def test_weights_in_fewer_bits_than_queries_stay() -> None:
+    model = Writes(dtype=torch.float32).double()
+    assert "sdpa.weighed" not in changed(*around("raise", model, "dp=2", x=torch.zeros(4, 8, 6).double()))
+
+
+@pytest.mark.parametrize("how", [{"adds": True, "drops": 0.25, "divides": True}, {"differs": True, "drops": 0.25}], ids=str)
+def test_it_means_what_it_meant(how: dict[str, Any]) -> None:
+    """As a ring; where values are of another size, as it was written."""
+    torch.manual_seed(0)
+    model = Writes(**how)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    options = meshc.Options(attention="ring")
+    program = meshc.compile(step, meshc.Mesh("cp=3"), kwargs={"x": torch.randn(2, 8, 6)}, plan="cp: seq", options=options)
+    assert any("ring_shift" in str(node.target) for node in program.compiled.stages["main"].graph.nodes) == ("differs" not in how)
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+
+
+def test_under_a_causal_mask_it_is_causal() -> None:
+    """A mask of positions becomes an attribute, as that of any attention."""
+    program = meshc.compile(Writes(drops=0.25), meshc.Mesh("dp=2"), kwargs={"x": torch.zeros(4, 8, 6)})
+    nodes = [node for stage in program.compiled.stages.values() for node in stage.graph.nodes]
+    calls = [node for node in nodes if "meshc.explicit_attention" in str(node.target)]
+    assert len(calls) == 2
+    for call in calls:
+        given = dict(zip((argument.name for argument in call.target._schema.arguments), call.args, strict=True))
+        assert given["bias"] is None and given["causal"] is True
