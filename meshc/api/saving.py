@@ -65,6 +65,7 @@ def beginnings(program: Program) -> Info:
         return found
     rows = enumerate(numbers(program.step.optimizers))
     found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+    found["guards"] = [(group.index, guard.number, guard.relation, guard.constant) for group in spec.groups for guard in group.guards]
     if program.options.keeping != AS_IT_IS:
         found["optimizer_state"], found["master_weights"] = program.options.optimizer_state, program.options.master_weights
     fresh: dict[str, float | None] = {}

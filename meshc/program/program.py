@@ -137,6 +137,7 @@ class Info(TypedDict, total=False):
 
     fresh    what each fresh state is filled with; None: a copy of the parameter
     numbers  the optimizer's, as `0.lr`
+    guards   outcomes of its branches on them that are compiled in: group, number, relation, what it is compared with
     optimizer_state, master_weights    as in `meshc.Options`
     experts  what it says of experts, by field
     work     rows of a module, an operator, a phase, its arithmetic, and what each axis does of it (`meshc.cost.work`)
@@ -144,6 +145,7 @@ class Info(TypedDict, total=False):
 
     seed: int
     numbers: dict[str, float]
+    guards: list[tuple[int, str, str, float]]
     fresh: dict[str, float | None]
     inputs: str
     outputs: str

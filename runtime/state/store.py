@@ -29,12 +29,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
+from meshc.frontend.gradient_hooks import move
 from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
-from meshc.optimizer.spec import CODES
+from meshc.optimizer.spec import CODES, GRADIENT
 from meshc.program.program import Port
 from meshc.runtime.comm import disk, host
 from meshc.runtime.comm.groups import Groups
@@ -239,6 +240,16 @@ class Store:
                     self._read_back(self.held[key])
         self._born_unfilled.clear()
 
+    def show_gradients(self) -> None:
+        """What programs keep of gradients becomes `.grad` of the parameters. All ranks call it."""
+        kept = [held for held in self.held.values() if held.slot == GRADIENT]
+        if any(not held.shared or held.lags for held in kept):
+            self.sync()
+        for held in kept:
+            parameter = self.held[held.of].live
+            if parameter.grad is not held.live:
+                parameter.grad = held.live
+
     # Checkpoints.
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
@@ -306,6 +317,7 @@ class Store:
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
+                move(tensor, held.live)
                 held.remember()
                 held.seen = held.version()
                 ownership.mark_replaced(tensor, held.name)
