@@ -20,6 +20,7 @@ from meshc.frontend import stock
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
+from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
@@ -35,6 +36,7 @@ from meshc.report.rebalanced import Report
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
+from meshc.runtime.state.counts import Counts
 from meshc.runtime.state.ownership import calls_allowed, run_calls
 from meshc.runtime.state.store import Store
 from meshc.text import show
@@ -51,6 +53,7 @@ class Program:
         self.asked, self.world = asked, world
         self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, object] = {}
+        self._counts: Counts | None = None
         self._adding: Program | None = None
         """Of a training step, what adds gradients up."""
         self.encoder: Program | None = None
@@ -137,11 +140,15 @@ class Program:
     def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor]) -> torch.Tensor:
         with self.world.refusable():
             refuse_pre_hooks(step.optimizers)
-        values = {f"{index}.{name}": value for index, row in enumerate(numbers(step.optimizers)) for name, value in row.items()}
-        env = session.run(tensors, values)
+        counts = self._counts = self._counts or Counts(session.store, step.optimizers)
+        counts.take()
+        rows = enumerate(numbers(step.optimizers))
+        values = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+        env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
         if self.asked.adds:
             return self._told(step, session, env)
+        counts.give()
         mark_stepped(step.optimizers)
         if self.options.keep_gradients:
             session.store.show_gradients()

@@ -49,7 +49,8 @@ class Hooks:
         if self.of_parameter:
             with _Holding(parameter, gradient) as held, _nobody_steps():
                 for hook in self.of_parameter:
-                    hook(parameter)
+                    if hook(parameter) is not None:
+                        raise CompileError(f"{_name(hook)} returns something: torch refuses a hook of a parameter that does")
             if held.gradient is None:
                 raise CompileError(f"{self.names()} takes the gradient away: a step updates each parameter that has one")
             gradient = held.gradient

@@ -52,7 +52,10 @@ def register_update(optimizer: type[torch.optim.Optimizer], update: Update, stat
     Classes derived from it are not meant. Raises StateError for what is no optimizer's class.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise StateError(f"register_update({optimizer!r}, ...): its first argument is a class of optimizers, derived from torch.optim.Optimizer")
+        raise StateError(
+            f"register_update({optimizer!r}, ...): an update is registered for a class of optimizers\n"
+            "  what to do: give a class that is derived from torch.optim.Optimizer"
+        )
     UPDATES[optimizer] = Registered(update, (lambda parameter: {}) if state is None else state)
 
 

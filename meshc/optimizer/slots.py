@@ -185,8 +185,8 @@ def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
 
 
 def sample_shape(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of a small parameter that stands for one: a few rows, or, where its optimizer cannot step so few (it cuts rows into blocks),
-    its own. Raises CompileError if the optimizer can step neither."""
+    """The shape of a small parameter that stands for one: a few rows, or, where its optimizer cannot step so few (it cuts rows into
+    blocks), its own. Raises CompileError if the optimizer can step neither."""
     small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
     try:
         _born(optimizer, index, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)

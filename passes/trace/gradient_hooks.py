@@ -63,7 +63,7 @@ def _traced(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            fakes = [torch.empty(like.shape, dtype=like.dtype), torch.empty(like.shape, dtype=like.dtype), torch.zeros(2, dtype=torch.int64)]
+            fakes = [*(torch.empty(like.shape, dtype=like.dtype) for _ in range(2)), torch.zeros(2, dtype=torch.int64)]
             traced = make_fx(torch.func.functionalize(function, remove="mutations"))(*fakes)
             if any(_draws(node) for node in traced.graph.nodes):
                 numbered = _Numbered(name, traced).run
@@ -142,5 +142,5 @@ class _Numbered(Interpreter):
             return super().call_function(target, args, dict(kwargs))
         answer = ANSWERS.get(target.overloadpacket)
         if answer is None or self.drawing is None:
-            raise CompileError(f"{target} draws random numbers in a way that meshc does not define; what to do: torch.randn_like, rand_like")
+            raise CompileError(f"{target} draws random numbers in a way that meshc does not define: use torch.randn_like or rand_like")
         return answer(self.drawing, target, by_name(target, args, kwargs))

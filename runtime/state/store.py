@@ -115,7 +115,9 @@ class Store:
     def adopt_optimizer(self, optimizer: AnyOptimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
         """`optimizer_state.adopt` for this store."""
         optimizer_state.adopt(self, optimizer, [port for port in ports if port.kind == "state"], spec)
-        self._optimizers = tuple(weakref.ref(member) for member in members_of(optimizer))
+        known = {id(one) for one in self.optimizers}
+        new = tuple(weakref.ref(member) for member in members_of(optimizer) if id(member) not in known)
+        self._optimizers = (*(reference for reference in self._optimizers if reference() is not None), *new)
 
     @property
     def model(self) -> nn.Module:
@@ -126,9 +128,8 @@ class Store:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that programs of the model step; none once one of them is gone."""
-        found = [one for reference in self._optimizers if (one := reference()) is not None]
-        return tuple(found) if len(found) == len(self._optimizers) else ()
+        """Those that programs of the model step, of what is still there."""
+        return tuple(one for reference in self._optimizers if (one := reference()) is not None)
 
     # What a program uses.
 
@@ -457,8 +458,9 @@ class Store:
             self._refresh(held)
 
     def forget_states(self) -> None:
-        """The optimizer is gone, and its state with it."""
-        self.held = {key: held for key, held in self.held.items() if not held.of}
+        """Optimizers that are gone take their state with them."""
+        gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
+        self.held = {key: held for key, held in self.held.items() if key not in gone}
 
     def _refresh(self, held: Held) -> None:
         if not held.shared and held.slots is not None:
