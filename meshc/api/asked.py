@@ -83,6 +83,11 @@ class Asked:
             raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
         if options.expert_bias_update is not None:
             self._refuse_bias()
+        if self.step is None and (options.keep_gradients or options.accumulate):
+            raise PlanError(
+                "Options(keep_gradients=, accumulate=) are of a training step, and what is compiled is none\n"
+                "  what to do: compile a meshc.TrainStep; a module's own backward leaves and adds up gradients as torch does"
+            )
         if options.expert_placement is not None:
             self._make_movable()
         if inputs == "local" and not self._data_axes():

@@ -77,6 +77,8 @@ _ENTRIES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "pp_splits": (lambda value: value is None or _are(_is_text)(value), "modules' names"),
     "optimizer_state": (lambda value: value is None or value in KEPT, f"one of {', '.join(KEPT)}"),
     "master_weights": (lambda value: type(value) is bool, "true or false"),
+    "keep_gradients": (lambda value: type(value) is bool, "true or false"),
+    "accumulate": (lambda value: type(value) is bool, "true or false"),
     "experts": (_by_name(lambda value: _is_number(value) or _is_text(value)), "numbers and words by name"),
     "output_paths": (_are(_is_text), "a list of paths"),
     "work": (_are(_is_row), "rows of a module, an operator, a phase, its arithmetic, and what each axis does of it"),

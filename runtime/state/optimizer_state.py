@@ -86,12 +86,14 @@ def follow(store: Store, optimizer: AnyOptimizer) -> None:
 
 def _refuse_shared(store: Store, members: Sequence[torch.optim.Optimizer], others: Sequence[torch.optim.Optimizer]) -> None:
     """Several steps of one model each have an optimizer, of parameters of their own (a generator's, a discriminator's)."""
-    held = {key: one for one in others for group in one.param_groups for p in group["params"] if (key := store.parameter_key(p)) is not None}
+    owned = ((one, p) for one in others for group in one.param_groups for p in group["params"])
+    held = {key: one for one, p in owned if (key := store.parameter_key(p)) is not None}
     keys = [store.parameter_key(p) for member in members for group in member.param_groups for p in group["params"]]
     twice = [key for key in keys if key in held]
     if twice:
+        names, other = [store.held[key].name for key in twice if key is not None], type(held[twice[0]]).__qualname__
         raise StateError(
-            f"{listed([store.held[key].name for key in twice if key], 4)}: another {type(held[twice[0]]).__qualname__} updates this already\n"
+            f"{listed(names, 4)}: another {other} updates this already\n"
             "  why: a parameter has one optimizer, whose state the model's programs share\n"
             "  what to do: give both steps the same optimizer; or let go of the old one (del optimizer) before a new one is compiled"
         )

@@ -39,7 +39,7 @@ class ScheduleFree(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         if not self.param_groups[0]["train_mode"]:
-            raise Exception("Optimizer was not in train mode when step is called. Please insert .train() and .eval() calls on the optimizer.")
+            raise Exception("Optimizer was not in train mode. Please insert .train() and .eval() calls on the optimizer.")
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             k = group["k"]

@@ -1,4 +1,5 @@
-"""Training loops as people write them, on real ranks: hooks, gradients that are kept or added up, counts in groups, two steps of one model."""
+"""Training loops as people write them, on real ranks: hooks, gradients that are kept or added up, counts in groups, two steps of a
+model."""
 
 from __future__ import annotations
 
