@@ -81,9 +81,15 @@ class _Recorder(dict):
         self.first: dict[str, object] = {}
 
     def __setitem__(self, name: str, value: object) -> None:
-        if name not in self:
+        if name not in self and name not in self.first:
             self.first[name] = value.detach().clone() if isinstance(value, Tensor) else value
         super().__setitem__(name, value)
+
+    def get(self, name: str, default: object = None) -> Any:
+        """As in `state["step"] = state.get("step", 0) + 1`: the default is the value before the first step."""
+        if name not in self and isinstance(default, Tensor | int | float):
+            self.first.setdefault(name, default)
+        return super().get(name, default)
 
     def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:

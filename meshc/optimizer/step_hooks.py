@@ -25,7 +25,7 @@ def _hooked(optimizer: AnyOptimizer) -> Iterator[torch.optim.Optimizer]:
 def refuse_pre_hooks(optimizer: AnyOptimizer) -> None:
     """Raises StateError for hooks of users that would run between backward and the update."""
     for one in _hooked(optimizer):
-        found = [hook for hook in one._optimizer_step_pre_hooks.values() if not getattr(hook, "of_meshc", False)]
+        found = [hook for hook in getattr(one, "_optimizer_step_pre_hooks", {}).values() if not getattr(hook, "of_meshc", False)]
         if found:
             names = ", ".join(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in found)
             raise StateError(
@@ -42,4 +42,4 @@ def post_hooks(optimizer: AnyOptimizer) -> list[Callable[[], Any]]:
     def called(hook: Hook, one: torch.optim.Optimizer) -> Callable[[], Any]:
         return lambda: hook(one, (), {})
 
-    return [called(hook, one) for one in _hooked(optimizer) for hook in one._optimizer_step_post_hooks.values()]
+    return [called(hook, one) for one in _hooked(optimizer) for hook in getattr(one, "_optimizer_step_post_hooks", {}).values()]

@@ -141,7 +141,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     continue
                 state, block = self.state[p], group["block"]
                 if not state:
-                    state["step"] = torch.tensor(0.0)
+                    state["step"] = 0
                     for name in ("m", "v"):
                         state[name] = torch.zeros(p.numel() // block, block, dtype=torch.int8)
                         state[f"{name}_scale"] = torch.zeros(p.numel() // block, 1, dtype=p.dtype)

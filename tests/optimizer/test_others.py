@@ -92,7 +92,7 @@ def test_what_a_group_counts_is_state_of_its_parameters() -> None:
         "meshc.group.k": 0.0, "meshc.group.lr_max": -1.0, "meshc.group.scheduled_lr": 0.0, "meshc.group.weight_sum": 0.0,
     }  # fmt: skip
     assert "k" not in spec.groups[0].numbers and {"lr", "betas_0", "warmup_steps"} <= {*spec.groups[0].numbers}
-    assert optimizer.param_groups[0]["k"] == 0 and not optimizer.state
+    assert optimizer.param_groups[0]["k"] == 0 and not any(optimizer.state.values())
 
 
 def test_evaluation_mode_of_an_optimizer_is_said() -> None:

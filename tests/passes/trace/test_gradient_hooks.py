@@ -18,7 +18,7 @@ from meshc.ops.random import seed_step
 from meshc.runtime.simulator.simulation import simulate
 from tests.models import mlp
 
-PLAN = "dp: batch; store params, grads, state\ntp: ffn"
+PLAN = {"dp": "dp: batch; store params, grads, state", "tp": "tp: ffn"}
 MASK = (torch.arange(24) > 5).to(torch.float64)
 
 
@@ -45,7 +45,8 @@ def first(model: nn.Module) -> nn.Parameter:
 def compiled(model: nn.Module, mesh: str = "dp=2,tp=2", build: Any = torch.optim.AdamW, **more: Any) -> meshc.Program:
     options = meshc.Options(**more.pop("options", {}))
     step = meshc.TrainStep(model, optimizer=build(model.parameters(), lr=1e-2), loss=F.cross_entropy, **more)
-    return meshc.compile(step, meshc.Mesh(mesh), kwargs=mlp(torch.float64).call_kwargs, plan=PLAN, options=options)
+    plan = "\n".join(PLAN[axis.name] for axis in meshc.Mesh(mesh).axes)
+    return meshc.compile(step, meshc.Mesh(mesh), kwargs=mlp(torch.float64).call_kwargs, plan=plan, options=options)
 
 
 def by_key(program: meshc.Program, model: nn.Module, step: int = 0, **state: Tensor) -> dict[str, Tensor]:
