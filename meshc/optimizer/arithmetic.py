@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -51,17 +50,16 @@ def _math() -> ModuleType:
 def on_tensors(kind: type) -> Iterator[None]:
     """A context in which `math`, and functions of it, in the modules of a class and its bases take 0-dim tensors. Torch's own are left
     alone: they ask for values where they need them."""
-    with ExitStack() as stack:
+    before: list[tuple[ModuleType, str, object]] = []
+    try:
         for name in {base.__module__ for base in kind.__mro__} - {"builtins"}:
             module = sys.modules.get(name)
-            if module is None or name.startswith("torch."):
-                continue
-            found = {key: _math() for key, value in vars(module).items() if value is math}
-            found |= {
-                key: _BY_FUNCTION[value]
-                for key, value in vars(module).items()
-                if type(value) is type(math.sqrt) and value in _BY_FUNCTION
-            }
-            if found:
-                stack.enter_context(mock.patch.dict(vars(module), found))
+            for key, value in list(vars(module).items()) if module is not None and not name.startswith("torch.") else ():
+                instead = _math() if value is math else _BY_FUNCTION.get(value) if type(value) is type(math.sqrt) else None
+                if module is not None and instead is not None:
+                    before.append((module, key, value))
+                    setattr(module, key, instead)
         yield
+    finally:
+        for module, key, value in before:
+            setattr(module, key, value)

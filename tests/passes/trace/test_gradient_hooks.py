@@ -16,7 +16,7 @@ from meshc.frontend import clipping
 from meshc.frontend.gradient_hooks import Drawing, hooks_of, move
 from meshc.ops.random import seed_step
 from meshc.runtime.simulator.simulation import simulate
-from tests.models import mlp
+from tests.models import mlp, nanogpt
 
 PLAN = {"dp": "dp: batch; store params, grads, state", "tp": "tp: ffn"}
 MASK = (torch.arange(24) > 5).to(torch.float64)
@@ -150,6 +150,23 @@ def test_gradients_of_calls_are_added_up() -> None:
         torch.testing.assert_close(found[f"state:{name}/meshc.gradient"], parameter.grad, rtol=1e-10, atol=1e-12)
         assert not found[f"state:{name}/meshc.sum"].any()
     assert meshc.verify(step, dtype=torch.float64).worst < 1e-10
+
+
+@pytest.mark.broad
+def test_over_a_pipeline() -> None:
+    """Hooks of parameters of two stages, gradients that are kept and summed."""
+    case = nanogpt(torch.float64, hidden=16, seq=6)
+    matrices = [p for p in case.model.parameters() if p.dim() == 2]
+    for parameter in (matrices[1], matrices[-1]):
+        parameter.register_hook(noisy)
+    step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters(), lr=1e-2), loss=case.loss)
+    options = meshc.Options(keep_gradients=True, accumulate=True)
+    program = meshc.compile(step, meshc.Mesh("pp=2,dp=2"), kwargs=case.call_kwargs, options=options)
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+    adds = meshc.Program(program.asked.adding(), program.world)
+    adds.prepare((), dict(case.call_kwargs))
+    sums = [port.name for port in adds.compiled.outputs if port.kind == "state"]
+    assert len(sums) == len(dict(case.model.named_parameters())) and all(name.endswith("/meshc.sum") for name in sums)
 
 
 # What is refused.
