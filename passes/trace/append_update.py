@@ -64,7 +64,7 @@ def append_update(traced: Traced) -> Traced:
     if traced.request.adds:
         kept += found.added(gradients)
         return _finished(traced, joint, inputs, kept, found)
-    gradients = found.clipped(gradients, total)
+    coefficients = found.coefficients(gradients, total)
     numbers = _number_inputs(add, inputs, spec)
     unwritten: dict[str, str] = {}
     experts = Unchosen(add.call, uncalled, kept)
@@ -74,6 +74,7 @@ def append_update(traced: Traced) -> Traced:
         if group is None:
             continue
         before = len(add.made)
+        gradient = found.clipped(name, gradient, coefficients)
         sums = found.emptied(name)
         mine = entered[key_of("parameter", name)]
         state = _state_inputs(add, inputs, name, parameter, group)

@@ -151,25 +151,23 @@ class Gradients:
         assert total is not None
         return self.add.call(aten.sqrt.default, total)
 
-    def clipped(self, gradients: Mapping[str, Node], total: Node) -> dict[str, Node]:
-        """Each gradient by its group's coefficient, in its parameter's dtype. total: the norm of all."""
-        found = dict(gradients)
+    def coefficients(self, gradients: Mapping[str, Node], total: Node) -> dict[str, Node]:
+        """What each gradient that is clipped is multiplied by. total: the norm of all."""
+        found: dict[str, Node] = {}
         for limit, names in groups_of(self.traced.request.clip_grad_norm, gradients):
             norm = total if len(names) == len(gradients) else self._norm({name: gradients[name] for name in names})
             call = self.add.call
             ratio = call(aten.mul.Tensor, call(aten.reciprocal.default, call(aten.add.Tensor, norm, 1e-6)), float(limit))
-            coefficient = call(aten.clamp.default, ratio, None, 1.0)
-            for name in names:
-                before, dtype = len(self.add.made), self.modules[name].dtype
-                scaled = call(aten.mul.Tensor, gradients[name], coefficient)
-                found[name] = scaled if record(scaled).dtype == dtype else call(aten._to_copy.default, scaled, dtype=dtype)
-                if self._stepped(name):
-                    self._mark(before, name)
+            found |= dict.fromkeys(names, call(aten.clamp.default, ratio, None, 1.0))
         return found
 
-    def _stepped(self, name: str) -> bool:
-        spec = self.traced.request.optimizer
-        return spec is not None and group_of(spec, self.modules[name]) is not None
+    def clipped(self, name: str, gradient: Node, coefficients: Mapping[str, Node]) -> Node:
+        """A gradient by its coefficient, in its parameter's dtype."""
+        if name not in coefficients:
+            return gradient
+        scaled = self.add.call(aten.mul.Tensor, gradient, coefficients[name])
+        dtype = self.modules[name].dtype
+        return scaled if record(scaled).dtype == dtype else self.add.call(aten._to_copy.default, scaled, dtype=dtype)
 
 
 def group_of(spec: OptimizerSpec, parameter: object) -> GroupSpec | None:
