@@ -21,6 +21,7 @@ from meshc.errors import (
     VerifyError,
 )
 from meshc.ir.mesh import Mesh
+from meshc.optimizer.registered import register_update
 from meshc.package import __version__
 from meshc.plan.plan import Plan
 
@@ -46,5 +47,6 @@ __all__ = [
     "compile",
     "load_pretrained",
     "register_rule",
+    "register_update",
     "verify",
 ]

@@ -18,6 +18,7 @@ from meshc.errors import PlanError, StateError
 from meshc.frontend import admission, calling, dynamic
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import give_slots, slots_of
+from meshc.frontend.gradient_hooks import Hooks, hooks_in
 from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
@@ -73,6 +74,7 @@ class Asked:
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._traced()
+        self.adds = False
         self.called: object = what
         """What runs the program when it is called: the model, or a module of it."""
         admission.refuse_module(self.module, Store.of(self.module) is not None)
@@ -81,6 +83,11 @@ class Asked:
             raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
         if options.expert_bias_update is not None:
             self._refuse_bias()
+        if self.step is None and (options.keep_gradients or options.accumulate):
+            raise PlanError(
+                "Options(keep_gradients=, accumulate=) are of a training step, and what is compiled is none\n"
+                "  what to do: compile a meshc.TrainStep; a module's own backward leaves and adds up gradients as torch does"
+            )
         if options.expert_placement is not None:
             self._make_movable()
         if inputs == "local" and not self._data_axes():
@@ -114,6 +121,12 @@ class Asked:
                 'Options(expert_placement="movable"): the model has a program already whose experts stay where they are\n'
                 "  what to do: give all programs of the model the option; the first to be compiled decides"
             )
+
+    def adding(self) -> Asked:
+        """The same for calls that add gradients up and update nothing."""
+        found = copy.copy(self)
+        found.adds = True
+        return found
 
     def part(self, path: str) -> Asked:
         """The same for calls of a module inside the model: programs of their own, over the model's parameters."""
@@ -189,20 +202,25 @@ class Asked:
         grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
         fixed, parked = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.parked)
+        hooks = {} if step is None else hooks_in(self.module)
         ask: dict[str, Any] = dict(
             module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
-            clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
+            hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
             autocast=calling.autocast_state(), fixed=fixed, parked=parked, dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
-            depth=self.options.depth, remat=self.options.remat, attention=self.options.attention,
+            depth="whole" if self._by_name(hooks) else self.options.depth, remat=self.options.remat, attention=self.options.attention,
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
             expert_bias_update=self.options.expert_bias_update, expert_dispatch=self.options.expert_dispatch,
         )  # fmt: skip
         return Request(**{**ask, **changes})
+
+    def _by_name(self, hooks: Mapping[str, Hooks]) -> bool:
+        """Whether something is said of single parameters that equal layers need not have in common."""
+        return bool(hooks) or (self.step is not None and isinstance(self.step.clip_grad_norm, Mapping))
 
     def function(self, kwargs: Mapping[str, object]) -> Function:
         """What is traced; of a call with a cache the model as a function of the cache's buffers."""

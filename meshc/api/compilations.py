@@ -18,6 +18,7 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.optimizer.optimizer import changes, describe
+from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.lower.exposed import EXPOSED
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
@@ -28,6 +29,7 @@ from meshc.runtime.agreement.compare import Disagreement
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
+from meshc.runtime.state.optimizer_state import follow
 from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
@@ -55,6 +57,8 @@ class Compilations:
     def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
         """adopted: what is done when the model's parameters have become this rank's parts."""
         self.asked, self.world, self._adopted = asked, world, adopted
+        if asked.step is not None and (store := Store.of(asked.module)) is not None:
+            follow(store, asked.step.optimizers)
         self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
@@ -138,6 +142,9 @@ class Compilations:
 
     def _compile(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Compilation:
         asked = self.asked
+        if asked.step is not None:
+            with self.world.refusable():
+                refuse_pre_hooks(asked.step.optimizers)
         if self.kept and self.spec is not None and asked.step is not None:
             lines = changes(next(reversed(self.kept)).optimizer, key.optimizer)
             if lines:

@@ -20,8 +20,10 @@ from meshc.frontend import stock
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
+from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
+from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
 from meshc.passes.driver.compile import compile_program
 from meshc.passes.driver.dump import dumper
 from meshc.passes.phases.lowered import Lowered
@@ -34,6 +36,7 @@ from meshc.report.rebalanced import Report
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
+from meshc.runtime.state.counts import Counts
 from meshc.runtime.state.ownership import calls_allowed, run_calls
 from meshc.runtime.state.store import Store
 from meshc.text import show
@@ -50,6 +53,9 @@ class Program:
         self.asked, self.world = asked, world
         self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, object] = {}
+        self._counts: Counts | None = None
+        self._adding: Program | None = None
+        """Of a training step, what adds gradients up."""
         self.encoder: Program | None = None
         """Of a stock model with an encoder: what a call of that alone runs."""
         self._tokens: Stream | None = None
@@ -132,12 +138,52 @@ class Program:
         return result
 
     def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor]) -> torch.Tensor:
-        values = {f"{index}.{name}": value for index, row in enumerate(numbers(step.optimizers)) for name, value in row.items()}
-        env = session.run(tensors, values)
+        with self.world.refusable():
+            refuse_pre_hooks(step.optimizers)
+        counts = self._counts = self._counts or Counts(session.store, step.optimizers)
+        counts.take()
+        rows = enumerate(numbers(step.optimizers))
+        values = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+        env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
+        if self.asked.adds:
+            return self._told(step, session, env)
+        counts.give()
         mark_stepped(step.optimizers)
+        if self.options.keep_gradients:
+            session.store.show_gradients()
+        if behind := post_hooks(step.optimizers):
+            session.store.sync()
+            for hook in behind:
+                hook()
+        return self._told(step, session, env)
+
+    def _told(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a step, after its metrics have been noted."""
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
         self.metrics = {"loss": loss, **with_loads(session.metrics(env)), "lr": rates(step.optimizers)}
+        return loss
+
+    def accumulate(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """Called like the program: forward and backward, whose gradients are added to those of the calls of it since the last step. The
+        program's next call adds its own to them and updates: together what `loss.backward()` several times, then clipping and
+        `optimizer.step()`, do on one device. Gradients are sums, so divide losses by the number of calls if their mean is meant.
+
+        Returns the loss; `metrics` has that, the loss function's metrics, and the norm of the sum so far. With `microbatches=` one call
+        does the same with one reduction. Raises StateError without `Options(accumulate=True)`."""
+        if self.step is None or not self.options.accumulate:
+            raise StateError(
+                "gradients are added up over calls by a training step that keeps their sum\n"
+                "  what to do: meshc.compile(meshc.TrainStep(...), mesh, options=meshc.Options(accumulate=True)); or one call with the\n"
+                "  whole batch, TrainStep(..., microbatches=N), which reduces once"
+            )
+        self.world.refuse_call()
+        if self._adding is None:
+            self._adding = Program(self.asked.adding(), self.world)
+        if not self.compilations.compiled:  # how state is stored is the step's to say
+            self.prepare(args, dict(kwargs))
+        loss: torch.Tensor = self._adding(*args, **kwargs)
+        self.metrics = self._adding.metrics
         return loss
 
     def _differentiable(self, session: Session, tensors: list[torch.Tensor]) -> Any:

@@ -74,6 +74,9 @@ class Options:
                    programs read. Default: each stays where its number puts it
     expert_bias_update  by how much the bias of a router (DeepSeek V3's `e_score_correction_bias`) changes after a step: up where an expert
                    had fewer tokens than the mean, down where it had more (0.001). Default: it stays, as the model leaves it
+    keep_gradients  of a training step: after each call `parameter.grad` is the gradient that the parameter was updated with, behind hooks
+                   and clipping, as a DTensor that lies as the optimizer's state does; it costs a rank their bytes
+    accumulate     of a training step: `program.accumulate(...)` may add up gradients over several calls; it costs a rank their bytes
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -91,6 +94,8 @@ class Options:
     check_indices: bool = True
     optimizer_state: str | None = None
     master_weights: bool = False
+    keep_gradients: bool = False
+    accumulate: bool = False
     depth: str = "auto"
     remat: str | None = None
     attention: str | None = None
@@ -180,7 +185,7 @@ class Options:
     @property
     def keeping(self) -> Keeping:
         """How a program keeps the optimizer's state."""
-        return Keeping(self.optimizer_state, self.master_weights)
+        return Keeping(self.optimizer_state, self.master_weights, self.keep_gradients, self.accumulate)
 
 
 def refuse_others(options: object) -> None:

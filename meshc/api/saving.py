@@ -65,8 +65,11 @@ def beginnings(program: Program) -> Info:
         return found
     rows = enumerate(numbers(program.step.optimizers))
     found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+    found["guards"] = [(group.index, guard.number, guard.relation, guard.constant) for group in spec.groups for guard in group.guards]
     if program.options.keeping != AS_IT_IS:
         found["optimizer_state"], found["master_weights"] = program.options.optimizer_state, program.options.master_weights
+    if program.options.keep_gradients or program.options.accumulate:
+        found["keep_gradients"], found["accumulate"] = program.options.keep_gradients, program.options.accumulate
     fresh: dict[str, float | None] = {}
     found["fresh"] = fresh
     names = {id(parameter): name for name, parameter in program.asked.module.named_parameters()}

@@ -172,7 +172,7 @@ def _verify_there(
     args, kwargs = widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
     function = one_device(program.asked.function(kwargs), program.asked.options.capacity)
-    reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts)
+    reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, hooks=ask.hooks)
     computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32

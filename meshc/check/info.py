@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, TypeGuard
 
 from meshc.ir import bounds
-from meshc.optimizer.spec import KEPT
+from meshc.optimizer.spec import KEPT, RELATIONS
 
 
 def faults_of_info(info: Mapping[str, object], axes: Collection[str]) -> Iterator[str]:
@@ -45,6 +45,14 @@ def _is_row(value: object) -> bool:
     return all(map(_is_text, words)) and _is_amount(flops) and _by_name(_is_text)(by_axis)
 
 
+def _is_guard(value: object) -> bool:
+    """A row of the group, its number's name, the relation, and what it is compared with."""
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    group, name, relation, constant = value
+    return type(group) is int and _is_text(name) and relation in ("is", *RELATIONS) and _is_number(constant)
+
+
 def _are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(kind, value))
 
@@ -62,12 +70,15 @@ _ENTRIES: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "inputs": (lambda value: value in ("global", "local"), "global or local"),
     "outputs": (lambda value: value in ("plain", "dtensor"), "plain or dtensor"),
     "numbers": (_by_name(_is_number), "numbers by name"),
+    "guards": (_are(_is_guard), "rows of a group's number, a name, a relation and a number"),
     "fresh": (_by_name(lambda value: value is None or _is_number(value)), "numbers, or null, by name"),
     "schedule": (lambda value: value is None or _is_text(value), "a schedule's name"),
     "stages_per_rank": (lambda value: type(value) is int and 0 < value <= bounds.MOST_STAGES, "a number of stages"),
     "pp_splits": (lambda value: value is None or _are(_is_text)(value), "modules' names"),
     "optimizer_state": (lambda value: value is None or value in KEPT, f"one of {', '.join(KEPT)}"),
     "master_weights": (lambda value: type(value) is bool, "true or false"),
+    "keep_gradients": (lambda value: type(value) is bool, "true or false"),
+    "accumulate": (lambda value: type(value) is bool, "true or false"),
     "experts": (_by_name(lambda value: _is_number(value) or _is_text(value)), "numbers and words by name"),
     "output_paths": (_are(_is_text), "a list of paths"),
     "work": (_are(_is_row), "rows of a module, an operator, a phase, its arithmetic, and what each axis does of it"),

@@ -18,10 +18,12 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--state", metavar="DIR", help=told)
     told = "write parameters, optimizer state, seed and step to this folder at the end, each rank its own part"
     command.add_argument("--save-state", metavar="DIR", help=told)
+    told = 'the optimizer\'s numbers by step, a row a line: {"step": 0, "lr": 0.001}; a row holds until the next'
+    command.add_argument("--numbers", metavar="FILE", help=told)
     command.add_argument("--backend", choices=BACKENDS, help="refused unless the program was compiled for it")
     command.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
 
 
 def run(options: argparse.Namespace) -> None:
-    asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "allow_edited")}
+    asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "numbers", "allow_edited")}
     run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))

@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> None:
         state, masters = saved.info.get("optimizer_state"), saved.info.get("master_weights", False)
         schedule = saved.info.get("schedule")
         experts: Any = {name: value for name, value in saved.info.get("experts", {}).items() if name in EXPERTS}
-        kept: Any = {"optimizer_state": state, "master_weights": masters, **experts}
+        stay: Any = {name: saved.info.get(name, False) for name in ("keep_gradients", "accumulate")}
+        kept: Any = {"optimizer_state": state, "master_weights": masters, **stay, **experts}
         asked = Options(schedule=schedule, pp_splits=splits, stages_per_rank=each, **kept)
         program = compile.compile(
             what, mesh, args=args, kwargs=kwargs, plan=_as_saved(saved.plan), inputs=saved.info.get("inputs", "global"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshc.errors import InputError
 from meshc.frontend import admission, flex
+from meshc.frontend.gradient_hooks import hooks_of
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -103,10 +104,11 @@ def _hashable(value: object) -> object:
 
 
 def module_key(module: nn.Module) -> tuple[object, object, bool, object]:
-    """What else of a module decides its program: training flags, hooks, which parameters take gradients, grad mode, autocast."""
+    """What else of a module decides its program: training flags, hooks, which parameters take gradients and what hangs on
+    these, grad mode, autocast."""
     return (
         tuple((child.training, _hooks(child)) for child in module.modules()),
-        tuple(parameter.requires_grad for parameter in module.parameters()),
+        tuple((parameter.requires_grad, hooks and hooks.numbers) for parameter in module.parameters() for hooks in [hooks_of(parameter)]),
         torch.is_grad_enabled(),
         autocast_state(),
     )

@@ -96,7 +96,7 @@ class ReferenceRandom(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        named = _named(func, args, kwargs)
+        named = by_name(func, args, kwargs)
         if _is_idle(func, named):
             return func(*args, **kwargs)
         answer = None if "out" in named else ANSWERS.get(func.overloadpacket)
@@ -128,7 +128,7 @@ class ReferenceRandom(TorchDispatchMode):
         return distributions.Draws(*self.next(func, shape, device))
 
 
-def _named(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Named:
+def by_name(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Named:
     """All arguments by name; the dispatcher leaves out those that equal their default."""
     named = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
     named.update(zip((argument.name for argument in func._schema.arguments), args, strict=False))
@@ -274,3 +274,4 @@ for _name, (_values, _names) in FILLING.items():
     ANSWERS[getattr(aten, f"{_name}_")] = _filling(_values, _names, fresh=False)
     if _name != "normal":
         ANSWERS[getattr(aten, _name)] = _filling(_values, _names, fresh=True)
+ANSWERS[aten.normal_functional] = _filling(*FILLING["normal"], fresh=True)  # what functionalization makes of normal_

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import InputError, PlanError
-from meshc.frontend import admission
+from meshc.frontend import admission, clipping
+from meshc.frontend.clipping import Clip
 from meshc.ir.functions import Function
 from meshc.optimizer import wrapped
 from meshc.optimizer.sets import Optimizers
@@ -39,7 +40,8 @@ class TrainStep:
     may return `(loss, metrics)`, or a dict with "loss": tensors that are detached and come to `program.metrics` by name.
 
     optimizer       a torch.optim optimizer, several in a list, or a wrapper whose `step` calls theirs
-    clip_grad_norm  the largest global norm of all gradients
+    clip_grad_norm  the largest global norm of all gradients; a dict from patterns of parameters' names to norms clips each group by its
+                    own ({"embed.*": 0.1, "layers.*": 1.0})
     microbatches    how many parts the batch is worked through in, one after the other; the result is the whole batch's
     batch_mix       "refuse": an operator that mixes the whole batch (batch norm) is refused with several microbatches.
                     "mean_of_parts": loss and gradients are the mean of what each microbatch, a range of the batch's rows, gives
@@ -52,7 +54,7 @@ class TrainStep:
         *,
         optimizer: torch.optim.Optimizer | Sequence[object] | Any,
         loss: Function | None = None,
-        clip_grad_norm: float | None = None,
+        clip_grad_norm: Clip = None,
         microbatches: int | None = None,
         batch_mix: str = "refuse",
     ) -> None:
@@ -68,6 +70,7 @@ class TrainStep:
         self.batch_mix = batch_mix
         self._found: tuple[tuple[int, ...], Optimizers] | None = None
         admission.refuse_kind(self)
+        clipping.check(clip_grad_norm, (name for name, _ in model.named_parameters()))
         self.optimizers  # noqa: B018  what is no optimizer is refused here, at the user's line
 
     @property

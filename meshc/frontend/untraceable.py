@@ -47,6 +47,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"[Dd]ata-dependent branching|Data.dependent jump", _BRANCH),
     (r"tolist\(\)|\.item\(\)|unbacked symbols", _KEEP),
     (r"[Dd]ata.dependent|GuardOnDataDependent|Dynamic shape operator", _FIXED),
+    (r"backwards? hooks", (
+        "take hooks of whole modules (register_full_backward_hook) out; of a parameter's gradient: parameter.register_hook, which a "
+        "step runs; of that of a value within forward: h.register_hook there"
+    )),
     (r"data_ptr", "take the address out of the model: a traced tensor has none"),
     (r"requires_grad_\(\)", "set requires_grad on the input before the call, or on parameters"),
     (r"not linked with support for cuda|device mismatch|Torch not compiled with CUDA", (

@@ -2,6 +2,7 @@
 
     Keeping(state="bf16")        m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
     Keeping(state="8bit")        m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks
+    Keeping(gradients=True)      kept = grad, which `parameter.grad` is after the call
     Keeping(master=True)         w32 = join_master(master, w); w32, ... = adam(w32, g.float(), ...); master = w32; w = round_param(w, w32)
 
 With any of them, an update of 16-bit parameters computes in float32. Scalars (step counts), complex and 64-bit integer state stay as they
@@ -19,7 +20,7 @@ from torch import Tensor
 from meshc.ops import coded as _coded  # noqa: F401 - registers operators
 from meshc.ops import keep as _keep  # noqa: F401 - registers operators
 from meshc.optimizer.optimizer import update_nodes
-from meshc.optimizer.spec import CODES, MASTER, SCALE, GroupSpec
+from meshc.optimizer.spec import CODES, GRADIENT, MASTER, SCALE, GroupSpec
 
 Value = TypeVar("Value")
 
@@ -47,7 +48,8 @@ def kept_update(
     def widened(value: Value, dtype: torch.dtype) -> Value:
         return call(aten._to_copy.default, value, dtype=dtype)
 
-    wide, given = param, dict(state)
+    wide, given, gradient = param, dict(state), grad
+    kept_gradient = given.pop(GRADIENT, None)
     if has_master:
         wide = call(meshc.join_master.default, given.pop(MASTER), param)
     elif computed != like.dtype:
@@ -72,4 +74,6 @@ def kept_update(
         after[slot + CODES] = call(meshc.encode_state.default, state[slot + CODES], value, *drawn, *tile, 1)
     if has_master:
         after[MASTER] = new
+    if kept_gradient is not None:
+        after[GRADIENT] = call(meshc.round_param.default, kept_gradient, gradient)
     return (call(meshc.round_param.default, param, new) if computed != like.dtype else new), after

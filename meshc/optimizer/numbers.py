@@ -170,7 +170,8 @@ class NumbersAsTensors(TorchFunctionMode):
         writes = name.endswith("_") and not name.startswith("_") or name in _AUGMENTED
         if flat and not writes and all(id(a) in self.known or id(a) in self.scalar_state for a in flat):
             return self._arithmetic(func, name, args, kwargs)
-        numbers = [self.known[id(a)] for a in flat if id(a) in self.known]
+        within = [item for a in args if type(a) in (tuple, list) for item in a if isinstance(item, Tensor)]  # as in a shape
+        numbers = [self.known[id(a)] for a in (*flat, *within) if id(a) in self.known]
         if not numbers and name not in ("tensor", "as_tensor", "scalar_tensor", "__setitem__"):
             return self._plain(func, name, args, kwargs)
         real = [a for a in flat if id(a) not in self.known]
@@ -183,9 +184,21 @@ class NumbersAsTensors(TorchFunctionMode):
                 return args[0].copy_(result) if writes else result
         try:
             return self._plain(func, name, args, kwargs)
-        except DataDependentOutputException:  # the call wants a Python number
-            plain = [self._specialise(n, f"{name}()") if (n := self._lookup(a)) else a for a in args]
-            return func(*plain, **{k: self._specialise(n, f"{name}()") if (n := self._lookup(v)) else v for k, v in kwargs.items()})
+        except (DataDependentOutputException, TypeError):  # the call wants a Python number
+            if not numbers:
+                raise
+            return func(*self._as_numbers(args, name), **{k: self._as_numbers((v,), name)[0] for k, v in kwargs.items()})
+
+    def _as_numbers(self, values: Sequence[Any], name: str) -> tuple[Any, ...]:
+        """Arguments of a call with the numbers' present values, also in shapes."""
+        found = []
+        for value in values:
+            number = self._lookup(value)
+            if number is not None:
+                found.append(self._specialise(number, f"{name}()"))
+            else:
+                found.append(type(value)(self._as_numbers(value, name)) if type(value) in (tuple, list) else value)
+        return tuple(found)
 
     def _plain(self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name.endswith("_") and name.rstrip("_") in _COMPOSITE:

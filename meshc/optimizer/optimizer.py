@@ -36,9 +36,11 @@ from meshc.errors import CompileError, InputError, StateError
 from meshc.ir.graph import results_of
 from meshc.ir.keys import key_of, name_of
 from meshc.ops import optim as _updates  # noqa: F401  registers the operators
+from meshc.optimizer import group_counts
 from meshc.optimizer.forms import in_form, refuse_fewer_bits
+from meshc.optimizer.registered import UPDATES, adapted
 from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
-from meshc.optimizer.slots import fresh_slots, private_copy
+from meshc.optimizer.slots import fresh_slots, private_copy, sample_shape, written_numbers
 from meshc.optimizer.spec import (
     ADAM_NUMBERS,
     AS_IT_IS,
@@ -113,6 +115,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise CompileError(f"{name} takes sparse gradients, which a program does not have. Use Adam, and sparse=False in the embedding.")
+    if type(optimizer) in UPDATES:
+        return
     parameters = list(inspect.signature(unhooked(type(optimizer).step)).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if needed:
@@ -134,7 +138,7 @@ def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerS
     for member in members_of(optimizer):
         _refuse(member)
         with _stepping_alone(member):
-            found = _groups(member, keeping)
+            found = _groups(adapted(member), keeping)
         groups += [replace(group, index=len(groups) + i) for i, group in enumerate(found)]
     name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
     idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
@@ -164,7 +168,8 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
     for i, group in enumerate(optimizer.param_groups):
         kind = kind_of(optimizer, group)
         params = tuple(group["params"])
-        names = tuple(group_numbers(optimizer, group))
+        written = written_numbers(optimizer, i)
+        names = tuple(name for name in group_numbers(optimizer, group) if name not in written)
         flags = group_flags(optimizer, group)
         fresh: dict[tuple[tuple[int, ...], torch.dtype], tuple[Slot, ...]] = {}
         traced: dict[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = {}
@@ -174,12 +179,12 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
                 f"{type(optimizer).__qualname__}: group {i} has complex parameters, which only Adam, AdamW and SGD take here."
             )
         if kind == "other" and not is_torchs_own(optimizer):
-            _check_against_itself(optimizer, i)
+            _check_against_itself(optimizer, i, written)
         for p in params:
             signature = (tuple(p.shape), keeping.computed(p.dtype))
             if signature in fresh:
                 continue
-            fresh[signature] = fresh_slots(optimizer, i, *signature)
+            fresh[signature] = fresh_slots(optimizer, i, *signature) + group_counts.slots(written, group)
             if kind == "other":
                 traced[signature], found = trace_update(optimizer, i, *signature, fresh[signature])
                 guards += [g for g in found if g not in guards]
@@ -338,7 +343,7 @@ def mark_stepped(optimizer: AnyOptimizer) -> None:
 # A user's own class, against its own trace.
 
 
-def _check_against_itself(optimizer: torch.optim.Optimizer, index: int) -> None:
+def _check_against_itself(optimizer: torch.optim.Optimizer, index: int, written: Sequence[str]) -> None:
     """Three steps of two small parameters together, eager and traced.
 
     Finds what a trace of one parameter cannot show: an update that couples parameters, or that keeps a count where tracing did not look.
@@ -346,7 +351,8 @@ def _check_against_itself(optimizer: torch.optim.Optimizer, index: int) -> None:
     group = optimizer.param_groups[index]
     generator = torch.Generator().manual_seed(0)
     ranks = sorted({p.dim() for p in group["params"]})
-    shapes = [tuple(min(size, 3 + i) for i, size in enumerate(next(p for p in group["params"] if p.dim() == rank).shape)) for rank in ranks]
+    firsts = [next(p for p in group["params"] if p.dim() == rank) for rank in ranks]
+    shapes = [sample_shape(optimizer, index, tuple(p.shape), torch.float64) for p in firsts]
     shapes = [shape for shape in (shapes * 2)[: max(2, len(shapes))] if math.prod(shape)]
     if not shapes:
         return
@@ -359,7 +365,8 @@ def _check_against_itself(optimizer: torch.optim.Optimizer, index: int) -> None:
     twin.param_groups[0]["params"] = eager
     given = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers(optimizer)[index].items()}
     mine = [p.detach().clone() for p in eager]
-    slots = [fresh_slots(optimizer, index, shape, torch.float64) for shape in shapes]
+    counts = group_counts.slots(written, group)
+    slots = [fresh_slots(optimizer, index, shape, torch.float64) + counts for shape in shapes]
     traces = {shape: trace_update(optimizer, index, shape, torch.float64, s)[0] for shape, s in zip(shapes, slots, strict=True)}
     by_signature = {(shape, torch.float64): trace for shape, trace in traces.items()}
     spec = GroupSpec(index, "other", type(optimizer).__qualname__, (), tuple(given), (), (), (), by_signature)

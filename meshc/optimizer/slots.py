@@ -13,7 +13,8 @@ from torch import Tensor
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.functions import Function
-from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, is_torchs_own, kind_of, numbers, unhooked
+from meshc.optimizer.group_counts import Watched
+from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, group_numbers, is_torchs_own, kind_of, numbers, unhooked
 from meshc.private import FakeTensorMode
 
 
@@ -80,9 +81,15 @@ class _Recorder(dict):
         self.first: dict[str, object] = {}
 
     def __setitem__(self, name: str, value: object) -> None:
-        if name not in self:
+        if name not in self and name not in self.first:
             self.first[name] = value.detach().clone() if isinstance(value, Tensor) else value
         super().__setitem__(name, value)
+
+    def get(self, name: str, default: object = None) -> Any:
+        """As in `state["step"] = state.get("step", 0) + 1`: the default is the value before the first step."""
+        if name not in self and isinstance(default, Tensor | int | float):
+            self.first.setdefault(name, default)
+        return super().get(name, default)
 
     def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
@@ -95,9 +102,13 @@ class _Recorder(dict):
 
 
 def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
-    """State entries as the class creates them. torch's own classes do so in `_init_group`, without a step. Seed 2 has other numbers too."""
-    present = numbers(optimizer)[index] if seed == 2 else {}
-    twin = private_copy(optimizer, index, param, {name: 0.75 * value for name, value in present.items()}, defaultdict(_Recorder))
+    """State entries as the class creates them. torch's own classes do so in `_init_group`, without a step. Seed 2 has other floats too."""
+    others = {} if seed != 2 else {
+        name: 0.75 * value
+        for name, value in group_numbers(optimizer, optimizer.param_groups[index]).items()
+        if not isinstance(value, int)  # a block's length, say
+    }
+    twin = private_copy(optimizer, index, param, others, defaultdict(_Recorder))
     generator = torch.Generator().manual_seed(1000 + seed)  # not the parameter's own draws
     param.grad = torch.empty_like(param) if seed < 0 else torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
     with torch.no_grad():
@@ -123,7 +134,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
             Slot("momentum_buffer", "like_param", shape, dtype, 0.0, from_first_step=True),
             Slot(FIRST, "scalar", (), torch.float32, 1.0),
         )
-    small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
+    small = sample_shape(optimizer, index, shape, dtype)
     born: list[tuple[Tensor, dict[str, object]]] = []
     for seed in (1, 2):
         values = torch.randn(small, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -161,6 +172,34 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
     if first_differs:
         slots.append(Slot(FIRST, "scalar", (), torch.float32, 1.0))
     return tuple(slots)
+
+
+def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
+    """The numbers of a group that a step sets. torch's own classes set none."""
+    group = optimizer.param_groups[index]
+    if is_torchs_own(optimizer) or kind_of(optimizer, group) != "other" or not group["params"]:
+        return []
+    first = group["params"][0]
+    shape = sample_shape(optimizer, index, tuple(first.shape), first.dtype)
+    param = torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))
+    param.grad = torch.ones_like(param)
+    twin = private_copy(optimizer, index, param, {}, defaultdict(dict))
+    watched = twin.param_groups[0] = Watched(twin.param_groups[0])
+    with torch.no_grad():
+        unhooked(type(twin).step)(twin)
+    return [name for name in numbers(optimizer)[index] if name in watched.written]
+
+
+def sample_shape(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of a small parameter that stands for one: a few rows, or, where its optimizer cannot step so few (it cuts rows into
+    blocks), its own. Raises CompileError if the optimizer can step neither."""
+    small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
+    try:
+        _born(optimizer, index, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
+    except CompileError:
+        _born(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+        return shape
+    return small
 
 
 def _born_at(

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from meshc.errors import StateError
 from meshc.ir.functions import Function
 from meshc.ops.coded import BLOCK, code_of, scale_shape
+from meshc.optimizer.registered import UPDATES
 from meshc.optimizer.sets import AnyOptimizer, members_of
 
 HIDDEN = "meshc."
@@ -28,6 +29,12 @@ FIRST = HIDDEN + "first"
 
 MASTER = HIDDEN + "master"
 """The float32 parameter of which a 16-bit one is the rounding."""
+
+GRADIENT = HIDDEN + "gradient"
+"""The gradient that a parameter was last updated with."""
+
+SUM = HIDDEN + "sum"
+"""What calls that do not step have added up of a parameter's gradient."""
 
 KEPT: Final = ("bf16", "8bit")
 """In what optimizer state may be kept."""
@@ -52,10 +59,13 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a program keeps what updates leave: `Options(optimizer_state=, master_weights=)`."""
+    """How a program keeps what updates leave: `Options(optimizer_state=, master_weights=)`, whether it keeps gradients, and
+    whether calls may add them up."""
 
     state: str | None = None
     master: bool = False
+    gradients: bool = False
+    sums: bool = False
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """In what the update of a parameter of this dtype computes."""
@@ -66,6 +76,8 @@ class Keeping:
         found = [one for slot in slots for one in (slot.coded() if self.state == "8bit" else (slot.narrowed(self.state),))]
         if self.master and dtype in HALVES:
             found.append(Slot(MASTER, "like_param", size, torch.float32, None))
+        names = [name for name, wanted in ((GRADIENT, self.gradients), (SUM, self.sums)) if wanted and not dtype.is_complex]
+        found += [Slot(name, "like_param", size, dtype, 0.0) for name in names]
         return tuple(found)
 
 
@@ -275,6 +287,8 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    if type(optimizer) in UPDATES:
+        return "other"
     if _follows(optimizer, torch.optim.Adam):
         return "adamw" if group.get("decoupled_weight_decay") else "adam"
     return "sgd" if _follows(optimizer, torch.optim.SGD) else "other"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.graph import equal_calls
 from meshc.ir.keys import key_of
+from meshc.optimizer.arithmetic import on_tensors
+from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.numbers import Branch, NumbersAsTensors
 from meshc.optimizer.slots import create_state, private_copy
 from meshc.optimizer.spec import FIRST, Guard, Slot, TracedUpdate, group_numbers, is_torchs_own, token, unhooked
@@ -27,7 +29,8 @@ _MAX_BRANCHES = 5  # each doubles the paths
 
 
 def _placeholders(optimizer: torch.optim.Optimizer, index: int, slots: Sequence[Slot]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = group_numbers(optimizer, optimizer.param_groups[index])
+    counted = {number_of(slot) for slot in slots}
+    names = [name for name in group_numbers(optimizer, optimizer.param_groups[index]) if name not in counted]
     state = tuple(key_of("state", slot.name) for slot in slots)
     return ("param", "grad", *state, *(key_of("number", name) for name in names)), ("param", *state)
 
@@ -38,7 +41,8 @@ def trace_update(
     inputs, outputs = _placeholders(optimizer, index, slots)
     guards: list[Guard] = []
     raw = group_numbers(optimizer, optimizer.param_groups[index])
-    present = {name: value.item() if isinstance(value, Tensor) else value for name, value in raw.items()}
+    counted = {number_of(slot) for slot in slots}
+    present = {name: value.item() if isinstance(value, Tensor) else value for name, value in raw.items() if name not in counted}
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(inputs, tensors, strict=True))
@@ -59,12 +63,12 @@ def trace_update(
         results = explore(())
         return tuple(results[name] for name in outputs)
 
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(), torch.no_grad(), on_tensors(type(optimizer)):
         fakes = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
         fakes += [torch.empty(slot.size, dtype=slot.dtype) for slot in slots]
         fakes += [torch.empty((), dtype=torch.float64) for _ in present]
         try:
-            traced = make_fx(torch.func.functionalize(function, remove="mutations"))(*fakes)
+            traced = make_fx(torch.func.functionalize(function, remove="mutations"), decomposition_table=_SIMPLER)(*fakes)
         except MeshcError:
             raise
         except Exception as error:
@@ -105,6 +109,9 @@ def _one_path(
             else:
                 started = not bool(first)
     for slot in slots:
+        number_name = number_of(slot)
+        if number_name is not None:
+            hyper[number_name] = mode.number(given[key_of("state", slot.name)].clone())
         if slot.hidden or not started:
             continue
         tensor = given[key_of("state", slot.name)].clone()
@@ -119,8 +126,20 @@ def _one_path(
     watched = _snapshot(twin)
     with mode:
         unhooked(type(twin).step)(twin)
-    _refuse_changed(name, watched, _snapshot(twin))
-    return {"param": param, **_new_state(name, twin.state[param], slots, given)}
+    counts = {slot.name: twin.param_groups[0][number] for slot in slots if (number := number_of(slot)) is not None}
+    kept = {f"group[{number_of(slot)!r}]" for slot in slots}
+    before, after = ({key: value for key, value in seen.items() if key not in kept} for seen in (watched, _snapshot(twin)))
+    _refuse_changed(name, before, after)
+    return {"param": param, **_new_state(name, {**twin.state[param], **counts}, slots, given)}
+
+
+def _eye(rows: int, columns: int | None = None, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+    """An identity in operators that have rules."""
+    across = torch.arange(rows if columns is None else columns)
+    return (torch.arange(rows).unsqueeze(1) == across).to(dtype or torch.get_default_dtype())
+
+
+_SIMPLER: Final = {torch.ops.aten.eye.default: _eye, torch.ops.aten.eye.m: _eye}
 
 
 def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
@@ -250,6 +269,8 @@ def _choose(
     graph: Graph, at: Node, condition: Node, a: Node | float, b: Node | float, sunk: dict[tuple[Node, Node, Node], Node]
 ) -> Node | None:
     if isinstance(a, Node) and isinstance(b, Node):
+        if not isinstance(a.meta["val"], Tensor):  # an operator of several results
+            return _sink(graph, at, condition, a, b, sunk) if a.target is b.target else None
         if a.meta["val"].shape != b.meta["val"].shape or a.meta["val"].dtype != b.meta["val"].dtype:
             return None
         deeper = _sink(graph, at, condition, a, b, sunk)

@@ -137,13 +137,15 @@ class Info(TypedDict, total=False):
 
     fresh    what each fresh state is filled with; None: a copy of the parameter
     numbers  the optimizer's, as `0.lr`
-    optimizer_state, master_weights    as in `meshc.Options`
+    guards   outcomes of its branches on them that are compiled in: group, number, relation, what it is compared with
+    optimizer_state, master_weights, keep_gradients, accumulate    as in `meshc.Options`
     experts  what it says of experts, by field
     work     rows of a module, an operator, a phase, its arithmetic, and what each axis does of it (`meshc.cost.work`)
     """
 
     seed: int
     numbers: dict[str, float]
+    guards: list[tuple[int, str, str, float]]
     fresh: dict[str, float | None]
     inputs: str
     outputs: str
@@ -156,6 +158,8 @@ class Info(TypedDict, total=False):
     pp_splits: list[str] | None
     optimizer_state: str | None
     master_weights: bool
+    keep_gradients: bool
+    accumulate: bool
     experts: dict[str, float | str]
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from meshc.frontend.clipping import Clip
 from meshc.frontend.dynamic import DynamicDims
 from meshc.frontend.expert_capacity import Capacity
+from meshc.frontend.gradient_hooks import Hooks
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
@@ -26,6 +28,8 @@ class Request:
 
     function      called as function(module, *args, **kwargs); its output is the program's
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
+    adds          of a training step: gradients are added to those of the calls before, and nothing is updated
+    hooks         by parameter, what its gradient is given to before it is clipped and updated with
     microbatches  None: as many as are predicted to be fastest
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
@@ -63,7 +67,9 @@ class Request:
     grad: bool = False
     train: bool = False
     optimizer: OptimizerSpec | None = None
-    clip_grad_norm: float | None = None
+    adds: bool = False
+    hooks: Mapping[str, Hooks] = field(default_factory=dict)
+    clip_grad_norm: Clip = None
     microbatches: int | None = 1
     inputs: str = "global"
     outputs: str = "plain"

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from meshc.cost.flops import flops
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.chunks.head import chunked
+from meshc.passes.depth.standing import whole_names
 from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.all_steps import all_steps
@@ -27,7 +29,7 @@ def assign(placed: Placed) -> Placed:
     decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
     placed = replace(placed, assignment=decides.run())
     about_the_plan = (*_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings), *all_steps(placed))
-    return placed.noting(*_replicated(placed), *about_the_plan)
+    return placed.noting(*_replicated(placed), *_whole_updates(placed, decides), *about_the_plan)
 
 
 def propagator(placed: Placed, kind: type[Kind]) -> Kind:
@@ -113,6 +115,23 @@ def _replicated(placed: Placed) -> list[str]:
     return [
         f"{name} has no rule: it runs whole on every rank ({times}x, {total:,} bytes of results){where}"
         for name, (times, total, where) in seen.items()
+    ]
+
+
+def _whole_updates(placed: Placed, decides: Propagator) -> list[str]:
+    """Updates that need whole matrices, and what that takes: every rank does the same."""
+    work: dict[str, float] = {}
+    for node in decides.whole_updates:
+        name = placed.joint.updates[node]
+        work[name] = work.get(name, 0.0) + flops(node)
+    counts = {name: len(whole_names(placed.depth, name)) for name in sorted(work)}
+    total = sum(work[name] * count for name, count in counts.items())
+    if not total or placed.mesh.world_size == 1:
+        return []
+    many = sum(counts.values())
+    return [
+        f"the optimizer updates {next(iter(counts))}{f' and {many - 1} more' if many > 1 else ''} by products of whole matrices: these are "
+        f"gathered, and every rank computes all of them, {total / 1e9:,.3g} GFLOP a step"
     ]
 
 

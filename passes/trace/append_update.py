@@ -4,8 +4,7 @@
   becomes
     norm = sqrt(square_sum(grad_w) + ...)     c = clamp(max_norm / (norm + 1e-6), max=1)     w, m, v = adam(w, grad_w * c, m, v, lr, ...)
 
-Everything is written on the global view, so the norm is global whatever the mesh: its sum is pending over the axes that split gradients.
-Parameters without a gradient are left alone, as torch.optim does. Clipping follows `torch.nn.utils.clip_grad_norm_`.
+What stands ahead of the optimizer is in `gradients.py`. Parameters without a gradient are left alone, as torch.optim does.
 """
 
 from __future__ import annotations
@@ -13,79 +12,29 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
 
 import torch
-from torch.fx import Graph, Node
-from torch.fx.node import Argument
+from torch.fx import Node
 
 from meshc.errors import CompileError
-from meshc.frontend.capture import SEED_STEP
 from meshc.frontend.listed_experts import unchosen
-from meshc.ir import Record, Source, record, set_record
-from meshc.ir import update as set_reason
-from meshc.ir.functions import Function
-from meshc.ir.graph import give, output_of, placeholders
+from meshc.ir import record
+from meshc.ir.graph import give
 from meshc.ir.keys import key_of
-from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.keeping import kept_update
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
-from meshc.optimizer.spec import MASTER
+from meshc.optimizer.spec import MASTER, SUM
 from meshc.passes.depth.slice import sliced
 from meshc.passes.depth.standing import whole_names
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.bias_updates import bias_updates
+from meshc.passes.trace.gradients import Gradients, group_of
 from meshc.passes.trace.keep_unchosen import Unchosen
 from meshc.program.program import Port
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
-
-
-class Appender:
-    """Adds global-view nodes before a graph's output; shapes and dtypes come from meta tensors."""
-
-    def __init__(self, graph: Graph, phase: str, source: Source | None = None) -> None:
-        self.graph, self.phase, self.source = graph, phase, source or Source()
-        self.meta: dict[Node, object] = {}
-        self.output = output_of(graph)
-        self.made: list[Node] = []
-
-    def value(self, argument: object) -> object:
-        if isinstance(argument, Node):
-            if argument not in self.meta:
-                found = record(argument)
-                self.meta[argument] = torch.empty(found.shape, dtype=found.dtype, device="meta")
-            return self.meta[argument]
-        if isinstance(argument, list | tuple):
-            return type(argument)(self.value(item) for item in argument)
-        return argument
-
-    def call(self, target: Function, *args: Argument, **kwargs: Argument) -> Node:
-        with self.graph.inserting_before(self.output):
-            node = self.graph.call_function(target, args, kwargs)
-        given = {key: self.value(item) for key, item in kwargs.items()}
-        if "device" in given:
-            given["device"] = "meta"
-        result = target(*map(self.value, args), **given)
-        self.meta[node] = result
-        self.made.append(node)
-        if isinstance(result, list | tuple):
-            set_record(node, tuple(self._record(item) for item in result))
-        else:
-            set_record(node, self._record(result))
-        return node
-
-    def _record(self, result: object) -> Record:
-        if isinstance(result, torch.Tensor):
-            return Record(tuple(result.shape), result.dtype, source=self.source, phase=self.phase)
-        return Record(source=self.source, phase=self.phase)
-
-    def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
-        with self.graph.inserting_after(placeholders(self.graph)[-1]):
-            node = self.graph.placeholder("".join(c if c.isalnum() else "_" for c in name))
-        set_record(node, Record(shape, dtype, phase=self.phase))
-        return node
 
 
 def append_update(traced: Traced) -> Traced:
@@ -107,29 +56,31 @@ def append_update(traced: Traced) -> Traced:
         kept += [] if step is None else bias_updates(model, step, entered, kept, add.call)
     if not gradients:
         _refuse_frozen(list(modules))
-    total = _global_norm(add, gradients, updates)
-    for node in add.made:
-        set_reason(node, reason="the gradient norm")
+    found = Gradients(add, traced, modules, entered, inputs, updates)
+    gradients, total = found.ahead_of_clipping(gradients)
     kept.append((Port("metric", "grad_norm", (), record(total).dtype or torch.float32), total))
-    coefficient = _clip_coefficient(add, total, traced.request.clip_grad_norm)
     _refuse_strange(spec, gradients, modules)
     _refuse_idle(spec, gradients, modules)
+    if traced.request.adds:
+        kept += found.added(gradients)
+        return _finished(traced, joint, inputs, kept, found)
+    coefficients = found.coefficients(gradients, total)
     numbers = _number_inputs(add, inputs, spec)
-    seed_step = cache(lambda: _seed_input(add, inputs, entered))
     unwritten: dict[str, str] = {}
     experts = Unchosen(add.call, uncalled, kept)
     for name, gradient in gradients.items():
         parameter = modules[name]
-        group = _group_of(spec, parameter)
+        group = group_of(spec, parameter)
         if group is None:
             continue
         before = len(add.made)
-        if coefficient is not None:
-            gradient = _clipped(add, gradient, coefficient, parameter.dtype)
+        gradient = found.clipped(name, gradient, coefficients)
+        sums = found.emptied(name)
         mine = entered[key_of("parameter", name)]
         state = _state_inputs(add, inputs, name, parameter, group)
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-        new, after = kept_update(group, name, mine, gradient, state, numbers[group.index], add.call, like, parameter, seed_step)
+        new, after = kept_update(group, name, mine, gradient, state, numbers[group.index], add.call, like, parameter, found.seed_step)
+        after |= sums
         if new is mine:
             unwritten[name] = group.optimizer
         new, after = experts.kept(name, mine, new, state, after)
@@ -141,9 +92,15 @@ def append_update(traced: Traced) -> Traced:
             if node.target is not operator.getitem:
                 updates[node] = name
     _refuse_unwritten(unwritten)
-    give(graph, (node for _, node in kept))
-    joint = replace(joint, inputs=tuple(inputs), outputs=tuple(port for port, _ in kept), updates=updates)
-    return replace(traced.noting(*_strangers(spec, gradients, modules, traced), *_without_masters(spec)), joint=joint)
+    noted = traced.noting(*_strangers(spec, gradients, modules, traced), *_without_masters(spec))
+    return _finished(noted, joint, inputs, kept, found)
+
+
+def _finished(traced: Traced, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> Traced:
+    """With a joint graph that gives what is kept."""
+    give(joint.graph, (node for _, node in kept))
+    ports = dict(inputs=tuple(inputs), outputs=tuple(port for port, _ in kept))
+    return replace(traced, joint=replace(joint, **ports, updates=found.updates, constants=found.constants))
 
 
 def _refuse_frozen(names: list[str]) -> None:
@@ -154,23 +111,6 @@ def _refuse_frozen(names: list[str]) -> None:
         "  what to do: requires_grad_(True) on what is to be trained, before meshc.compile; a model that is only to be evaluated is\n"
         "  compiled without a TrainStep, under torch.no_grad()"
     )
-
-
-def _global_norm(add: Appender, gradients: dict[str, Node], updates: dict[Node, str]) -> Node:
-    total: Node | None = None
-    for name, gradient in gradients.items():
-        square = add.call(meshc.square_sum.default, gradient)
-        updates[square] = name
-        total = square if total is None else add.call(aten.add.Tensor, total, square)
-    assert total is not None
-    return add.call(aten.sqrt.default, total)
-
-
-def _clip_coefficient(add: Appender, total: Node, limit: float | None) -> Node | None:
-    if limit is None:
-        return None
-    ratio = add.call(aten.mul.Tensor, add.call(aten.reciprocal.default, add.call(aten.add.Tensor, total, 1e-6)), float(limit))
-    return add.call(aten.clamp.default, ratio, None, 1.0)
 
 
 def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> list[dict[str, Node]]:
@@ -184,33 +124,16 @@ def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> li
     return found
 
 
-def _seed_input(add: Appender, inputs: list[Port], entered: Mapping[str, Node]) -> Node:
-    """The seed and the step of random numbers, the model's own if it draws some."""
-    found = next((entered[port.key] for port in inputs if port.kind == "random"), None)
-    if found is None:
-        found = add.placeholder(SEED_STEP, (2,), torch.int64)
-        inputs.append(Port("random", SEED_STEP, (2,), torch.int64))
-    return found
-
-
-def _clipped(add: Appender, gradient: Node, coefficient: Node, dtype: torch.dtype) -> Node:
-    """The gradient by the coefficient, in its parameter's dtype."""
-    scaled = add.call(aten.mul.Tensor, gradient, coefficient)
-    return scaled if record(scaled).dtype == dtype else add.call(aten._to_copy.default, scaled, dtype=dtype)
-
-
 def _state_inputs(add: Appender, inputs: list[Port], name: str, parameter: torch.Tensor, group: GroupSpec) -> dict[str, Node]:
     """Placeholders for a parameter's state, by slot; their ports go to `inputs`."""
     state: dict[str, Node] = {}
     for slot in group.slots_of(parameter):
+        if slot.name == SUM:  # it has come with the gradient
+            continue
         shape = tuple(parameter.shape) if slot.shape == "like_param" else tuple(slot.size)
         state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
         inputs.append(Port("state", f"{name}/{slot.name}", shape, slot.dtype, of=name))
     return state
-
-
-def _group_of(spec: OptimizerSpec, parameter: object) -> GroupSpec | None:
-    return next((group for group in spec.groups if any(p is parameter for p in group.params)), None)
 
 
 def _refuse_strange(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:

@@ -31,6 +31,7 @@ from torch import nn
 
 from meshc import environment
 from meshc.frontend import calling
+from meshc.frontend.gradient_hooks import hooks_in
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.functions import Keywords
 from meshc.ops import registered
@@ -187,6 +188,7 @@ def _step(train_step: TrainStep, module: nn.Module, key: Entries) -> dict[str, s
     held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
     return {
         **{f"{name}=": stable(getattr(train_step, name)) for name in ("clip_grad_norm", "microbatches", "batch_mix")},
+        "the gradient hooks": _listed((name, hooks.names()) for name, hooks in hooks_in(module).items()),
         "the optimizer": _listed(key),
         "the optimizer's parameters": _listed(held),
         "the optimizer's numbers": _listed(

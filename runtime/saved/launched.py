@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -31,14 +32,16 @@ from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
 from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.scheduled import Schedule
 from meshc.text import show
 from meshc.text.libraries import libraries_of
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs. With
-    `rules` (`meshc.passes.rules`) what the program's types say is checked against them."""
+    """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
+    is a file of the optimizer's numbers by step. With `rules` (`meshc.passes.rules`) what the program's types say is checked against them.
+    """
 
     path: str
     inputs: tuple[str, ...]
@@ -49,6 +52,7 @@ class Run:
     seed: int | None = None
     allow_edited: bool = False
     allow: tuple[str, ...] = ()
+    numbers: str | None = None
     rules: Rules | None = None
 
 
@@ -75,6 +79,7 @@ def run_saved(ask: Run) -> None:
         with board.guard(0, "load") if board else nullcontext():
             if board is not None:
                 given = {"--backend": ask.backend, "--seed": ask.seed}
+                given["--numbers"] = None if ask.numbers is None else _digest(ask.numbers)
                 given |= {"number of --inputs": len(ask.inputs), "--save-state": ask.save_state is not None}
                 agree(board, "load", agreed.before_running(program, ask.path, ask.state, given), agreed.advice)
             _refuse_other_backend(program, ask)
@@ -114,11 +119,14 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
     rank = dist.get_rank() if board is not None else 0
     with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
         loaded = Loaded(program, begin, rank, device, board, ask.seed)
+    schedule = None if ask.numbers is None else Schedule(ask.numbers, program)
     writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
     for name in ask.inputs or (None,):
         with TensorFile(Path(name)) if name is not None else nullcontext() as file:
             inputs = loaded.inputs(file)
         step = loaded.step
+        if schedule is not None:
+            loaded.set_numbers(schedule.at(step))
         found = loaded.run(inputs)
         if writer is not None:
             writer.call(step, found, loaded.learning_rates())
@@ -127,6 +135,13 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
         save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, partial(to_all, board), owners)
     if writer is not None:
         writer.close(ask.save_state)
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return "it cannot be read"  # which `Schedule` says with the reason
 
 
 class _Writer:

@@ -4,7 +4,7 @@
     inputs.safetensors ── whole, or this rank's part ────────────────────────────────────────────> executor ──> outputs, whole everywhere
 
 From weights, optimizer state begins as torch would create it, at step 0 with the seed that the program was saved with; a saved state holds
-all of that. The optimizer's numbers (learning rates) are those of the time when the program was saved.
+all of that. The optimizer's numbers (learning rates) are those of the time when the program was saved, until `set_numbers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshc.check import check_program
 from meshc.errors import InputError, StateError, lines_of
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import layouts
-from meshc.ir.keys import is_a
+from meshc.ir.keys import is_a, name_of
 from meshc.ops.random import seed_step
 from meshc.program import instance
 from meshc.program.program import PlainProgram, Port
@@ -127,6 +127,11 @@ class Loaded:
     def learning_rates(self) -> list[float]:
         """One for each of the optimizer's groups."""
         return [float(number) for key, number in self.numbers.items() if key.endswith(".lr")]
+
+    def set_numbers(self, numbers: Mapping[str, float]) -> None:
+        """What the optimizer's numbers are from the next call on, by name."""
+        for key, tensor in self.numbers.items():
+            tensor.fill_(numbers[name_of(key)])
 
     def _number(self, port: Port) -> Tensor:
         numbers = self.program.info.get("numbers", {})

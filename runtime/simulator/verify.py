@@ -17,7 +17,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.errors import VerifyError
+from meshc.frontend.clipping import Clip, clip_
 from meshc.frontend.flex import written_out_flex
+from meshc.frontend.gradient_hooks import Hooks
+from meshc.frontend.gradient_hooks import run as run_hooks
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.train_step import split_result
 from meshc.ir import Record, record, trees
@@ -184,6 +187,7 @@ class Reference:
 
     parts      how a step that is the mean of its microbatches cuts its inputs
     perturbed  roundings are changed at random, from this seed (`sensitivity.py`)
+    hooks      what gradients are given to between backward and the optimizer, by parameter
     """
 
     module: nn.Module
@@ -194,6 +198,7 @@ class Reference:
     double: bool = False
     parts: Parts | None = None
     perturbed: int | None = None
+    hooks: Mapping[str, Hooks] = field(default_factory=dict)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -327,7 +332,7 @@ def compare_steps(
     optimizer: AnyOptimizer,
     state: Callable[[Port], torch.Tensor],
     numbers: Callable[[], list[dict[str, float]]],
-    clip: float | None,
+    clip: Clip,
     report: Report,
     *,
     keep: Callable[[int], None] = lambda step: None,
@@ -352,7 +357,8 @@ def compare_steps(
         reference.module.zero_grad(set_to_none=True)
         before = _parameters(reference)
         loss, metrics = reference.train(step)
-        norm = None if clip is None else torch.nn.utils.clip_grad_norm_(reference.module.parameters(), clip)
+        run_hooks(reference.module, reference.hooks, reference.seed, step)
+        norm = clip_(reference.module, clip)
         for member in members:
             member.step()
         keep(step)

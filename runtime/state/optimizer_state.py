@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError
+from meshc.errors import StateError, listed
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
@@ -39,11 +39,10 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
     is taken over: the DTensors that it holds, or rank 0's plain tensors. Slots that torch does not know stay with the store alone.
     """
     members = members_of(optimizer)
-    first = not store.optimizers
-    if not first and {*map(id, store.optimizers)} != {*map(id, members)}:
-        raise StateError("another optimizer updates this model's parameters already: one optimizer trains a model at a time")
-    if first:
-        store.forget_states()
+    others = [one for one in store.optimizers if all(one is not member for member in members)]
+    fresh_members = [member for member in members if all(one is not member for one in store.optimizers)]
+    _refuse_shared(store, fresh_members, others)
+    store.forget_states()
     store.check_storage([port for port in ports if port.key in store.held])
     mine: dict[str, tuple[Tensor, torch.optim.Optimizer]] = {}
     for member in members:
@@ -71,10 +70,33 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
     for member in members:
         replaced = {old: store.held[key].live for key, (old, whose) in mine.items() if whose is member}
         attach_state(member, replaced, states[id(member)])
-        if first:
+        if member in fresh_members:
             ownership.own_optimizer(member, store)
     forget_other_forms(store, members)
     _tell_wrappers(store, optimizer)
+
+
+def follow(store: Store, optimizer: AnyOptimizer) -> None:
+    """Gives optimizers that were built before another program of the model the parameters that it has put in the place of theirs."""
+    for member in members_of(optimizer):
+        held = [p for group in member.param_groups for p in group["params"]]
+        attach_state(member, {p: store.live(p) for p in held if store.parameter_key(p) is not None}, {})
+    _tell_wrappers(store, optimizer)
+
+
+def _refuse_shared(store: Store, members: Sequence[torch.optim.Optimizer], others: Sequence[torch.optim.Optimizer]) -> None:
+    """Several steps of one model each have an optimizer, of parameters of their own (a generator's, a discriminator's)."""
+    owned = ((one, p) for one in others for group in one.param_groups for p in group["params"])
+    held = {key: one for one, p in owned if (key := store.parameter_key(p)) is not None}
+    keys = [store.parameter_key(p) for member in members for group in member.param_groups for p in group["params"]]
+    twice = [key for key in keys if key in held]
+    if twice:
+        names, other = [store.held[key].name for key in twice if key is not None], type(held[twice[0]]).__qualname__
+        raise StateError(
+            f"{listed(names, 4)}: another {other} updates this already\n"
+            "  why: a parameter has one optimizer, whose state the model's programs share\n"
+            "  what to do: give both steps the same optimizer; or let go of the old one (del optimizer) before a new one is compiled"
+        )
 
 
 def in_another_form(store: Store, held: Held) -> object | None:

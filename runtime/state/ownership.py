@@ -124,6 +124,9 @@ def _sync(owner: object, *_: object) -> None:
             store.sync()
 
 
+_sync.of_meshc = True  # type: ignore[attr-defined]  # no hook of a user's
+
+
 def _look_who_asks(model: nn.Module, *_: object) -> None:
     if model in _STORES:  # a copy of the model has the hook and plain parameters
         look_who_asks(model)

@@ -29,12 +29,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
+from meshc.frontend.gradient_hooks import move
 from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
-from meshc.optimizer.spec import CODES
+from meshc.optimizer.spec import CODES, GRADIENT
 from meshc.program.program import Port
 from meshc.runtime.comm import disk, host
 from meshc.runtime.comm.groups import Groups
@@ -114,7 +115,9 @@ class Store:
     def adopt_optimizer(self, optimizer: AnyOptimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
         """`optimizer_state.adopt` for this store."""
         optimizer_state.adopt(self, optimizer, [port for port in ports if port.kind == "state"], spec)
-        self._optimizers = tuple(weakref.ref(member) for member in members_of(optimizer))
+        known = {id(one) for one in self.optimizers}
+        new = tuple(weakref.ref(member) for member in members_of(optimizer) if id(member) not in known)
+        self._optimizers = (*(reference for reference in self._optimizers if reference() is not None), *new)
 
     @property
     def model(self) -> nn.Module:
@@ -125,9 +128,8 @@ class Store:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that programs of the model step; none once one of them is gone."""
-        found = [one for reference in self._optimizers if (one := reference()) is not None]
-        return tuple(found) if len(found) == len(self._optimizers) else ()
+        """Those that programs of the model step, of what is still there."""
+        return tuple(one for reference in self._optimizers if (one := reference()) is not None)
 
     # What a program uses.
 
@@ -239,6 +241,16 @@ class Store:
                     self._read_back(self.held[key])
         self._born_unfilled.clear()
 
+    def show_gradients(self) -> None:
+        """What programs keep of gradients becomes `.grad` of the parameters. All ranks call it."""
+        kept = [held for held in self.held.values() if held.slot == GRADIENT]
+        if any(not held.shared or held.lags for held in kept):
+            self.sync()
+        for held in kept:
+            parameter = self.held[held.of].live
+            if parameter.grad is not held.live:
+                parameter.grad = held.live
+
     # Checkpoints.
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
@@ -306,6 +318,7 @@ class Store:
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
+                move(tensor, held.live)
                 held.remember()
                 held.seen = held.version()
                 ownership.mark_replaced(tensor, held.name)
@@ -445,8 +458,9 @@ class Store:
             self._refresh(held)
 
     def forget_states(self) -> None:
-        """The optimizer is gone, and its state with it."""
-        self.held = {key: held for key, held in self.held.items() if not held.of}
+        """Optimizers that are gone take their state with them."""
+        gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
+        self.held = {key: held for key, held in self.held.items() if key not in gone}
 
     def _refresh(self, held: Held) -> None:
         if not held.shared and held.slots is not None:

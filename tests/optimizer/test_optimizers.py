@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,10 @@ def test_wrapper_equals_one_device() -> None:
 def test_two_matrices_of_one_update_are_gathered_once() -> None:
     """Newton-Schulz takes fifteen products; what is sent for them is one gather of each matrix."""
     model = net()
-    text = str(compiled(model, torch.optim.Muon(matrices(model)), "tp=2", "tp: ffn"))
+    program = compiled(model, torch.optim.Muon(matrices(model)), "tp=2", "tp: ffn")
+    text = str(program)
+    (note,) = [note for note in program.compiled.notes if "products of whole matrices" in note]
+    assert re.search(r"^the optimizer updates \S+ and 1 more by .* every rank computes all of them, \S+ GFLOP a step$", note)
     updates = text[text.index("lerp") :]
     assert updates.count("aten.mm(") == 10 and updates.count("= all_gather(") == 2 and "all_reduce(" not in updates
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from math import exp
 
 import pytest
 import torch
@@ -151,7 +152,23 @@ class OldMomentum(torch.optim.Optimizer):
                 p.add_(buffer, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("kind", [Lion, HandAdam, OldMomentum])
+class Roots(torch.optim.Optimizer):
+    """Python's `math` on a count that begins as a default."""
+
+    def __init__(self, params, lr=0.1, decay=0.7):
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                rate = group["lr"] / math.sqrt(state["step"]) + math.pow(state["step"], -group["decay"]) * exp(-state["step"])
+                p.add_(p.grad, alpha=-rate * math.sqrt(4))
+
+
+@pytest.mark.parametrize("kind", [Lion, HandAdam, OldMomentum, Roots])
 def test_users_own_class(kind):
     optimizer = kind(parameters(SHAPES[:2] if kind is HandAdam else SHAPES))  # which is traced anew at each step, for its count
     before = copy.deepcopy(optimizer.state_dict())
@@ -184,7 +201,7 @@ class BakesRoot(torch.optim.Optimizer):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             state["step"] = state.get("step", 0) + 1
-            p.add_(p.grad, alpha=-0.1 / math.sqrt(state["step"]))
+            p.add_(p.grad, alpha=-0.1 / float(state["step"]) ** 0.5)
 
 
 class CountsInGroup(BakesRoot):

@@ -75,6 +75,11 @@ def test_who_asks_for_a_state_dict() -> None:
     assert run("savers", 2, "tp=2", *names).split() == [*names]
 
 
+def test_loops() -> None:
+    names = ("hooked", "kept", "added", "counted", "behind", "two_steps")
+    assert run("loops", 2, "dp=2", *names).split() == [*names]
+
+
 def test_several_optimizers() -> None:
     names = ("trained", "resumed", "saved")
     assert run("optimizers", 2, "dp=2", *names).split() == [*names]

@@ -1,0 +1,57 @@
+"""Clipping of gradients: by the norm of all, or of groups of parameters by patterns of their names.
+
+    clip_grad_norm=1.0                                       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm={"embed.*": 0.1, "layers.*": 1.0}         each group by its own norm; what no pattern names is not clipped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import PlanError, listed
+
+Clip: TypeAlias = float | Mapping[str, float] | None
+
+
+def check(clip: Clip, names: Iterable[str]) -> None:
+    """Raises PlanError for a norm that is none, patterns that name nothing and parameters that two name."""
+    limits = clip.values() if isinstance(clip, Mapping) else [] if clip is None else [clip]
+    wrong = [limit for limit in limits if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0]
+    if wrong:
+        raise PlanError(f"clip_grad_norm={clip!r}: the largest norm of all gradients, or a dict from patterns of names to norms")
+    if not isinstance(clip, Mapping):
+        return
+    names = list(names)
+    groups = [[name for name in names if fnmatchcase(name, pattern)] for pattern in clip]
+    idle = [repr(pattern) for pattern, group in zip(clip, groups, strict=True) if not group]
+    if idle:
+        raise PlanError(f"clip_grad_norm: {', '.join(idle)} names no parameter; the model has {listed(names, 4)}")
+    twice = [name for name in names if sum(name in group for group in groups) > 1]
+    if twice:
+        raise PlanError(f"clip_grad_norm: {listed(twice, 4)}: two patterns name it, and a gradient is clipped once")
+
+
+def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]:
+    """The largest norm of each group, and which of these parameters are in it."""
+    if clip is None:
+        return []
+    patterns = clip if isinstance(clip, Mapping) else {"*": clip}
+    names = list(names)
+    found = [(limit, [name for name in names if fnmatchcase(name, pattern)]) for pattern, limit in patterns.items()]
+    return [(limit, group) for limit, group in found if group]
+
+
+def clip_(module: nn.Module, clip: Clip) -> Tensor | None:
+    """On one device: the norm of all gradients as they were, which are then clipped; None if nothing is."""
+    parameters = dict(module.named_parameters())
+    if not isinstance(clip, Mapping):
+        return None if clip is None else torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+    for limit, names in groups_of(clip, parameters):
+        torch.nn.utils.clip_grad_norm_([parameters[name] for name in names], limit)
+    return norm

@@ -1,0 +1,168 @@
+"""What users hang on a parameter's gradient, as functions of it.
+
+    w.register_hook(lambda g: 0.1 * g)                               gradient -> gradient
+    w.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))   parameter, whose `.grad` it changes
+
+In a step they run on the whole gradient of the whole batch, behind backward and ahead of clipping; here on plain tensors, for one device.
+What they draw (noise) are the draws of the step under a name of the parameter, so that they are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from meshc.errors import CompileError
+from meshc.frontend.reference import ReferenceRandom, Tile
+from meshc.ir import Source
+from meshc.ir.functions import Function
+from meshc.ops import random
+from meshc.ops.keep import call_named
+
+_ATTRIBUTES: Any = Tensor  # to a type checker, `Tensor.grad` is a value, not a descriptor
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Of one parameter, in the order in which autograd runs them: those of its gradient, then those of the parameter that has got it.
+
+    numbers  what torch counts each by: a hook that is taken away and given again has another
+    """
+
+    of_gradient: tuple[Function, ...]
+    of_parameter: tuple[Function, ...]
+    numbers: tuple[int, ...] = ()
+
+    def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient that they make of one, which they may change in place."""
+        for hook in self.of_gradient:
+            made = hook(gradient)
+            gradient = gradient if made is None else made
+        if self.of_parameter:
+            with _Holding(parameter, gradient) as held, _nobody_steps():
+                for hook in self.of_parameter:
+                    if hook(parameter) is not None:
+                        raise CompileError(f"{_name(hook)} returns something: torch refuses a hook of a parameter that does")
+            if held.gradient is None:
+                raise CompileError(f"{self.names()} takes the gradient away: a step updates each parameter that has one")
+            gradient = held.gradient
+        return gradient
+
+    def names(self) -> str:
+        """What messages call them: the function, and the line that it is on."""
+        return ", ".join(_name(hook) for hook in (*self.of_gradient, *self.of_parameter))
+
+
+def hooks_of(parameter: Tensor) -> Hooks | None:
+    """What hangs on a parameter's gradient."""
+    first, second = _table(parameter, "_backward_hooks"), _table(parameter, "_post_accumulate_grad_hooks")
+    if not first and not second:
+        return None
+    return Hooks(tuple(first.values()), tuple(second.values()), (*first, *second))
+
+
+def hooks_in(module: nn.Module) -> dict[str, Hooks]:
+    """By parameter, of those that have some."""
+    found = {name: hooks_of(parameter) for name, parameter in module.named_parameters()}
+    return {name: hooks for name, hooks in found.items() if hooks is not None}
+
+
+def move(old: Tensor, new: Tensor) -> None:
+    """What hangs on `old` hangs on `new` too; handles (`handle.remove()`) act on both."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if _table(old, name):
+            setattr(new, name, getattr(old, name))
+
+
+def _table(parameter: Tensor, name: str) -> Mapping[int, Function]:
+    found: Mapping[int, Function] | None = getattr(parameter, name, None)
+    return found or {}
+
+
+def _name(hook: Function) -> str:
+    place = _place(hook)
+    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}{f' ({place})' if place.line else ''}"
+
+
+def _place(hook: Function) -> Source:
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    return Source() if code is None else Source(code.co_filename, code.co_firstlineno)
+
+
+# Draws.
+
+
+class Drawing(ReferenceRandom):
+    """Answers what a parameter's hooks draw in a step; `seed_step` is the two numbers, or what a trace has for them."""
+
+    def __init__(self, name: str, seed_step: Tensor) -> None:
+        super().__init__(0)
+        self.name, self.seed_step = name, seed_step
+
+    def next(self, func: Any, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
+        call = call_named(f"{self.name}/hook/{self.calls}")
+        self.drawn.append((str(func), tuple(shape)))
+        return self.seed_step, call, (tuple(shape), tuple(shape), [0] * len(shape))
+
+
+def run(module: nn.Module, hooks: Mapping[str, Hooks], seed: int, step: int) -> None:
+    """On one device: the gradients of a module become what hooks make of them."""
+    for name, parameter in module.named_parameters():
+        if name in hooks and parameter.grad is not None:
+            with torch.no_grad(), Drawing(name, random.seed_step(seed, step, "cpu")):
+                parameter.grad = hooks[name](parameter, parameter.grad)
+
+
+# A parameter that has a gradient.
+
+
+class _Holding(TorchFunctionMode):
+    """A context in which a parameter's `.grad` is a given tensor, whatever torch would allow to be put there."""
+
+    def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
+        super().__init__()
+        self.parameter = parameter
+        self.gradient: Tensor | None = gradient
+
+    def __enter__(self) -> _Holding:
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        grad, data = _ATTRIBUTES.grad, _ATTRIBUTES.data
+        if args and args[0] is self.parameter and func == grad.__get__:
+            return self.gradient
+        if args and args[0] is self.parameter and func in (grad.__set__, grad.__delete__):
+            self.gradient = args[1] if func == grad.__set__ else None
+            return None
+        if func == data.__get__:
+            return args[0]
+        if func == data.__set__:
+            return args[0].copy_(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _nobody_steps() -> Iterator[None]:
+    """A context in which an optimizer's step is refused: a step that updates as gradients come is one of several."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        raise CompileError(
+            f"a hook steps {type(optimizer).__qualname__}, once a gradient is there\n"
+            "  why: a compiled step updates parameters itself, each as soon as its gradient is whole, where nothing is clipped\n"
+            "  what to do: take the hook out, and give the optimizer to TrainStep(optimizer=...)"
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

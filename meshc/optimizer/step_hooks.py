@@ -1,0 +1,45 @@
+"""Hooks of an optimizer's step, in a step that is compiled: what runs behind it is run, what runs ahead of it is refused.
+
+    optimizer.register_step_post_hook(clamp_weights)       after each call of the program
+    optimizer.register_step_pre_hook(scale_gradients)      refused: gradients are not to be had between backward and the update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from meshc.errors import StateError
+from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
+
+Hook = Callable[..., Any]
+
+
+def _hooked(optimizer: AnyOptimizer) -> Iterator[torch.optim.Optimizer]:
+    wrappers = optimizer.wrappers if isinstance(optimizer, Optimizers) else ()
+    yield from (one for one in (*members_of(optimizer), *wrappers) if isinstance(one, torch.optim.Optimizer))
+
+
+def refuse_pre_hooks(optimizer: AnyOptimizer) -> None:
+    """Raises StateError for hooks of users that would run between backward and the update."""
+    for one in _hooked(optimizer):
+        found = [hook for hook in getattr(one, "_optimizer_step_pre_hooks", {}).values() if not getattr(hook, "of_meshc", False)]
+        if found:
+            names = ", ".join(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in found)
+            raise StateError(
+                f"{type(one).__qualname__} has a hook ahead of its step (register_step_pre_hook): {names}\n"
+                "  why: backward and update are one program, and nothing of Python runs between them\n"
+                "  what to do: what changes a gradient: parameter.register_hook(...); what changes rates: before the call of the program;\n"
+                "  what only looks at gradients: Options(keep_gradients=True), after it"
+            )
+
+
+def post_hooks(optimizer: AnyOptimizer) -> list[Callable[[], Any]]:
+    """What users run behind a step, to be called in this order."""
+
+    def called(hook: Hook, one: torch.optim.Optimizer) -> Callable[[], Any]:
+        return lambda: hook(one, (), {})
+
+    return [called(hook, one) for one in _hooked(optimizer) for hook in getattr(one, "_optimizer_step_post_hooks", {}).values()]

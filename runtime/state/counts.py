@@ -1,0 +1,54 @@
+"""Numbers that steps count in an optimizer's groups, as its user sees them: `group["k"]` follows the program's, and may be written.
+
+    before a call    group["k"], where somebody has changed it  ->  the state of every parameter of the group
+    after it         the state of one of them                   ->  group["k"]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from meshc.optimizer.group_counts import number_of
+from meshc.optimizer.optimizer import AnyOptimizer, members_of
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.held import Held
+    from meshc.runtime.state.store import Store
+
+
+class Counts:
+    """Of one optimizer, whose state a store holds."""
+
+    def __init__(self, store: Store, optimizer: AnyOptimizer) -> None:
+        mine: dict[str, list[Held]] = defaultdict(list)
+        for held in store.held.values():
+            if held.fresh is not None and number_of(held.fresh) is not None:
+                mine[held.of].append(held)
+        self.rows: list[tuple[dict[str, Any], str, list[Held]]] = []
+        for group in (group for member in members_of(optimizer) for group in member.param_groups):
+            by_name: dict[str, list[Held]] = defaultdict(list)
+            for parameter in group["params"]:
+                for held in mine.get(store.parameter_key(parameter) or "", ()):
+                    assert held.fresh is not None
+                    by_name[number_of(held.fresh) or ""].append(held)
+            self.rows += [(group, name, helds) for name, helds in by_name.items()]
+        self.seen = [float(group[name]) for group, name, _ in self.rows]
+
+    def take(self) -> None:
+        """Before a call: what somebody else has written."""
+        for index, (group, name, helds) in enumerate(self.rows):
+            value = float(group[name])
+            if value != self.seen[index]:
+                for held in helds:
+                    held.buffer.fill_(value)
+                self.seen[index] = value
+
+    def give(self) -> None:
+        """After a call: what the step has counted. A rank whose pipeline stage has no parameter of a group leaves it as it is."""
+        for index, (group, name, helds) in enumerate(self.rows):
+            own = next((held for held in helds if not held.lags), None)
+            if own is not None:
+                value = float(own.buffer)
+                group[name] = int(value) if isinstance(group[name], int) else value
+                self.seen[index] = value
