@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
 from typing import Final
 
 from meshc.errors import PlanError
@@ -45,6 +46,8 @@ class Options:
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
+    uneven_rows    with inputs="local", True: parts may have different numbers of rows, or none; the batch is the rows of all ranks in order.
+                   Ranks then tell each other how many at each call, and rows move so that tiles are equal
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
     remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
                    but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
@@ -70,6 +73,8 @@ class Options:
                    programs read. Default: each stays where its number puts it
     expert_bias_update  by how much the bias of a router (DeepSeek V3's `e_score_correction_bias`) changes after a step: up where an expert
                    had fewer tokens than the mean, down where it had more (0.001). Default: it stays, as the model leaves it
+    cache          where compiled programs are kept on disk for a next start of the same job: a folder, or True for `programs` where meshc
+                   keeps its kernels (docs/compile-time.md); False: nowhere; default: where MESHC_PROGRAMS says, and nowhere without it
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
@@ -84,9 +89,11 @@ class Options:
     host_budget: int | str | None = None
     check_inputs: int | None = None
     local_loss: str | None = None
+    uneven_rows: bool = False
     check_indices: bool = True
     optimizer_state: str | None = None
     master_weights: bool = False
+    cache: bool | str | Path | None = None
     depth: str = "auto"
     remat: str | None = None
     attention: str | None = None
@@ -123,6 +130,8 @@ class Options:
             raise PlanError(f"Options(schedule={self.schedule!r}): a schedule's name, its text, or a function that makes its lists")
         if isinstance(self.pp_splits, str):
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
+        if not isinstance(self.cache, bool | str | Path | None) or self.cache == "":
+            raise PlanError(f"Options(cache={self.cache!r}): a folder, True or False")
         dynamic.read(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
