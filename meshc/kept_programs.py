@@ -109,7 +109,7 @@ def write(folder: Path, name: str, program: PlainProgram, told: Mapping[str, obj
             put(made, place)
         _drop_old(folder)
     except (ArtifactError, FileError, OSError, TypeError, ValueError) as error:
-        return str(error)
+        return "" if place.is_dir() else str(error)  # another job has just put it there
     return ""
 
 

@@ -17,6 +17,7 @@ from meshc.api.made import Made
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
+from meshc.frontend.stock_caches import LENGTH
 from meshc.optimizer.optimizer import changes, describe
 from meshc.passes.driver.sizes import Sizes
 from meshc.passes.lower.exposed import EXPOSED
@@ -28,11 +29,17 @@ from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement
 from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.failed_rank import FailureBoard
+from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
+OTHER_SIZES = (
+    "\n  why: every rank passes the whole batch, and has run the program of another size than the others: what it sent is no part of theirs\n"
+    '  what to do: load the same batches on every rank, or compile with inputs="local" if each rank has its own part. Go on from a state\n'
+    "  that was saved before that step"
+)
 WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
 """Words of the notes of a compilation that are warnings."""
 
@@ -82,6 +89,8 @@ class Compilations:
         self.store: Store | None = None
         self._known: list[str] = []
         self._sizes = Sizes()
+        self._called: Stream | None = None
+        """Which sizes calls have, once there are several, for the comparison with the other ranks."""
         self._last: Compilation | None = None
 
     @property
@@ -149,10 +158,28 @@ class Compilations:
                     self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
                 self.kept[key] = self._compile(args, kwargs, key)
                 self._known.append(calling.describe_inputs(args, kwargs))
-                if self.asked.dynamic and len(self.kept) > instance.KEPT:
-                    del self.kept[next(iter(self.kept))], self._known[0]
+                if len(self.kept) > self.asked.options.kept_sizes:
+                    self._drop()
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
+
+    def note(self, call: Admitted) -> None:
+        """Beside the call ranks compare its sizes, where each may have a program of its own for them and nothing else has compared them."""
+        board, asked = self.world.board, self.asked
+        if board is None or len(self.kept) < 2 or asked.inputs == "local" or LENGTH in call.kwargs:
+            return
+        if self._called is None:
+            self._called = board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
+        rows = [(name.replace(".", "/"), shape) for name, shape in asked.shapes(call.args, call.kwargs)]
+        names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
+        self._called.note(names, tuple(int(size) for _, shape in rows for size in shape))
+
+    def _drop(self) -> None:
+        """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
+        oldest = next(iter(self.kept))
+        del self.kept[oldest], self._known[0]
+        if not self.asked.dynamic:
+            del self.general[oldest]
 
     def _refusal(self, difference: Disagreement) -> MeshcError:
         if difference.field != agreed.INPUTS:

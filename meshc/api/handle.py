@@ -121,6 +121,7 @@ class Program:
         tensors = [leaf for leaf in trees.leaves(call.passed) if isinstance(leaf, torch.Tensor)]
         with self.world.refusable():
             session.check(tensors, dealt)
+        self.compilations.note(call)
         self.world.begin(self.asked.name)
         if dealt is not None:
             with self.guarded("move rows"):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from meshc import environment, errors
-from meshc.api import kept, made
+from meshc.api import kept, made, progress
 from meshc.api.asked import Asked
 from meshc.api.kept import Ran
 from meshc.api.made import Made
@@ -55,6 +55,14 @@ def compiled(board: FailureBoard | None, asked: Asked, request: Request, agreed:
     the program. Raises MeshcError: what rank 0 meets, those raise that would have taken its program."""
     first = board is None or board.rank == 0
     hook = hooks.hook(PassCheck()) if first else None
+    with progress.shown(asked.name, hook, wanted=first) as told:
+        return _compiled(board, asked, request, agreed, sizes, told)
+
+
+def _compiled(
+    board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Sizes, hook: Hook | None
+) -> Made:
+    first = board is None or board.rank == 0
     folder = kept.folder(asked.options) if first else None
     if board is None and folder is None:
         return Made.of(*sizes.compile(request, hook))

@@ -1,9 +1,10 @@
 """Several sizes of one model: from the third on passes begin behind a trace that is the same for all.
 
     batch 8, seq 32    traced and compiled
-    batch 8, seq 48    seq differs: traced with seq open; 48 put in, and compiled from there
-    batch 8, seq 64    64 put in, and compiled from there
-    batch 3, seq 64    batch differs too: traced with both open; ...
+    batch 8, seq 48    likewise: many a loop has two sizes, that of the last batch is another
+    batch 8, seq 64    seq differs: traced with seq open; 64 put in, and compiled from there
+    batch 8, seq 96    96 put in, and compiled from there
+    batch 3, seq 96    batch differs too: traced with both open; ...
 
 Tracing is most of the time of a compilation, and what comes behind it is as for a trace of these sizes, so each program is the one that
 compiling it by itself gives. That the trace holds for a size is torch's to say (`passes/trace/put_sizes.py`), and that layers which were
@@ -22,7 +23,6 @@ import torch
 from meshc import environment
 from meshc.errors import InputError, MeshcError
 from meshc.frontend.dynamic import UNBOUNDED, DynamicDims
-from meshc.frontend.spared import fewer_collections
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import trees
 from meshc.ir.paths import input_names
@@ -39,6 +39,8 @@ from meshc.program.program import PlainProgram
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of each tensor that a call passes."""
+FROM: Final = 3
+"""A trace with sizes open takes twice as long as one without: sizes share one from the third on."""
 MOST: Final = 64
 """Calls that are looked at for which sizes are equal; what differs later has differed by then."""
 
@@ -73,17 +75,15 @@ class _Form:
         self._like, self._leaves = _without_inputs(request), _leaves(request)
         self._seen: list[Shapes] = []
         self._open: tuple[DynamicDims, Traced] | None = None
-        self._refused: set[Shapes] = set()
 
     def is_of(self, request: Request) -> bool:
         return self._leaves == _leaves(request) and self._like == _without_inputs(request)
 
     def traced(self, request: Request, shapes: Shapes) -> Traced | None:
         """The trace at these sizes; None where there is none."""
-        first = not self._seen
         if shapes not in self._seen and len(self._seen) < MOST:
             self._seen.append(shapes)
-        if first:
+        if len(self._seen) < FROM:
             return None
         try:
             return self._put(request, shapes)

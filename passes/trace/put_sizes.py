@@ -3,7 +3,7 @@
     view = aten.reshape(x, [n_batch * n_seq, 64])      at batch 8, seq 48      view = aten.reshape(x, [384, 64])
 
 What tracing took for granted of the sizes (ranges, and constraints such as `n_seq % 4 == 0`) must hold at them; where it does, torch's
-guards say that the model does the same. Passes that look at sizes as numbers run behind this, so that nothing is left of what stood for them.
+guards say that the model does the same. Passes that look at sizes as numbers run behind this: nothing is left of what stood for them.
 """
 
 from __future__ import annotations

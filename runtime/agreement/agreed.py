@@ -9,8 +9,9 @@
 
 One field for each thing that somebody sets, so that a message names it. The program that comes of it is compared when it is compiled.
 
-Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in MESHC_TRACE),
-what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its network or its devices.
+Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
+MESHC_TRACE, the option cache), what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its
+network or its devices.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ class Net(nn.Module):
         self.linear = nn.Linear(8, 4)
         self.factor = 3.0
 
+    def other(self, x):
+        return x
+
     def forward(self, x):
         return extra(self.linear(x)) * (SCALE + self.window) * self.factor
 """
@@ -87,7 +90,7 @@ def test_a_second_start_takes_the_program_of_the_first(folder: Path, tmp_path: P
     first = start(folder, net(MODEL, file))
     assert not was_taken(first) and kept_programs.size(folder).programs == 1
     second = start(folder, net(MODEL, file))
-    assert was_taken(second) and text(second) == text(first) and "net.py:21" in text(second)
+    assert was_taken(second) and text(second) == text(first) and "net.py:25" in text(second)
     assert list(second.timings) == ["taken from disk"]
     assert second.compiled.notes == first.compiled.notes and second.summary() == first.summary()
     meshc.verify(second, {"x": torch.randn(4, 8), "target": torch.randn(4, 4)})
@@ -96,7 +99,7 @@ def test_a_second_start_takes_the_program_of_the_first(folder: Path, tmp_path: P
 
 EDITS = {
     "forward": ("* self.factor", "* self.factor * 2"),
-    "a function that forward calls": ("return x\n", "return x + 1\n"),
+    "a function that forward calls": ("def extra(x):\n    return x\n", "def extra(x):\n    return x + 1\n"),
     "a global": ("SCALE = 2.0", "SCALE = 2.5"),
     "an attribute of the class": ("window = 1", "window = 2"),
     "an attribute of the object": ("self.factor = 3.0", "self.factor = 4.0"),
@@ -128,10 +131,10 @@ def test_what_else_is_asked_compiles_again(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "edit, says",
     [
-        (("return x\n", "return x * (time.time() > 0)\n"), "time"),
+        (("extra(self.linear(x))", "getattr(self, ''.join(('ot', 'her')))(self.linear(x))"), "other"),
         (("self.factor = 3.0", "self.factor = 3.0; self.held = iter([1])"), "model.held"),
     ],
-    ids=["the time", "an object of C"],
+    ids=["code that is not found", "an object of C"],
 )
 def test_without_a_complete_key_nothing_is_kept(folder: Path, tmp_path: Path, edit: tuple[str, str], says: str) -> None:
     program = start(folder, net(MODEL.replace(*edit), tmp_path / "net.py"))
@@ -238,27 +241,27 @@ def test_what_was_not_used_for_longest_goes(folder: Path, tmp_path: Path, monkey
     assert was_taken(start(folder, net(MODEL, file), rows=4)) and not was_taken(start(folder, net(MODEL, file), rows=6))
 
 
-def _write_and_read(folder: Path, seen: Any) -> None:
+def _write_and_read(folder: Path) -> None:
     program = meshc.compile(nn.Linear(4, 4).requires_grad_(False), meshc.Mesh("dp=2"), args=(torch.zeros(4, 4),)).compiled
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for turn in range(20):
             name = f"{turn % 3:032x}"
             if turn % 5 == 4:
                 shutil.rmtree(folder / name, ignore_errors=True)
-            assert kept_programs.write(folder, name, program, {"environment": {}}) == ""
+            kept_programs.write(folder, name, program, {"environment": {}})
             found = kept_programs.read(folder, name)
             assert found is None or show.hash_program(found.program) == show.hash_program(program)
-    seen.put(sum(1 for one in said if "another program" in str(one.message)))
 
 
 def test_several_jobs_write_and_read_at_once(folder: Path) -> None:
     """Each finds nothing, or a whole program."""
     context = multiprocessing.get_context("fork")
-    seen = context.Queue()
-    jobs = [context.Process(target=_write_and_read, args=(folder, seen)) for _ in range(3)]
+    jobs = [context.Process(target=_write_and_read, args=(folder,)) for _ in range(3)]
     for job in jobs:
         job.start()
     for job in jobs:
         job.join(60)
-    assert [job.exitcode for job in jobs] == [0, 0, 0] and kept_programs.size(folder).programs == 3
+    assert [job.exitcode for job in jobs] == [0, 0, 0]
+    _write_and_read(folder)
+    assert kept_programs.size(folder).programs == 3 and not [path for path in folder.iterdir() if path.name.startswith(".")]
