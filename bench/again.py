@@ -3,8 +3,8 @@
     python bench/again.py              # both tables
     python bench/again.py --write      # and docs/compile-time.md carries them
 
-A training step with AdamW and clipping on the mesh dp=2,tp=2, weights on the meta device: GPT-2 as it is (12 layers), Llama with two
-layers and with 32 of 8B's widths. Sizes are lengths of sequences, one after another in one process. A start is a process of its own,
+A training step with AdamW and clipping on the mesh dp=2,tp=2, weights on the meta device: GPT-2 as it is (12 layers) and with two,
+Llama with two small layers and with 32 of 8B's widths. Sizes are lengths of sequences, one after another in one process. A start is a process of its own,
 forked from one that has imported everything; the second finds what the first has left on disk (Options(cache=)).
 """
 
@@ -34,8 +34,8 @@ LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 Make = Callable[[], transformers.PreTrainedModel]
 
 
-def gpt2() -> transformers.PreTrainedModel:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config())
+def gpt2(layers: int) -> transformers.PreTrainedModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
 
 
 def llama(layers: int, sizes: dict[str, int]) -> transformers.PreTrainedModel:
@@ -43,8 +43,9 @@ def llama(layers: int, sizes: dict[str, int]) -> transformers.PreTrainedModel:
 
 
 MODELS: dict[str, Make] = {
-    "GPT-2, 12 layers": gpt2,
+    "GPT-2, 2 layers": lambda: gpt2(2),
     "Llama, 2 layers": lambda: llama(2, SMALL),
+    "GPT-2, 12 layers": lambda: gpt2(12),
     "Llama, 32 layers": lambda: llama(32, LARGE),
 }
 

@@ -4,9 +4,9 @@
         program/                 the saved program (meshc.artifact), with its hashes
         compiled.json            what else a compilation leaves, as JSON; the hash of program's manifest; a hash of all this
 
-An entry is complete or not there, and never changed: it is written beside its place and renamed. What is read is checked like any saved
-program; one that is damaged, or another's, is told of, and made again. Of a folder that others may write nothing is read or written. When
-all entries together grow beyond MOST bytes, those go that were not used for longest.
+An entry is complete or not there, and never changed: it is written beside its place and renamed. What is read is compared with its hashes;
+one that is damaged, or another's, is told of, and made again. Of a folder that others may write nothing is read or written, so that what is
+there is this user's own. When all entries together grow beyond MOST bytes, those go that were not used for longest.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read(folder: Path, name: str) -> Kept | None:
     try:
         told = _told(place, name)
         with libraries.trusted():  # which of them a program may name, its key says: they are this process's own
-            program = artifact.load(place / _PROGRAM)
+            program = artifact.load(place / _PROGRAM, own=True)
     except (MeshcError, OSError, LookupError, TypeError, ValueError) as error:
         warnings.warn(
             f"a program that was kept is not used, and compiled again: {error}\n"

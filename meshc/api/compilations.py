@@ -36,7 +36,7 @@ from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
 OTHER_SIZES = (
-    "\n  why: every rank passes the whole batch, and has run the program of another size than the others: what it sent is no part of theirs\n"
+    "\n  why: every rank passes the whole batch, and has run the program of another size: what it sent is no part of theirs\n"
     '  what to do: load the same batches on every rank, or compile with inputs="local" if each rank has its own part. Go on from a state\n'
     "  that was saved before that step"
 )

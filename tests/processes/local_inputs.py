@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshc
 from tests.models import bert, mlp, resnet
@@ -161,6 +162,34 @@ def one_step(twin: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: di
     return loss.item()
 
 
+def an_epoch(mesh: Any) -> None:
+    """Two epochs of a DataLoader with torch's own sampler, batches loaded ahead, the last one short: what plain PyTorch makes of the same
+    rows; and of the same batches on every rank, of which the last has one row."""
+    torch.manual_seed(3)
+    place, ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    data = TensorDataset(torch.randn(13, 24, dtype=torch.float64), torch.randint(10, (13,)))
+    samplers = [DistributedSampler(data, ranks, rank, seed=5) for rank in range(ranks)]
+    for inputs in ("local", "global"):
+        case = mlp(torch.float64)
+        twin = copy.deepcopy(case.model)
+        theirs = sgd(twin.parameters())
+        program = meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss), mesh, inputs=inputs)
+        ours, wanted = [], []
+        for epoch in range(2):
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            all_parts = [DataLoader(data, 3, sampler=sampler) for sampler in samplers]
+            whole = DataLoader(data, 6)
+            for x, y in meshc.prefetch(all_parts[place] if inputs == "local" else whole, program):
+                ours.append(program(x=x, target=y).item())
+            batches = zip(*all_parts, strict=True) if inputs == "local" else ((batch,) for batch in whole)
+            for batch in batches:
+                rows = {name: torch.cat(values) for name, values in zip(("x", "target"), zip(*batch, strict=True), strict=True)}
+                wanted.append(one_step(twin, theirs, rows))
+        close(ours, wanted, 1e-10)
+        assert len(ours) == 6
+
+
 UNEVEN = ((3, 3), (4, 1), (0, 5), (1, 0), (2, 4), (5, 0))
 """Rows of two data ranks, call by call."""
 
@@ -233,8 +262,8 @@ def unlike_parts(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, uneven_steps, uneven_module,
-    unlike_parts, another_shape,
+    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, uneven_steps,
+    uneven_module, unlike_parts, another_shape,
 )  # fmt: skip
 
 

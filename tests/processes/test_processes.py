@@ -138,7 +138,7 @@ def test_pipeline_stages_beside_another_axis() -> None:
 
 
 def test_a_local_batch_of_another_shape() -> None:
-    names = ("short_batches", "uneven_steps", "uneven_module", "unlike_parts", "another_shape")
+    names = ("short_batches", "an_epoch", "uneven_steps", "uneven_module", "unlike_parts", "another_shape")
     assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
 
 
