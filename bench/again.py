@@ -3,9 +3,9 @@
     python bench/again.py              # both tables
     python bench/again.py --write      # and docs/compile-time.md carries them
 
-A training step with AdamW and clipping on the mesh dp=2,tp=2, weights on the meta device: GPT-2 as it is (12 layers) and with two,
-Llama with two small layers and with 32 of 8B's widths. Sizes are lengths of sequences, one after another in one process. A start is a process of its own,
-forked from one that has imported everything; the second finds what the first has left on disk (Options(cache=)).
+A training step with AdamW and clipping on the mesh dp=2,tp=2, weights on the meta device: GPT-2 as it is (12 layers) and with two, Llama
+with two small layers and with 32 of 8B's widths. Sizes are lengths of sequences, one after another in one process. A start is a process of
+its own, forked from one that has imported everything; the second finds what the first has left on disk (Options(cache=)).
 """
 
 from __future__ import annotations

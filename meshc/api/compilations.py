@@ -89,6 +89,8 @@ class Compilations:
         self.store: Store | None = None
         self._known: list[str] = []
         self._sizes = Sizes()
+        self._several = False
+        """Whether those kept are for inputs of several forms."""
         self._called: Stream | None = None
         """Which sizes calls have, once there are several, for the comparison with the other ranks."""
         self._last: Compilation | None = None
@@ -130,7 +132,7 @@ class Compilations:
     def _counts(self, passed: Arguments) -> list[int] | None:
         """Rows of each data rank's part, where they may differ. Where they may not, and this rank has several sizes, they are compared."""
         asked, uneven = self.asked, self.asked.options.uneven_rows
-        if asked.inputs == "global" or not self.world.has_ranks or not (uneven or len(self.kept) > 1):
+        if asked.inputs == "global" or not self.world.has_ranks or not (uneven or self._several):
             return None
         counts = parts.counted(asked, self.world, passed)
         if uneven:
@@ -160,13 +162,14 @@ class Compilations:
                 self._known.append(calling.describe_inputs(args, kwargs))
                 if len(self.kept) > self.asked.options.kept_sizes:
                     self._drop()
+                self._several = len({each.inputs for each in self.kept}) > 1
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
 
     def note(self, call: Admitted) -> None:
         """Beside the call ranks compare its sizes, where each may have a program of its own for them and nothing else has compared them."""
         board, asked = self.world.board, self.asked
-        if board is None or len(self.kept) < 2 or asked.inputs == "local" or LENGTH in call.kwargs:
+        if board is None or not self._several or asked.inputs == "local" or LENGTH in call.kwargs:
             return
         if self._called is None:
             self._called = board.numbers.stream("calls of several sizes, program", OTHER_SIZES)

@@ -3,6 +3,7 @@
     what ranks agree on     versions, torch's settings, mesh, plan, options, inputs, the model's state, the optimizer (runtime.agreement)
     what Python is          every attribute, global and line of code that a trace of the model can read (meshc.frontend.reachable)
     where its code stands   file, line and columns of each function: messages and comments name them
+    what the passes get     every field of the request: which function is traced, where the model's state lies already
     what else               installed libraries, the table of devices, the machine's GPUs
 
 What cannot be told has no key: a model that something hangs on of which it is not known whether it is the same, code that asks for the time
@@ -15,6 +16,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -23,12 +25,16 @@ import torch
 from meshc import environment
 from meshc.frontend.reachable import Reachable
 from meshc.ir.mesh import Mesh
+from meshc.passes.phases.request import Request
+from meshc.runtime.agreement.agreed import stable
 
 LIBRARIES: Final = ("torch", "numpy", "scipy", "sympy", "triton", "safetensors", "transformers", "peft", "accelerate")
 """Whose files are compared by their versions, or decide something of a program."""
+TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan")
+"""Fields of a request that are objects, of which the rest of the key says what they are."""
 
 
-def key(reached: Reachable, agreed: Mapping[str, str], mesh: Mesh) -> str:
+def key(reached: Reachable, agreed: Mapping[str, str], request: Request) -> str:
     """The key, as 32 hexadecimal digits; whether it is complete `Reachable.why` says, and, behind a trace, `Reachable.beyond`."""
     state = hashlib.blake2b(digest_size=16)
 
@@ -43,7 +49,10 @@ def key(reached: Reachable, agreed: Mapping[str, str], mesh: Mesh) -> str:
         take(place, reached.places[place])
     for line in sorted(_stands(reached)):
         take(line)
-    take(*_machine(mesh))
+    for one in fields(request):
+        if one.name not in TOLD_OTHERWISE:
+            take(one.name, stable(getattr(request, one.name)))
+    take(*_machine(request.mesh))
     return state.hexdigest()
 
 

@@ -52,7 +52,7 @@ class Entry:
 
     def __init__(self, where: Path, mine: Reachable, agreed: Mapping[str, str], request: Request) -> None:
         self._folder, self._request, self._why = where, request, mine.why
-        self._name = "" if mine.why else job_key.key(mine, agreed, request.mesh)
+        self._name = "" if mine.why else job_key.key(mine, agreed, request)
 
     def taken(self) -> tuple[Made, Ran] | None:
         """What lies there, if it is what would be compiled now."""

@@ -29,7 +29,7 @@ _NEXT: Final = {one: other for one, other in zip(pipeline.NAMES, pipeline.NAMES[
 @contextlib.contextmanager
 def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | None]:
     """A context for a compilation of `what`, and the hook to give it: `hook`, behind which the line says what comes next."""
-    if not wanted or not sys.stderr.isatty() or environment.log_level():
+    if not wanted or sys.stderr is None or not sys.stderr.isatty() or environment.log_level():
         yield hook
         return
     line = _Line(what)
