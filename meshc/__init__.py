@@ -3,6 +3,7 @@
 from meshc.api.compile import TrainStep, compile
 from meshc.api.handle import Program
 from meshc.api.options import Options
+from meshc.api.prefetching import prefetch
 from meshc.api.pretrained import load_pretrained
 from meshc.api.rules import register_rule
 from meshc.api.verification import verify
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "compile",
     "load_pretrained",
+    "prefetch",
     "register_rule",
     "register_update",
     "verify",

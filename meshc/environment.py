@@ -5,6 +5,7 @@
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
     MESHC_TRACE=file    what each rank did when, written by rank 0 after each call (meshc.runtime.run.recorder)
+    MESHC_PROGRAMS=dir  where compiled programs are kept for a next start, unless Options(cache=) says otherwise (meshc.kept_programs)
     MESHC_DISK=dir      where state lies that a plan keeps on the disk (meshc.runtime.comm.disk)
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
 """
@@ -25,9 +26,10 @@ LOG: Final = "MESHC_LOG"
 DEVICES: Final = "MESHC_DEVICES"
 TRACE: Final = "MESHC_TRACE"
 DISK: Final = "MESHC_DISK"
+PROGRAMS: Final = "MESHC_PROGRAMS"
 CACHE: Final = "MESHC_CACHE"
-"""Which `meshc.files.kernel_cache` reads."""
-KNOWN: Final = (DUMP, VERIFY, LOG, DEVICES, TRACE, DISK, CACHE)
+"""Which `meshc.files.owned` reads."""
+KNOWN: Final = (DUMP, VERIFY, LOG, DEVICES, TRACE, DISK, PROGRAMS, CACHE)
 LEVELS: Final = ("", "info", "debug")
 
 _traced: Final[Counter[Path]] = Counter()
@@ -48,6 +50,12 @@ def dump_folder() -> Path | None:
 def disk_folder() -> Path:
     """Where state lies that a plan keeps on the disk; without a word where temporary files do."""
     return Path(os.environ.get(DISK, "") or tempfile.gettempdir())
+
+
+def programs_folder() -> Path | None:
+    """Where compiled programs are kept for a next start. None: nowhere."""
+    name = os.environ.get(PROGRAMS, "")
+    return Path(name) if name else None
 
 
 def verifying() -> bool:

@@ -90,6 +90,11 @@ class Asked:
             )
         if options.expert_placement is not None:
             self._make_movable()
+        if options.uneven_rows and inputs == "global":
+            raise PlanError(
+                'Options(uneven_rows=True): each rank passes rows of its own, which is inputs="local"\n'
+                '  what to do: say so, or leave it out: with inputs="global" every rank passes the whole batch, of any number of rows'
+            )
         if inputs == "local" and not self._data_axes():
             raise PlanError(
                 f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshc.api import cached_calls, module_mode, shared
-from meshc.api.asked import Asked, Key
+from meshc.api import cached_calls, module_mode, parts, shared
+from meshc.api.asked import Arguments, Asked, Key
 from meshc.api.made import Made
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
+from meshc.frontend.stock_caches import LENGTH
 from meshc.optimizer.optimizer import changes, describe
 from meshc.optimizer.step_hooks import refuse_pre_hooks
+from meshc.passes.driver.sizes import Sizes
 from meshc.passes.lower.exposed import EXPOSED
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
@@ -26,13 +28,20 @@ from meshc.program import instance
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import Disagreement
+from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.failed_rank import FailureBoard
+from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_state import follow
 from meshc.runtime.state.ownership import calls_allowed, guard_calls
 from meshc.runtime.state.store import Store
 
+OTHER_SIZES = (
+    "\n  why: every rank passes the whole batch, and has run the program of another size: what it sent is no part of theirs\n"
+    '  what to do: load the same batches on every rank, or compile with inputs="local" if each rank has its own part. Go on from a state\n'
+    "  that was saved before that step"
+)
 WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
 """Words of the notes of a compilation that are warnings."""
 
@@ -51,6 +60,23 @@ class Compilation:
     session: Session | None
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """What a call passes.
+
+    args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
+    key           of its compilation
+    passed        what this rank has passed, by name
+    dealt         how such parts become tiles; None where they are tiles
+    """
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    key: Key
+    passed: Arguments
+    dealt: Dealt | None
+
+
 class Compilations:
     """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches."""
 
@@ -66,6 +92,11 @@ class Compilations:
         """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
         self._known: list[str] = []
+        self._sizes = Sizes()
+        self._several = False
+        """Whether those kept are for inputs of several forms."""
+        self._called: Stream | None = None
+        """Which sizes calls have, once there are several, for the comparison with the other ranks."""
         self._last: Compilation | None = None
 
     @property
@@ -89,35 +120,73 @@ class Compilations:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
         return self.world.guarded(what, self.store.step if self.store else 0)
 
-    def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[object, ...], dict[str, object], Key]:
-        """What a call passes, by name, and the key of its compilation; a part of another shape is refused."""
+    def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Admitted:
+        """A call's arguments and the key of its compilation. Raises InputError for what no compilation takes; of parts of a batch, which
+        ranks tell each other of, also where they do not fit together."""
         asked = self.asked
         with self.world.refusable():
-            args, kwargs = asked.by_name(args, kwargs)
+            passed = asked.by_name(args, kwargs)
+        counts = self._counts(passed)
+        whole = passed if counts is None else parts.whole(asked, passed, counts)
+        with self.world.refusable():
             if asked.dynamic:
-                asked.dynamic.sizes(asked.shapes(*asked.whole((args, kwargs))))
-            elif asked.inputs == "local" and self._known:
-                self._refuse_other_shapes(args, kwargs)
-            return args, kwargs, asked.key(args, kwargs, self.spec)
+                asked.dynamic.sizes(asked.shapes(*self._examples(whole)))
+            return Admitted(*whole, asked.key(*whole, self.spec), passed, None if counts is None else self._dealt(counts))
 
-    def _refuse_other_shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """With inputs="local", a part of another shape would stop the other ranks: it is refused, before anything is sent."""
-        mine = calling.describe_inputs(args, kwargs)
-        if mine not in self._known:
-            raise InputError(calling.unequal_parts(f"this rank passed {mine}; the program takes {' or '.join(self._known)}"))
+    def _counts(self, passed: Arguments) -> list[int] | None:
+        """Rows of each data rank's part, where they may differ. Where they may not, and this rank has several sizes, they are compared."""
+        asked, uneven = self.asked, self.asked.options.uneven_rows
+        if asked.inputs == "global" or not self.world.has_ranks or not (uneven or self._several):
+            return None
+        counts = parts.counted(asked, self.world, passed)
+        if uneven:
+            return counts
+        parts.refuse_unequal(counts)
+        return None
 
-    def prepare(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Compilation:
+    def _dealt(self, counts: Collection[int]) -> Dealt:
+        axes, world = parts.data_axes(self.asked), self.world
+        world.groups.prepare([axes])
+        sizes = [axis.size for axis in self.asked.mesh.axes if axis.name in axes]
+        return Dealt(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.guarded, "move rows"))
+
+    def _examples(self, inputs: Arguments) -> Arguments:
+        """Of the whole batch, as it is traced."""
+        uneven = self.asked.options.uneven_rows and self.world.has_ranks
+        return inputs if uneven else self.asked.whole(inputs)
+
+    def prepare(self, call: Admitted) -> Compilation:
         """The compilation for a call that `admit` has taken. All ranks call it."""
+        args, kwargs, key = call.args, call.kwargs, call.key
         if key not in self.kept:
             with self.guarded("compile"):
                 if self.world.board is not None:
                     self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
                 self.kept[key] = self._compile(args, kwargs, key)
                 self._known.append(calling.describe_inputs(args, kwargs))
-                if self.asked.dynamic and len(self.kept) > instance.KEPT:
-                    del self.kept[next(iter(self.kept))], self._known[0]
+                if len(self.kept) > self.asked.options.kept_sizes:
+                    self._drop()
+                self._several = len({each.inputs for each in self.kept}) > 1
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
+
+    def note(self, call: Admitted) -> None:
+        """Beside the call ranks compare its sizes, where each may have a program of its own for them and nothing else has compared them."""
+        board, asked = self.world.board, self.asked
+        if board is None or not self._several or asked.inputs == "local" or LENGTH in call.kwargs:
+            return
+        if self._called is None:
+            self._called = board.numbers.stream("calls of several sizes, program", OTHER_SIZES)
+        rows = [(name.replace(".", "/"), shape) for name, shape in asked.shapes(call.args, call.kwargs)]
+        names = tuple(f"dim {dim} of {name}" for name, shape in rows for dim in range(len(shape)))
+        self._called.note(names, tuple(int(size) for _, shape in rows for size in shape))
+
+    def _drop(self) -> None:
+        """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
+        oldest = next(iter(self.kept))
+        del self.kept[oldest], self._known[0]
+        if not self.asked.dynamic:
+            del self.general[oldest]
 
     def _refusal(self, difference: Disagreement) -> MeshcError:
         if difference.field != agreed.INPUTS:
@@ -150,10 +219,11 @@ class Compilations:
             if lines:
                 warnings.warn("meshc compiles again, because of the optimizer: " + "; ".join(lines), stacklevel=5)
                 self.spec = describe(asked.step.optimizers, asked.options.keeping)
-        examples = asked.whole((args, kwargs))
+        examples = self._examples((args, kwargs))
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
-            self.general[general_key] = self._compile_general(*examples)
+            told = agreed.before_compiling(asked, args, kwargs, key)
+            self.general[general_key] = self._compile_general(*examples, told)
         made = self.general[general_key]
         with self.world.refusable():
             own = instance.fitting(made.program, dict(asked.shapes(*examples)))
@@ -162,7 +232,7 @@ class Compilations:
         made = self.general[general_key] = self._adopt(own, made)
         return Compilation(own, made, self._load(own, made))
 
-    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Made:
+    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> Made:
         asked = self.asked
         request = self.request(args, kwargs)
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
@@ -170,7 +240,7 @@ class Compilations:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
             with cached_calls.explained(kwargs):
-                made = shared.compiled(self.world.board, asked, request)
+                made = shared.compiled(self.world.board, asked, request, told, self._sizes)
         for note in made.program.notes:
             if any(words in note for words in WARNED):
                 warnings.warn(note, stacklevel=6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.report import explained, html, page, searched, summary
 from meshc.report.rebalanced import Report
+from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
@@ -79,7 +80,7 @@ class Program:
             with self.world.refusable():
                 cached = cached_calls.opened(self.asked, args, kwargs)
             args, kwargs = (args, kwargs) if cached is None else (cached.args, cached.kwargs)
-            self.compilations.prepare(*self.compilations.admit(args, kwargs))
+            self.compilations.prepare(self.compilations.admit(args, kwargs))
 
     def guarded(self, what: str) -> Context:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
@@ -120,24 +121,25 @@ class Program:
         )
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        args, kwargs, key = self.compilations.admit(args, kwargs)
-        session = self.compilations.prepare(args, kwargs, key).session
+        call = self.compilations.admit(args, kwargs)
+        session, dealt = self.compilations.prepare(call).session, call.dealt
         assert session is not None
-        tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in trees.leaves(call.passed) if isinstance(leaf, torch.Tensor)]
         with self.world.refusable():
-            session.check(tensors)
+            session.check(tensors, dealt)
+        self.compilations.note(call)
         self.world.begin(self.asked.name)
+        if dealt is not None:
+            with self.guarded("move rows"):
+                tensors = session.tiles(tensors, dealt)
         session.compare_inputs(tensors)
         if self.step is not None:
-            return self._train(self.step, session, tensors)
-        if session.backwards is not None:
-            result = self._differentiable(session, tensors)
-        else:
-            result = session.outputs(session.run(tensors, {}))
+            return self._train(self.step, session, tensors, dealt)
+        leaves = self._differentiable(session, tensors) if session.backwards is not None else session.leaves(session.run(tensors, {}))
         session.store.step += 1
-        return result
+        return session.structured(session.parts(leaves, dealt))
 
-    def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
         with self.world.refusable():
             refuse_pre_hooks(step.optimizers)
         counts = self._counts = self._counts or Counts(session.store, step.optimizers)
@@ -147,7 +149,7 @@ class Program:
         env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
         if self.asked.adds:
-            return self._told(step, session, env)
+            return self._told(step, session, env, dealt)
         counts.give()
         mark_stepped(step.optimizers)
         if self.options.keep_gradients:
@@ -156,12 +158,12 @@ class Program:
             session.store.sync()
             for hook in behind:
                 hook()
-        return self._told(step, session, env)
+        return self._told(step, session, env, dealt)
 
-    def _told(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _told(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
         """The loss of a step, after its metrics have been noted."""
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
-        self.metrics = {"loss": loss, **with_loads(session.metrics(env)), "lr": rates(step.optimizers)}
+        self.metrics = {"loss": loss, **with_loads(session.metrics(env, dealt)), "lr": rates(step.optimizers)}
         return loss
 
     def accumulate(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -186,13 +188,13 @@ class Program:
         self.metrics = self._adding.metrics
         return loss
 
-    def _differentiable(self, session: Session, tensors: list[torch.Tensor]) -> Any:
+    def _differentiable(self, session: Session, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         parameters = [port for port in session.program.inputs if port.kind == "parameter" and port.requires_grad]
         live = [session.store.live_of(port.key) for port in parameters]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
         call = Call(session, parameters, [port for port, _ in wanting], self._scales(session))
-        leaves = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
-        return session.structured(leaves)
+        leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
+        return leaves
 
     def _scales(self, session: Session) -> dict[str, float | None]:
         """What a gradient of each output is multiplied by, where each rank has a loss of its own part."""

@@ -54,6 +54,12 @@ class Made:
         """By this rank's passes."""
         return Made(program, lowered.request, lowered.model.output_tree, lowered.tried, lowered.weighed, dict(lowered.seconds), lowered)
 
+    @staticmethod
+    def told(program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]) -> Made:
+        """By another's passes: `told` has what was tried and weighed, as JSON."""
+        tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
+        return Made(program, request, tree, tried, tuple(Weighed(**row) for row in told["weighed"]), seconds)
+
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
         """The same for what an optimizer has become when it was adopted."""
         lowered = None if self.lowered is None else self.lowered.updating(optimizer)
@@ -98,9 +104,7 @@ def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
 def taken(data: bytes, request: Request) -> Made:
     """Rank 0's program on another rank. Raises ArtifactError, or NoData, for what this process does not have."""
     program, head = unpacked(data, request.mesh)
-    tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in head["tried"])
-    weighed = tuple(Weighed(**row) for row in head["weighed"])
-    return Made(program, request, output_tree_data.read(head["tree"]), tried, weighed, head["seconds"], given=True)
+    return replace(Made.told(program, request, output_tree_data.read(head["tree"]), head, head["seconds"]), given=True)
 
 
 def given(made: Made) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
 from typing import Final
 
 from meshc.errors import PlanError
@@ -14,6 +15,7 @@ from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
 from meshc.optimizer.spec import KEPT, Keeping
 from meshc.plan.remat_lines import POLICIES
+from meshc.program.instance import KEPT as KEPT_SIZES
 
 EXPERTS: Final = (
     "expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority", "expert_placement", "expert_bias_update",
@@ -29,6 +31,8 @@ class Options:
     cuda_graph     "auto", True or False: capture a step in one CUDA graph
     dynamic        sizes that calls choose, in the form of torch.export's dynamic_shapes:
                    {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
+    kept_sizes     how many programs a Program keeps ready, one for each kind of call (sizes, dtypes, training or not): of more, the one
+                   that was not used for longest is dropped, and compiled again when it is called again
     pp_splits      names of modules at which the second and further stages of a pipeline begin: ["model.layers.8", ...];
                    default: stages of equal predicted time
     schedule       of a pipeline: a name ("1f1b"; docs/pipelines.md lists them), each rank's list as text, or a function of (ranks, stages,
@@ -46,6 +50,8 @@ class Options:
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
                    inputs to the CPU, hashes them (about 1 ns a byte) and sends 8 bytes to all ranks
     local_loss     with inputs="local" in module mode: what a loss made of local outputs means over the data ranks, "mean" or "sum"
+    uneven_rows    with inputs="local", True: parts may have different numbers of rows, or none; the batch is the rows of all ranks in
+                   order. Ranks then tell each other how many at each call, and rows move so that tiles are equal
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
     remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
                    but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
@@ -77,12 +83,15 @@ class Options:
     keep_gradients  of a training step: after each call `parameter.grad` is the gradient that the parameter was updated with, behind hooks
                    and clipping, as a DTensor that lies as the optimizer's state does; it costs a rank their bytes
     accumulate     of a training step: `program.accumulate(...)` may add up gradients over several calls; it costs a rank their bytes
+    cache          where compiled programs are kept on disk for a next start of the same job: a folder, or True for `programs` where meshc
+                   keeps its kernels (docs/compile-time.md); False: nowhere; default: where MESHC_PROGRAMS says, and nowhere without it
     depth          "auto": of layers that are proved equal four are traced, and the program grows from them; "whole": all are
     """
 
     seed: int | None = None
     cuda_graph: str | bool = "auto"
     dynamic: object = None
+    kept_sizes: int = KEPT_SIZES
     pp_splits: Sequence[str] | None = None
     schedule: str | Function | None = None
     stages_per_rank: int | None = None
@@ -91,11 +100,13 @@ class Options:
     host_budget: int | str | None = None
     check_inputs: int | None = None
     local_loss: str | None = None
+    uneven_rows: bool = False
     check_indices: bool = True
     optimizer_state: str | None = None
     master_weights: bool = False
     keep_gradients: bool = False
     accumulate: bool = False
+    cache: bool | str | Path | None = None
     depth: str = "auto"
     remat: str | None = None
     attention: str | None = None
@@ -123,7 +134,7 @@ class Options:
                 f"Options(remat={self.remat!r}, host_budget=...): a policy says what is made again, and nothing is weighed for a budget\n"
                 "  what to do: leave one of them out; lines of the plan, as `offload state`, go with a policy"
             )
-        for name in ("microbatches", "memory_budget", "host_budget", "stages_per_rank"):
+        for name in ("microbatches", "memory_budget", "host_budget", "stages_per_rank", "kept_sizes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Options({name}={value}): at least 1")
@@ -133,6 +144,8 @@ class Options:
             raise PlanError(f"Options(schedule={self.schedule!r}): a schedule's name, its text, or a function that makes its lists")
         if isinstance(self.pp_splits, str):
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
+        if not isinstance(self.cache, bool | str | Path | None) or self.cache == "":
+            raise PlanError(f"Options(cache={self.cache!r}): a folder, True or False")
         dynamic.read(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")

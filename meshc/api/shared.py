@@ -17,14 +17,16 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
 from torch import nn
 
 from meshc import environment, errors
-from meshc.api import made
+from meshc.api import kept, made, progress
 from meshc.api.asked import Asked
+from meshc.api.kept import Ran
 from meshc.api.made import Made
 from meshc.errors import ArtifactError, MeshcError, PeerError
 from meshc.frontend import reachable, stock
@@ -34,8 +36,10 @@ from meshc.ir import trees
 from meshc.ops.registered import RULES
 from meshc.optimizer.optimizer import OptimizerSpec, members_of
 from meshc.passes.driver import hooks
-from meshc.passes.driver.compile import compile_program, specialised
+from meshc.passes.driver.compile import specialised
+from meshc.passes.driver.sizes import Sizes
 from meshc.passes.phases.request import Request
+from meshc.passes.phases.single import Hook
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import handed
 from meshc.runtime.failure.failed_rank import FailureBoard, listening
@@ -46,41 +50,64 @@ _FRAMES: Final = 8
 _OF_ALL_MODULES: Final = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def compiled(board: FailureBoard | None, asked: Asked, request: Request) -> Made:
-    """What this rank runs. All ranks call it, in agreement on the request. Raises MeshcError: what rank 0 meets, those raise that would
-    have taken its program."""
-    hook = hooks.hook(PassCheck()) if board is None or board.rank == 0 else None
-    if board is None:
-        return Made.of(*compile_program(request, hook))
+def compiled(board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Sizes) -> Made:
+    """What this rank runs. All ranks call it, in agreement on the request, which is `agreed` as text. `sizes`: the other compilations of
+    the program. Raises MeshcError: what rank 0 meets, those raise that would have taken its program."""
+    first = board is None or board.rank == 0
+    hook = hooks.hook(PassCheck()) if first else None
+    with progress.shown(asked.name, hook, wanted=first) as told:
+        return _compiled(board, asked, request, agreed, sizes, told)
+
+
+def _compiled(
+    board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Sizes, hook: Hook | None
+) -> Made:
+    first = board is None or board.rank == 0
+    folder = kept.folder(asked.options) if first else None
+    if board is None and folder is None:
+        return Made.of(*sizes.compile(request, hook))
     with fewer_collections():  # texts of programs are made of as many objects as programs
         stock.learn_trees(request.module)
         mine = reachable.reachable(request.module, _roots(asked, request))
-        if board.rank == 0:
-            return _given(board, request, mine, lambda: Made.of(*compile_program(request, listening(board, hook))))
+        if first:
+            entry = None if folder is None else kept.Entry(folder, mine, agreed, request)
+            new = partial(_new, sizes, request, mine, listening(board, hook), entry)
+            return new()[0] if board is None else _given(board, mine, new)
+        assert board is not None
         found = _taken(board, request, mine)
-        return Made.of(*compile_program(request, listening(board, hooks.hook(PassCheck())))) if found is None else found
+        return Made.of(*sizes.compile(request, listening(board, hooks.hook(PassCheck())))) if found is None else found
 
 
-def _given(board: FailureBoard, request: Request, mine: reachable.Reachable, compile: Callable[[], Made]) -> Made:
+def _new(sizes: Sizes, request: Request, mine: reachable.Reachable, hook: Hook | None, entry: kept.Entry | None) -> tuple[Made, Ran]:
+    """What an earlier start has kept, or what the passes make, kept for a next one."""
+    taken = None if entry is None else entry.taken()
+    if taken is not None:
+        return taken
+    found = Made.of(*sizes.compile(request, hook))
+    assert found.lowered is not None
+    code = (*found.lowered.model.code, *reachable.forwards(request.module))  # of layers that were proved equal some are not traced
+    ran = Ran(mine.why or mine.beyond(code), reachable.environment(code))
+    return (found if entry is None else entry.keep(found, ran)), ran
+
+
+def _given(board: FailureBoard, mine: reachable.Reachable, new: Callable[[], tuple[Made, Ran]]) -> Made:
     """Rank 0 compiles, and gives what it has."""
     first, second = handed.next_turn(), handed.next_turn()
     handed.delete_sent(board)
     handed.send(board, first, json.dumps({"why": mine.why, "places": mine.places, "verifies": environment.verifying()}).encode())
     try:
-        found = compile()
+        found, ran = new()
     except PeerError:
         raise
     except MeshcError as error:
         handed.send(board, second, _refused(error))
         raise
-    assert found.lowered is not None
-    code = (*found.lowered.model.code, *reachable.forwards(request.module))  # of layers that were proved equal some are not traced
-    why = mine.why or mine.beyond(code)
+    why = ran.why
     try:
         data = b"" if why else made.given(found)
     except (ArtifactError, NoData) as error:
         why, data = str(error), b""
-    handed.send(board, second, json.dumps({"why": why, "environment": reachable.environment(code)}).encode() + b"\n" + data)
+    handed.send(board, second, json.dumps({"why": why, "environment": ran.environment}).encode() + b"\n" + data)
     if why:
         warnings.warn(
             f"every rank compiles this program for itself, since rank 0's cannot serve the others: {why}\n"
@@ -134,14 +161,13 @@ def _taken(board: FailureBoard, request: Request, mine: reachable.Reachable) -> 
 def for_outputs(board: FailureBoard | None, found: Made, received: Collection[str]) -> PlainProgram:
     """The program whose backward begins at the outputs named in `received`. All ranks call it, for the same outputs."""
     turn = None if board is None else handed.next_turn()
-    if found.lowered is None:
-        assert board is not None and turn is not None
+    if found.lowered is None and board is not None and turn is not None and board.rank > 0:
         return _with_backward_given(board, turn, found.program)
     if board is None or turn is None or not found.given:
-        return specialised(found.program, found.lowered, received)
+        return _specialised(found, received)
     handed.delete_sent(board)
     try:
-        program = specialised(found.program, found.lowered, received)
+        program = _specialised(found, received)
         data = made.packed(replace(program, stages={"backward": program.stages["backward"]}, schedule=(), constants={}))
     except PeerError:
         raise
@@ -150,6 +176,11 @@ def for_outputs(board: FailureBoard | None, found: Made, received: Collection[st
         raise
     handed.send(board, turn, b"\n" + data)
     return program
+
+
+def _specialised(found: Made, received: Collection[str]) -> PlainProgram:
+    """One that was kept from an earlier start has one backward for all sets of outputs, or it would not have been kept."""
+    return found.program if found.lowered is None else specialised(found.program, found.lowered, received)
 
 
 def _with_backward_given(board: FailureBoard, turn: int, program: PlainProgram) -> PlainProgram:

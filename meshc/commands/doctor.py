@@ -26,10 +26,11 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshc import environment, package, private
+from meshc import environment, kept_programs, package, private
 from meshc.commands.target import harmless
 from meshc.cost import devices
 from meshc.errors import ArtifactError, MeshcError, PlanError
+from meshc.files import owned
 from meshc.ops import philox
 from meshc.report.tables import bytes_text
 from meshc.runtime.comm import first_sum
@@ -80,6 +81,7 @@ def findings(timeout_s: float) -> Iterator[Finding]:
         yield check()
     yield from _gpus()
     yield _calibrated()
+    yield _kept()
     yield _reached("gloo", 2, dist.is_available() and dist.is_gloo_available(), timeout_s)
     if torch.cuda.is_available():
         ranks = min(2, torch.cuda.device_count())
@@ -227,6 +229,20 @@ def _calibrated() -> Finding:
         told = f"{name} is not measured: times are those of the table{others}"
         return Finding("predictions", NOTE, told, "`meshc calibrate`, under torchrun for the links too")
     return Finding("predictions", WORKS, f"{name} is measured: {file}")
+
+
+def _kept() -> Finding:
+    """Programs that earlier starts have left on disk."""
+    folder = environment.programs_folder()
+    place = folder or kept_programs.default_folder()
+    found, why = kept_programs.size(place), owned.refusal(place) if place.is_dir() else None
+    many = f"{found.programs} program{'s' * (found.programs != 1)}, {bytes_text(found.bytes)}, of {bytes_text(kept_programs.MOST)} at most"
+    said = f"{place}: {many}" if found.programs else f"{place}: empty"
+    if why is not None:
+        return Finding("kept programs", NOTE, f"{place} is not used: {why}", "give it to this user alone: chmod 700, or name another")
+    if folder is None:
+        said += f"; kept only where Options(cache=) asks for it, {environment.PROGRAMS} is not set"
+    return Finding("kept programs", WORKS, said)
 
 
 def _reached(backend: str, ranks: int, there: bool, timeout_s: float, trial: Callable[..., first_sum.Trial] = first_sum.trial) -> Finding:

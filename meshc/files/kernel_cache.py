@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import grp
 import hashlib
 import os
-import pwd
 import shutil
 import stat
 import tempfile
@@ -23,13 +21,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from meshc.files import owned
+
 _DIGEST_BYTES = 32
 
 
 def library(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
     """The shared library `name`, which `build(file)` makes if the cache does not have it. Raises what `build` raises, and OSError."""
-    folder = Path(os.environ.get("MESHC_CACHE") or Path.home() / ".cache" / "meshc")
-    why = _refusal(folder)
+    folder = owned.cache_folder()
+    why = owned.refusal(folder)
     file = folder.absolute().resolve() / name
     if why is None and _is_good(file, tell=True):
         return ctypes.CDLL(str(file))
@@ -44,40 +44,6 @@ def library(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
     return ctypes.CDLL(str(file))
 
 
-def _refusal(folder: Path) -> str | None:
-    """Why what lies there may be somebody else's; None if it cannot be. Makes the folder if there is none."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        real = folder.resolve(strict=True)
-        for place in (real, *real.parents):
-            found = place.stat()
-            above = place != real and bool(found.st_mode & stat.S_ISVTX)  # in /tmp everybody may write, and move only what is his
-            fault = _open_to_others(found) if not above else None
-            if fault is not None:
-                return f"{place} {fault}"
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _open_to_others(found: os.stat_result) -> str | None:
-    """Whether another user than this one and root may change it."""
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to another user (uid {found.st_uid})"
-    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
-        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w"
-    return None
-
-
-def _is_private(group: int) -> bool:
-    """A group of this user's own, as most systems give each: of the user's name, without other members; or root's."""
-    try:
-        user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
-    except KeyError:
-        return False
-    return entry.gr_name in (user, "root") and set(entry.gr_mem) <= {user, "root"}
-
-
 def _is_good(file: Path, tell: bool = False) -> bool:
     """Whether the file is there, nobody else's, and what was built."""
     try:
@@ -90,7 +56,7 @@ def _is_good(file: Path, tell: bool = False) -> bool:
         return False
     with open(descriptor, "rb") as opened:
         found = os.fstat(descriptor)
-        fault = _open_to_others(found) if stat.S_ISREG(found.st_mode) else "is no file"
+        fault = owned.open_to_others(found) if stat.S_ISREG(found.st_mode) else "is no file"
         if fault is None:
             data = opened.read()
             fault = "is not what was built" if hashlib.sha256(data[:-_DIGEST_BYTES]).digest() != data[-_DIGEST_BYTES:] else None

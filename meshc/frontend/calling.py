@@ -91,7 +91,7 @@ def describe_inputs(args: Sequence[object], kwargs: Mapping[str, object]) -> str
 def unequal_parts(text: str) -> str:
     return (
         f"all parts of a local batch have one shape: {text}\n"
-        "  what to do: drop_last=True in the data loader, or pad the last batch and ignore its labels"
+        "  what to do: drop_last=True in the data loader, or meshc.Options(uneven_rows=True), which takes parts of any number of rows"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
+from meshc.frontend.dynamic import DynamicDims
 from meshc.frontend.faults import phase as part
 from meshc.frontend.leftovers import given_up
 from meshc.frontend.spared import fewer_collections
@@ -83,6 +84,28 @@ def trace(request: Request) -> Traced:
     the time of a compilation."""
     with given_up(), fewer_collections():
         return at_depth(_traced, request, None)
+
+
+def trace_open(request: Request, dims: DynamicDims) -> Traced:
+    """What a trace of the request leaves with these sizes open, before any pass looks at them as numbers. Which layers stand for all is
+    proved at the request's own sizes."""
+
+    def traced(outset: Outset, hook: Hook | None) -> Traced:
+        wanted = replace(outset, request=replace(outset.request, dynamic=dims))
+        return run_all(pipeline.OPERATORS, run(pipeline.CAPTURE, wanted, hook), hook)
+
+    with given_up(), fewer_collections(), torch.set_grad_enabled(request.grad):
+        return at_depth(traced, request, None)
+
+
+def compile_traced(traced: Traced, hook: Hook | None = None) -> tuple[PlainProgram, Lowered] | None:
+    """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced."""
+    with given_up(), fewer_collections():
+        if not still(traced, traced.request):
+            return None
+        with contextlib.suppress(Unequal):
+            return _compiled(traced, hook)
+    return None
 
 
 def place(request: Request) -> Placed:

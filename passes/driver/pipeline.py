@@ -47,14 +47,17 @@ from meshc.passes.trace.raise_ops import raise_ops
 
 CAPTURE: Final[Pass[Outset, Traced]] = Pass("capture", capture)
 
-TRACE: Final[tuple[Pass[Traced, Traced], ...]] = (
+OPERATORS: Final[tuple[Pass[Traced, Traced], ...]] = (
     Pass("autocast", lower_autocast, "before raise: custom operators ignore autocast"),
     Pass("inline", inline_checkpoints, "before raise, which looks at every call"),
     Pass("raise", raise_ops, "before AOTAutograd: one node forward and one backward for each composite"),
     Pass("differentiate", differentiate),
+)
+FOLD: Final[tuple[Pass[Traced, Traced], ...]] = (
     Pass("fold_masks", fold_masks, "once values are pure; before factorize, so that masks tie no dims together"),
     Pass("fold_scans", fold_scans, "likewise: it is autograd that flips, and flipped dims are whole"),
 )
+TRACE: Final = (*OPERATORS, *FOLD)
 """What they leave knows nothing of the optimizer: several programs may be made of it."""
 
 UPDATE: Final[Pass[Traced, Traced]] = Pass(

@@ -13,6 +13,7 @@ for an update moves with it, and so does what reads its gradient for a norm that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import torch
@@ -91,7 +92,8 @@ class Places:
 
     def of(self, member: Node) -> int:
         """The position behind which a member may stand."""
-        return max(self._when(member), *(self._read(root, member) for root in _written(member)))
+        own = {*self._own(member), *read_by([member])}
+        return max(self._when(member), *(self._read(root, own) for root in _written(member)))
 
     def bring(self, members: Sequence[Node]) -> None:
         """Puts members behind the last of their places, with what was made for them."""
@@ -136,9 +138,8 @@ class Places:
         later = (self.index[one] for one in self.reductions if self.index[one] > self.index[reduction] and one.args[1] == reduction.args[1])
         return next(later, len(self.nodes) - 1)
 
-    def _read(self, root: Node, member: Node) -> int:
-        """The last reader of the memory that a value has, but for what a member takes and gives."""
-        own = {*self._own(member), *read_by([member])}
+    def _read(self, root: Node, own: AbstractSet[Node]) -> int:
+        """The last reader of the memory that a value has, but for what a member takes and gives: `own`."""
         return max((self._done(user) for user in _readers(root) if user not in own), default=self.first)
 
     def _done(self, reader: Node) -> int:

@@ -9,8 +9,9 @@
 
 One field for each thing that somebody sets, so that a message names it. The program that comes of it is compared when it is compiled.
 
-Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_DEVICES, the name in MESHC_TRACE),
-what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its network or its devices.
+Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
+MESHC_TRACE, the option cache), what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its
+network or its devices.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ VARIABLES: Final = (
 )  # fmt: skip
 """Variables of others that alter what a rank computes, or how it sends."""
 
+FOLDERS: Final = ("cache",)
+"""Options that are paths, which may differ between machines; rank 0's is used."""
 INPUTS: Final = "inputs"
 COMPILED: Final = "the compiled program"
 ADVICE: Final[Mapping[str, str]] = {
@@ -166,7 +169,8 @@ def _asked(asked: Asked) -> dict[str, str]:
     found |= {f"{name}=": getattr(asked, name) for name in ("inputs", "outputs", "backend")}
     options = asked.options
     found["the registered rules"] = stable(registered.by_name())
-    return found | {f"the option {entry.name}": stable(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
+    listed = [entry.name for entry in dataclasses.fields(options) if entry.name not in FOLDERS]
+    return found | {f"the option {name}": stable(getattr(options, name)) for name in listed}
 
 
 def _model(module: nn.Module) -> dict[str, str]:

@@ -25,6 +25,7 @@ from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm import collectives
+from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.backwards import Backwards, Make
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedStep, refusal
@@ -136,8 +137,9 @@ class Session:
         places = layouts.torch_placements(port.sharding, self.program.mesh)
         return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
 
-    def check(self, tensors: Sequence[object]) -> None:
-        """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent."""
+    def check(self, tensors: Sequence[object], dealt: Dealt | None = None) -> None:
+        """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent. dealt: they are parts
+        of as many rows as it says."""
         self.store.refuse_unfilled()
         self.store.refuse_changed_model()
         faults = []
@@ -145,6 +147,8 @@ class Session:
         for port, tensor in zip(self.inputs, tensors, strict=True):
             whole = port.sharding is None or isinstance(tensor, DTensor)
             wanted = port.shape if whole else local_shape(port.sharding, sizes)  # type: ignore[arg-type]
+            if dealt is not None and not whole and dealt.splits(port.sharding):
+                wanted = (dealt.mine, *wanted[1:])
             if not isinstance(tensor, torch.Tensor):
                 faults.append(f"{port.name} must be a tensor, not {type(tensor).__name__}")
             elif (fault := foreign_tensor(port.name, tensor)) or tensor.is_meta:
@@ -155,6 +159,11 @@ class Session:
                 )
         if faults:
             raise InputError("inputs do not match the program:\n  " + "\n  ".join(faults))
+
+    def tiles(self, tensors: Sequence[torch.Tensor], dealt: Dealt) -> list[torch.Tensor]:
+        """Of parts of the batch, of unequal numbers of rows, this rank's tiles."""
+        pairs = zip(self.inputs, tensors, strict=True)
+        return [x if isinstance(x, DTensor) else dealt.tile(x.to(self.device), port.sharding, port.name) for port, x in pairs]
 
     def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Ranks compare a digest of their inputs, at the calls that `Options.check_inputs` says."""
@@ -189,14 +198,24 @@ class Session:
         if self._await_host:  # whoever reads state there does not know of streams
             torch.cuda.current_stream(self.device).synchronize()
 
-    def outputs(self, env: Mapping[str, torch.Tensor]) -> object:
-        """The program's outputs, in the model's own structure."""
-        leaves = [self.output(port, env[port.key]) for port in self.results]
-        return self.structured(leaves)
+    def leaves(self, env: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The program's outputs, one after another."""
+        return [self.output(port, env[port.key]) for port in self.results]
 
-    def metrics(self, env: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def parts(self, leaves: Sequence[torch.Tensor], dealt: Dealt | None) -> Sequence[torch.Tensor]:
+        """Outputs of which ranks have tiles, as the rows that each has passed."""
+        if dealt is None:
+            return leaves
+        pairs = zip(self.results, leaves, strict=True)
+        return [x if isinstance(x, DTensor) else dealt.part(x, port.sharding, port.name) for port, x in pairs]
+
+    def metrics(self, env: Mapping[str, torch.Tensor], dealt: Dealt | None = None) -> dict[str, torch.Tensor]:
         """What a step tells beside its loss, by name."""
-        return {port.name: self.output(port, env[port.key]) for port in self.program.outputs if port.kind == "metric"}
+        ports = [port for port in self.program.outputs if port.kind == "metric"]
+        found = {port.name: self.output(port, env[port.key]) for port in ports}
+        if dealt is None:
+            return found
+        return {port.name: dealt.part(found[port.name], port.sharding, port.name) for port in ports}
 
     def structured(self, leaves: Sequence[torch.Tensor]) -> object:
         """Output tensors in the model's own structure, or by path if that is not known."""

@@ -90,11 +90,20 @@ def test_options_that_are_not_known() -> None:
         meshc.Options(local_loss="max")
     with pytest.raises(meshc.PlanError, match=r"memory_budget=0\): at least 1"):
         meshc.Options(memory_budget=0)
+    with pytest.raises(meshc.PlanError, match=r"kept_sizes=0\): at least 1"):
+        meshc.Options(kept_sizes=0)
+    with pytest.raises(meshc.PlanError, match=r"cache=3\): a folder, True or False"):
+        meshc.Options(cache=3)  # type: ignore[arg-type]
 
 
 def test_local_inputs_need_an_axis_of_data() -> None:
     with pytest.raises(meshc.PlanError, match="splits the batch along axes with a data role"):
         meshc.compile(mlp().model, meshc.Mesh("tp=2"), kwargs=X, inputs="local")
+
+
+def test_uneven_parts_are_parts() -> None:
+    with pytest.raises(meshc.PlanError, match='each rank passes rows of its own, which is inputs="local"'):
+        meshc.compile(mlp().model, meshc.Mesh("dp=2"), kwargs=X, options=meshc.Options(uneven_rows=True))
 
 
 def test_a_trainable_module_needs_inputs() -> None:

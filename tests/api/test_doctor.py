@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import meshc
 from meshc import private
 from meshc.__main__ import main
 from meshc.commands import doctor
@@ -33,9 +36,10 @@ Legend:
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No process is started, and no file of this user's is read."""
-    for name in ("MESHC_DUMP", "MESHC_VERIFY", "MESHC_LOG", "MESHC_TRACE", "MESHC_DISK", "MESHC_CACHE"):
+    for name in ("MESHC_DUMP", "MESHC_VERIFY", "MESHC_LOG", "MESHC_TRACE", "MESHC_DISK", "MESHC_CACHE", "MESHC_PROGRAMS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MESHC_DEVICES", str(tmp_path / "devices.toml"))
+    monkeypatch.setattr(doctor.kept_programs, "default_folder", lambda: tmp_path / "programs")
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_reached", lambda backend, *_: Finding(backend, WORKS, "asked"))
 
@@ -74,6 +78,22 @@ def test_without_a_compiler_numbers_are_drawn_more_slowly(monkeypatch: pytest.Mo
     monkeypatch.setattr(philox, "library", lambda: None)
     monkeypatch.setattr(philox, "compiler", lambda: None)
     assert of("random numbers").state == NOTE and "g++" in of("random numbers").todo
+
+
+def test_where_programs_are_kept_and_how_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert of("kept programs").state == WORKS and "empty; kept only where Options(cache=) asks for it" in of("kept programs").said
+    folder = Path(tempfile.mkdtemp())  # where only this user can write, wherever the tests' own folders lie
+    try:
+        monkeypatch.setenv("MESHC_PROGRAMS", str(folder))
+        with torch.no_grad():
+            meshc.compile(torch.nn.Linear(4, 4), meshc.Mesh("dp=2"), args=(torch.zeros(4, 4),))
+        said = of("kept programs").said
+        assert said.startswith(f"{folder}: 1 program, ") and said.endswith(" of 1.1 GB at most") and "Options" not in said
+        folder.chmod(0o777)
+        found = of("kept programs")
+        assert found.state == NOTE and "is not used" in found.said and "chmod 700" in found.todo
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_whether_this_machine_is_measured(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshc
 from tests.models import bert, mlp, resnet
@@ -129,11 +130,140 @@ def another_shape(mesh: Any) -> None:
     with pytest.raises(meshc.InputError if mesh["dp"].get_local_rank() == 1 else meshc.PeerError) as raised:
         program(**mine)
     text = str(raised.value)
-    assert "x float64 [2, 24]" in text and "x float64 [3, 24]" in text and "drop_last=True" in text, text
+    assert "x float64 [2, 24]" in text and "x float64 [3, 24]" in text and "uneven_rows=True" in text, text
+
+
+def short_batches(mesh: Any) -> None:
+    """Parts of several sizes, the same on all ranks at each call, each size a program; a size that one rank alone has is refused by all
+    before anything runs, and all go on."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    theirs = sgd(twin.parameters())
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(seed=SEED, kept_sizes=2))
+    ours, wanted = [], []
+    for rows in (6, 4, 6, 2, 4):
+        inputs = {name: value[:rows].clone() for name, value in case.call_kwargs.items()}
+        ours.append(program(**parts(inputs, mesh)).item())
+        wanted.append(one_step(twin, theirs, inputs))
+    close(ours, wanted, 1e-10)
+    assert len(program.compilations.kept) == len(program.compilations.general) == 2
+    mine = {name: value[: 2 + mesh["dp"].get_local_rank()] for name, value in case.call_kwargs.items()}
+    with pytest.raises(meshc.InputError, match="data rank 0 has 2 rows, that of data rank 1 3.*\n.*uneven_rows=True"):
+        program(**mine)
+    close([program(**parts(inputs, mesh)).item()], [one_step(twin, theirs, inputs)], 1e-10)
+
+
+def one_step(twin: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor]) -> float:
+    loss = F.cross_entropy(twin(inputs["x"]), inputs["target"])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def an_epoch(mesh: Any) -> None:
+    """Two epochs of a DataLoader with torch's own sampler, batches loaded ahead, the last one short: what plain PyTorch makes of the same
+    rows; and of the same batches on every rank, of which the last has one row."""
+    torch.manual_seed(3)
+    place, ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    data = TensorDataset(torch.randn(13, 24, dtype=torch.float64), torch.randint(10, (13,)))
+    samplers = [DistributedSampler(data, ranks, rank, seed=5) for rank in range(ranks)]
+    for inputs in ("local", "global"):
+        case = mlp(torch.float64)
+        twin = copy.deepcopy(case.model)
+        theirs = sgd(twin.parameters())
+        program = meshc.compile(meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss), mesh, inputs=inputs)
+        ours, wanted = [], []
+        for epoch in range(2):
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            all_parts = [DataLoader(data, 3, sampler=sampler) for sampler in samplers]
+            whole = DataLoader(data, 6)
+            for x, y in meshc.prefetch(all_parts[place] if inputs == "local" else whole, program):
+                ours.append(program(x=x, target=y).item())
+            batches = zip(*all_parts, strict=True) if inputs == "local" else ((batch,) for batch in whole)
+            for batch in batches:
+                rows = {name: torch.cat(values) for name, values in zip(("x", "target"), zip(*batch, strict=True), strict=True)}
+                wanted.append(one_step(twin, theirs, rows))
+        close(ours, wanted, 1e-10)
+        assert len(ours) == 6
+
+
+UNEVEN = ((3, 3), (4, 1), (0, 5), (1, 0), (2, 4), (5, 0))
+"""Rows of two data ranks, call by call."""
+
+
+def uneven_part(tensor: Tensor, counts: tuple[int, ...], mesh: Any) -> Tensor:
+    return tensor[: sum(counts)].split(list(counts))[mesh["dp"].get_local_rank()].clone()
+
+
+def uneven_steps(mesh: Any) -> None:
+    """Parts of any numbers of rows: losses, updated parameters and metrics are those of the rows of all ranks on one device."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    theirs = sgd(twin.parameters())
+
+    def loss_of(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return F.cross_entropy(output, target), {"chosen": output.argmax(1)}
+
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=loss_of)
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(seed=SEED, uneven_rows=True))
+    ours, wanted = [], []
+    for counts in UNEVEN:
+        whole = {name: value[: sum(counts)].clone() for name, value in case.call_kwargs.items()}
+        chosen = twin(whole["x"]).argmax(1)
+        ours.append(program(**{name: uneven_part(value, counts, mesh) for name, value in whole.items()}).item())
+        assert torch.equal(program.metrics["chosen"], uneven_part(chosen, counts, mesh))
+        wanted.append(one_step(twin, theirs, whole))
+    close(ours, wanted, 1e-10)
+    state = program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        assert furthest(state["model"], twin.state_dict())[0] < 1e-9
+    nothing = {name: value[:0] for name, value in whole.items()}
+    with pytest.raises(meshc.InputError, match="no rank has a row"):
+        program(**nothing)
+    assert len(program.compilations.kept) == 3  # 6, 5 and 1 rows
+
+
+def uneven_module(mesh: Any) -> None:
+    """Module mode: outputs are the rank's own rows, gradients of inputs too; backward of a sum is that of the sum over all rows."""
+    case = mlp(torch.float64)
+    twin = copy.deepcopy(case.model)
+    x = case.kwargs["x"]
+    options = meshc.Options(local_loss="sum", uneven_rows=True)
+    mine = uneven_part(x, UNEVEN[0], mesh).requires_grad_()
+    program = meshc.compile(case.model, mesh, kwargs={"x": mine}, inputs="local", options=options)
+    for counts in UNEVEN:
+        mine, whole = uneven_part(x, counts, mesh).requires_grad_(), x[: sum(counts)].clone().requires_grad_()
+        logits, wanted = program(x=mine), twin(x=whole)
+        assert logits.shape[0] == counts[mesh["dp"].get_local_rank()]
+        assert torch.allclose(logits, uneven_part(wanted, counts, mesh), atol=1e-12)
+        (logits**2).sum().backward()
+        (wanted**2).sum().backward()
+        assert mine.grad is not None and whole.grad is not None
+        assert torch.allclose(mine.grad, uneven_part(whole.grad, counts, mesh), atol=1e-12)
+        assert furthest(gradients(case.model), gradients(twin))[0] < 1e-9
+    with torch.no_grad():
+        assert torch.allclose(program(x=mine.detach()), uneven_part(twin(x=whole), counts, mesh), atol=1e-12)
+
+
+def unlike_parts(mesh: Any) -> None:
+    """Parts that differ in more than rows: both are shown, by all ranks, which go on."""
+    case = mlp(torch.float64)
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(uneven_rows=True))
+    mine = parts(case.call_kwargs, mesh)
+    program(**mine)
+    with pytest.raises(meshc.InputError) as raised:
+        program(x=mine["x"], target=mine["target"].to(torch.int32 if dist.get_rank() == 1 else torch.int64))
+    assert "target int32 [0]" in str(raised.value) and "target int64 [0]" in str(raised.value), raised.value
+    program(**mine)
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, another_shape
+    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, uneven_steps,
+    uneven_module, unlike_parts, another_shape,
 )  # fmt: skip
 
 

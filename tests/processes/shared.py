@@ -4,9 +4,11 @@ check."""
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshc
+from meshc import kept_programs
 from meshc.runtime.failure.failed_rank import world_board
 from tests.cache_name import CACHE
 from tests.models import llama, mlp
-from tests.processes.reference import close, sgd, train
+from tests.processes.module_mode import gradients
+from tests.processes.reference import close, furthest, sgd, train
 from tests.processes.session import run_checks
 
 
@@ -173,6 +177,30 @@ def own_operator(mesh: Any) -> None:
     assert torch.allclose(program(x=x), twin(x), atol=1e-12)
 
 
+def kept_on_disk(mesh: Any) -> None:
+    """A second start of a step and of a module: rank 0 takes its program from disk, and the others rank 0's; they do what they did."""
+    with tempfile.TemporaryDirectory() as place:
+        options = meshc.Options(cache=place)
+        for start in range(2):
+            case = llama(torch.float64, layers=1)
+            twin = copy.deepcopy(case.model)
+            step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+            wanted, _, _ = train(twin, case.loss_of, case.kwargs, sgd, clip=None)
+            program, said = compiled(step, mesh, case.call_kwargs, options=options)
+            assert said == [] and traced_here(program) == (start == 0 and dist.get_rank() == 0)
+            assert ("taken from disk" in program.timings) == (start == 1)
+            close([program(**case.call_kwargs).item() for _ in wanted], wanted, 1e-6)
+            module = mlp(torch.float64)
+            plain = copy.deepcopy(module.model)
+            called, said = compiled(module.model, mesh, module.kwargs, options=options)
+            assert said == [] and traced_here(called) == (start == 0 and dist.get_rank() == 0)
+            module.loss_of(called(**module.kwargs)).backward()
+            module.loss_of(plain(**module.kwargs)).backward()
+            assert furthest(gradients(module.model), gradients(plain))[0] < 1e-9
+            dist.barrier()
+        assert kept_programs.size(Path(place)).programs == (2 if dist.get_rank() == 0 else 0)
+
+
 def fails(mesh: Any) -> None:
     """What rank 0 cannot compile, all refuse with its error, and the run goes on."""
 
@@ -203,7 +231,7 @@ def one_hook(mesh: Any) -> None:
     assert dist.get_rank() == 0 or any("model.down, forward hook 0: this rank has function" in str(one.message) for one in said)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (taken, searched, structures, unread, asks, own_operator, fails, one_hook)
+CHECKS: tuple[Callable[[Any], None], ...] = (taken, searched, structures, unread, asks, own_operator, kept_on_disk, fails, one_hook)
 
 
 def run(mesh: str, *names: str) -> None:

@@ -34,6 +34,13 @@ def test_another_number_on_one_rank(way: str, said: str) -> None:
         assert end.code == TOLD and said in end.out and "what to do: make every change of the optimizer on every rank" in end.out, ended
 
 
+def test_another_size_on_one_rank() -> None:
+    ended = go("another_size")
+    for end in ended.ranks:
+        assert end.code == TOLD and "dim 0 of x is 6 on rank 0 and 4 on rank 1" in end.out, ended
+        assert "load the same batches on every rank" in end.out, ended
+
+
 def test_a_run_that_is_over_before_anybody_looked() -> None:
     """It ends as it wants to, says at its end what was wrong, and does not exit with 0."""
     ended = go("a_scheduler_on_one_rank")

@@ -143,7 +143,15 @@ def test_pipeline_stages_beside_another_axis() -> None:
 
 
 def test_a_local_batch_of_another_shape() -> None:
-    assert run("local_inputs", 2, "dp=2", "another_shape").split() == ["another_shape"]
+    names = ("short_batches", "an_epoch", "uneven_steps", "uneven_module", "unlike_parts", "another_shape")
+    assert run("local_inputs", 2, "dp=2", *names).split() == [*names]
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=2,dp=2"])
+def test_uneven_parts_beside_another_axis(mesh: str) -> None:
+    names = ("short_batches", "uneven_steps", "uneven_module", "unlike_parts")
+    assert run("local_inputs", 4, mesh, *names).split() == [*names]
 
 
 STATE_APART = """

@@ -1,0 +1,142 @@
+"""Parts of a batch: what each rank passes of one call with inputs="local", told to the others before anything of it runs.
+
+    rank 0  x [3, 8]     rank 1  x [2, 8]      both learn: 3 and 2 rows, all else the same
+
+Ranks that have one size only need not tell: another is a compilation, before which they compare all. From the second on they tell each
+other at each call, since each may have a program of its own for what it was given, and programs of different sizes do not meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshc.api.asked import Arguments, Asked
+from meshc.api.world import World
+from meshc.errors import InputError
+from meshc.frontend import calling
+from meshc.ir import trees
+from meshc.ir.mesh import DATA_ROLES, role
+from meshc.runtime.comm import collectives
+
+LONG: Final = 2048
+"""Bytes of what is said of a rank's inputs."""
+
+
+def counted(asked: Asked, world: World, inputs: Arguments) -> list[int]:
+    """Rows of each data rank's part, in the order of the batch. All ranks call it. Raises InputError where a rank's tensors differ in rows,
+    ranks differ in anything else, or ranks with one place along the data axes differ in rows."""
+    leaves = [leaf for leaf in trees.leaves(inputs) if _has_rows(leaf)]
+    with world.refusable():
+        rows = _rows(asked, inputs, leaves)
+    text = _without_rows(inputs)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+    told = torch.tensor([[rows, digest]], dtype=torch.int64, device=world.device)
+    with world.guarded("compare parts"):
+        found = collectives.all_gather(told, world.groups.world).wait().tolist()
+        other = next((rank for rank, row in enumerate(found) if row[1] != found[0][1]), None)
+        if other is not None:
+            raise _everywhere(_unlike(_texts(world, text), other))
+    return _by_place(asked, [row[0] for row in found])
+
+
+def refuse_unequal(counts: Sequence[int]) -> None:
+    """Parts of different numbers of rows, which every rank knows of. Raises InputError."""
+    if len(set(counts)) > 1:
+        other = next(place for place, count in enumerate(counts) if count != counts[0])
+        text = f"the part of data rank 0 has {counts[0]} rows, that of data rank {other} {counts[other]}"
+        raise _everywhere(calling.unequal_parts(text))
+
+
+def whole(asked: Asked, inputs: Arguments, counts: Sequence[int]) -> Arguments:
+    """The inputs of the whole batch: shapes without values."""
+    rows = sum(counts)
+    if not rows:
+        raise _everywhere(
+            "no rank has a row: there is nothing to compute\n  what to do: end the epoch when the data are used up on all ranks"
+        )
+
+    def one(leaf: object) -> object:
+        if not _has_rows(leaf):
+            return leaf
+        assert isinstance(leaf, Tensor)
+        return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    found: Arguments = trees.mapped(one, inputs)
+    return found
+
+
+def data_axes(asked: Asked) -> tuple[str, ...]:
+    """Along which ranks have parts of their own, major to minor."""
+    return tuple(axis.name for axis in asked.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
+
+
+def _has_rows(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
+
+
+def _rows(asked: Asked, inputs: Arguments, leaves: Sequence[object]) -> int:
+    lengths = {int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(lengths) > 1:
+        raise InputError(
+            f"a part of the batch has as many rows in each of its tensors: {calling.describe_inputs(*inputs)}\n"
+            '  what to do: pass only what has rows, or compile with inputs="global" and the whole batch on every rank'
+        )
+    return lengths.pop() if lengths else 0
+
+
+def _without_rows(inputs: Arguments) -> str:
+    """What must be alike on all ranks."""
+
+    def one(leaf: object) -> object:
+        return leaf[:0] if isinstance(leaf, Tensor) and _has_rows(leaf) else leaf
+
+    emptied: Arguments = trees.mapped(one, inputs)
+    gradients = [str(leaf.requires_grad) for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)]
+    return f"{calling.describe_inputs(*emptied)}, without its rows; takes gradients: {', '.join(gradients) or 'nothing'}"
+
+
+def _by_place(asked: Asked, rows: Sequence[int]) -> list[int]:
+    """Of each place along the data axes the rows of the ranks that have it."""
+    axes = data_axes(asked)
+    found: dict[tuple[int, ...], int] = {}
+    first: dict[tuple[int, ...], int] = {}
+    for rank, count in enumerate(rows):
+        here: Mapping[str, int] = asked.mesh.coordinates(rank)
+        place = tuple(here[axis] for axis in axes)
+        if found.setdefault(place, count) != count:
+            raise _everywhere(
+                f"ranks {first[place]} and {rank} have the same part of the batch, since they differ along no data axis, and passed "
+                f"{found[place]} and {count} rows\n"
+                f"  what to do: give ranks that differ in {', '.join(axes) or 'no data axis'} alone parts of their own; a sampler takes "
+                'its rank from mesh["dp"].get_local_rank()'
+            )
+        first.setdefault(place, rank)
+    return [found[place] for place in sorted(found)]
+
+
+def _texts(world: World, mine: str) -> list[str]:
+    """What each rank has to say, as far as it is not too long."""
+    told = torch.zeros(1, LONG, dtype=torch.uint8)
+    words = mine.encode()[:LONG]
+    told[0, : len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    found = collectives.all_gather(told.to(world.device), world.groups.world).wait().cpu()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
+
+
+def _unlike(texts: Sequence[str], other: int) -> str:
+    return (
+        f"the parts of one batch differ in more than their rows: rank 0 passed {texts[0]}; rank {other} passed {texts[other]}\n"
+        "  what to do: pass the same inputs with the same dtypes on all ranks, sequences padded to one length"
+    )
+
+
+def _everywhere(text: str) -> InputError:
+    error = InputError(text)
+    error.everywhere = True  # all ranks have the same counts
+    return error

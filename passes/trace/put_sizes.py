@@ -1,0 +1,46 @@
+"""Sizes put into a trace that has left them open: what tracing at these sizes would have left.
+
+    view = aten.reshape(x, [n_batch * n_seq, 64])      at batch 8, seq 48      view = aten.reshape(x, [384, 64])
+
+What tracing took for granted of the sizes (ranges, and constraints such as `n_seq % 4 == 0`) must hold at them; where it does, torch's
+guards say that the model does the same. Passes that look at sizes as numbers run behind this: nothing is left of what stood for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshc.errors import InputError
+from meshc.ir.sizes import PREFIX
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.traced import Traced
+from meshc.program import instance
+
+
+class NotServed(Exception):
+    """Sizes at which the model does otherwise, or may."""
+
+
+def put_sizes(traced: Traced, request: Request, sizes: Mapping[str, int]) -> Traced:
+    """The trace at these sizes, by name, for a request of inputs that have them. The graph is its own. Raises NotServed."""
+    joint, values = traced.operators(), {PREFIX + name: size for name, size in sizes.items()}
+    for size in traced.dynamic:
+        if not size.low <= sizes[size.name] <= size.high:
+            raise NotServed(f"{size.name} is {sizes[size.name]}, and the trace is for {size}")
+    for text in traced.constraints:
+        if not instance.holds(text, values):
+            raise NotServed(f"{text} does not hold")
+    tree = traced.model.output_tree
+    if any(isinstance(leaf, int | float) and type(leaf) not in (int, float, bool) for leaf in tree.plain.values()):
+        raise NotServed("its output holds a size")
+    try:
+        put = replace(
+            joint,
+            graph=instance.put_graph(joint.graph, values),
+            inputs=tuple(instance.put_port(port, values) for port in joint.inputs),
+            outputs=tuple(instance.put_port(port, values) for port in joint.outputs),
+        )
+    except InputError as error:
+        raise NotServed(str(error)) from error
+    return replace(traced.asked(request), model=replace(traced.model, symbols=None), joint=put, dynamic=(), constraints=())

@@ -1,0 +1,145 @@
+"""Rows of parts of unequal lengths, dealt out as equal tiles, and brought back.
+
+    parts     rank 0 [a b c]   rank 1 [d]    rank 2 []     rank 3 [e f]      3, 1, 0 and 2 rows
+    tiles     rank 0 [a b]     rank 1 [c d]  rank 2 [e f]  rank 3 [. .]      of 6 rows over 4 ranks; what is no row is zero
+
+The batch is the rows of all ranks in order. Who sends whom how much follows from the counts, which every rank knows, so nothing is
+exchanged but rows that lie elsewhere, in one uneven all-to-all; where parts are tiles already nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshc.errors import InputError
+from meshc.ir.sharding import Part, Sharding
+from meshc.ir.window import tile_bounds, tile_length
+from meshc.runtime.comm.collectives import all_to_all_pieces
+
+Bounds = Sequence[tuple[int, int]]
+"""First element and number of elements that each rank has."""
+
+
+class Dealt:
+    """The rows of one call.
+
+    counts   rows of each rank's part, by its place in the group
+    axes     that split the batch, major to minor
+    sizes    of these axes
+    group    the ranks along them, in this order; None: this one alone
+    guarded  a context in which a failure reaches the other ranks
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        group: ProcessGroup | None,
+        guarded: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.counts, self.axes, self.sizes, self.guarded = tuple(counts), tuple(axes), tuple(sizes), guarded
+        self.rows = sum(counts)
+        self._group, self._place = group, 0 if group is None else group.rank()
+        starts = accumulate(counts, initial=0)
+        self._parts = [(start, count) for start, count in zip(starts, counts, strict=False)]
+
+    @property
+    def mine(self) -> int:
+        """Rows that this rank has passed."""
+        return self.counts[self._place]
+
+    def splits(self, sharding: Sharding | None) -> bool:
+        """Whether a value that lies so has rows of the batch."""
+        return sharding is not None and any(part.axes == self.axes for _, _, part in sharding.parts())
+
+    def tile(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
+        """This rank's tile of a value of which `x` is its part; `x` itself of a value that is not split so. Differentiable."""
+        found = self._split(sharding, name)
+        return x if found is None else _Moved.apply(x, self, found, True)
+
+    def part(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
+        """The other way round: of a tile, what belongs to this rank's rows. Differentiable."""
+        found = self._split(sharding, name)
+        return x if found is None else _Moved.apply(x, self, found, False)
+
+    def _split(self, sharding: Sharding | None, name: str) -> tuple[int, int, int] | None:
+        """The dim along which a value has rows, how many elements of it a unit of the split has, and how many units there are. Raises
+        InputError for one whose rows do not lie together."""
+        if sharding is None:
+            return None
+        for dim, position, part in sharding.parts():
+            if part.axes != self.axes:
+                continue
+            parts: Sequence[Part] = sharding.dims[dim]
+            unit = prod(one.size for one in parts[position + 1 :])
+            if position or any(start * part.size * unit % self.rows for start, _ in self._parts):
+                error = InputError(
+                    f"{name} has the batch inside a dim of {prod(one.size for one in parts)}, in which the rows of a rank are no rows\n"
+                    "  what to do: leave batch in a dim of its own, outermost, or pass parts of equal numbers of rows"
+                )
+                error.everywhere = True
+                raise error
+            return dim, unit, part.size
+        return None
+
+    def moved(self, x: Tensor, dim: int, unit: int, size: int, to_tiles: bool) -> Tensor:
+        """x: [.., rows of the part, ..] -> [.., elements of the tile, ..], or back."""
+        each = size * unit
+        parts = [(start * each // self.rows, count * each // self.rows) for start, count in self._parts]
+        tiles = [(start * unit, count * unit) for start, count in tile_bounds(size, self.sizes)]
+        length = tile_length(size, self.sizes) * unit
+        if to_tiles:
+            return self._exchanged(x, dim, parts, tiles, length)
+        return self._exchanged(x, dim, tiles, parts, parts[self._place][1])
+
+    def _exchanged(self, x: Tensor, dim: int, have: Bounds, want: Bounds, length: int) -> Tensor:
+        me, ranks = self._place, range(len(have))
+        sends = [_common(have[me], want[other]) for other in ranks]
+        comes = [_common(have[other], want[me]) for other in ranks]
+        if all(_common(have[one], want[other])[1] == 0 for one in ranks for other in ranks if one != other):
+            return x if x.shape[dim] == length else _filled(x, dim, length, [(0, x.narrow(dim, 0, have[me][1]))])
+        pieces = [x.narrow(dim, start - have[me][0], count) if count else x.narrow(dim, 0, 0) for start, count in sends]
+        shapes = [[*x.shape[:dim], count, *x.shape[dim + 1 :]] for _, count in comes]
+        assert self._group is not None
+        flat = all_to_all_pieces(pieces, shapes, self._group).wait()
+        came = flat.split([prod(shape) for shape in shapes])
+        placed = [(start - want[me][0], one.view(shape)) for (start, _), one, shape in zip(comes, came, shapes, strict=True)]
+        return _filled(x, dim, length, placed)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """First element and number of elements that both have."""
+    low, high = max(one[0], other[0]), min(sum(one), sum(other))
+    return (low, high - low) if low < high else (0, 0)
+
+
+def _filled(x: Tensor, dim: int, length: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
+    result = x.new_zeros([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+    for start, piece in pieces:
+        if piece.shape[dim]:
+            result.narrow(dim, start, piece.shape[dim]).copy_(piece)
+    return result
+
+
+class _Moved(torch.autograd.Function):
+    """Dealt.moved, whose backward is the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dealt: Dealt, found: tuple[int, int, int], to_tiles: bool) -> Tensor:
+        ctx.dealt, ctx.found, ctx.to_tiles = dealt, found, to_tiles
+        result = dealt.moved(x, *found, to_tiles)
+        return result.view_as(result) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        with torch.no_grad(), ctx.dealt.guarded():
+            return ctx.dealt.moved(grads[0].contiguous(), *ctx.found, not ctx.to_tiles), None, None, None
