@@ -106,6 +106,8 @@ class Compilations:
         """The compilation for a call that `admit` has taken. All ranks call it."""
         if key not in self.kept:
             with self.guarded("compile"):
+                with self.world.refusable():
+                    self._refuse_changed()
                 if self.world.board is not None:
                     self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
                 self.kept[key] = self._compile(args, kwargs, key)
@@ -114,6 +116,12 @@ class Compilations:
                     del self.kept[next(iter(self.kept))], self._known[0]
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
+
+    def _refuse_changed(self) -> None:
+        """Raises StateError for a model that is no longer what its store holds, before it is traced as something else."""
+        store = self.store or Store.of(self.asked.module)
+        if store is not None:
+            store.refuse_changed_model()
 
     def _refusal(self, difference: Disagreement) -> MeshcError:
         if difference.field != agreed.INPUTS:

@@ -32,6 +32,8 @@ OPAQUE: Final = frozenset(
     "contextvars _contextvars subprocess meshc".split()
 )
 """Packages of what a forward can do nothing with that a program would show: it counts as one of its kind."""
+OF_C: Final = frozenset(("_tuplegetter", "instancemethod"))
+"""Kinds of what C puts into classes (fields of named tuples, methods of extensions), which say nothing that their class does not say."""
 LONG: Final = 100
 
 

@@ -63,6 +63,12 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[object, ...]:
         call = ctx.call
         session = call.session
+        if torch.is_grad_enabled():
+            raise StateError(
+                "create_graph=True: a compiled module's gradients are made by a program, which has no derivative of its own\n"
+                "  what to do: call backward (torch.autograd.grad) without create_graph; a loss that holds gradients, such as a penalty on "
+                "them,\n  needs the model as it was before meshc.compile"
+            )
         if call.moves != session.store.moves:
             raise StateError(
                 "experts have moved between this call and its backward, which would read others in their places\n"
