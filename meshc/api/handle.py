@@ -93,7 +93,7 @@ class Program:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
         self.world.refuse_call()
-        transforms.refuse_around(leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
             with self.world.refusable():
                 cached = cached_calls.opened(self.asked, args, kwargs)

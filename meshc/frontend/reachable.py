@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from meshc.frontend import reachable_code as found
 from meshc.frontend.reachable_code import Code, is_stock, name_of
-from meshc.frontend.reachable_values import OF_C, OPAQUE, PLAIN, is_plain, of_tensor, shown
+from meshc.frontend.reachable_values import OPAQUE, PLAIN, SAY_LITTLE, is_plain, of_tensor, shown
 from meshc.ir import trees
 
 MOST: Final = 200_000
@@ -227,7 +227,7 @@ class _Walk:
     def _object(self, place: str, value: object) -> None:
         kind = type(value)
         root = kind.__module__.partition(".")[0]
-        if root in OPAQUE or kind is object or kind.__name__ in OF_C:
+        if root in OPAQUE or kind is object or kind.__name__ in SAY_LITTLE:
             return self._put(place, f"a {name_of(kind)}")
         if not self._own(place, value, f"a {name_of(kind)}"):
             self._incomparable(place, value)

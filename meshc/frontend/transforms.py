@@ -24,7 +24,7 @@ AROUND: Final[tuple[tuple[Callable[[], bool], str, str], ...]] = (
         _PLAIN.format(instead='a program whose operators are compiled is meshc.compile(..., backend="inductor")'),
     ),
     (lambda: torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func (grad, vmap, jvp, ...)", _INSIDE),
-    (lambda: _proxied(), "a trace of operators (make_fx)", _PLAIN.format(instead="print(program) shows the program's own")),
+    (lambda: _proxied(), "a trace of operators (torch.export, make_fx)", _PLAIN.format(instead="print(program) shows the program's own")),
     (lambda: torch.jit.is_tracing(), "torch.jit.trace", _PLAIN.format(instead="program.save(path) stores the program")),
 )
 """(whether it is around the call, what it is, what to do)."""
@@ -35,12 +35,14 @@ def _proxied() -> bool:
     return tracer is not None and tracer.get_proxy_mode() is not None
 
 
-def refuse_around(tensors: Iterable[Tensor]) -> None:
-    """Raises StateError for a call that something of this kind is around. `tensors`: what is passed."""
+def refuse_around(given: Iterable[object]) -> None:
+    """Raises StateError for a call that something of this kind is around. `given`: the call's arguments."""
     for is_around, name, advice in AROUND:
         if is_around():
             raise StateError(f"{name} is around this call of a compiled module, and cannot see into a program\n  {advice}")
-    for tensor in tensors:
+    for tensor in given:
+        if not isinstance(tensor, Tensor):
+            continue
         if isinstance(tensor, FakeTensor):
             raise StateError(
                 "a fake tensor was passed: something traces this call of a compiled module (torch.export, make_fx)\n  "

@@ -227,9 +227,9 @@ class Store:
 
     def refuse_changed_model(self) -> None:
         """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing."""
+        adoption.refuse_strangers(self.model, self._places, self._alias)
         adoption.refuse_swapped(self.model, self.held.values())
         adoption.refuse_converted(self.held.values())
-        adoption.refuse_strangers(self.model, self._places, self._alias)
 
     def check_filled(self) -> None:
         """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""

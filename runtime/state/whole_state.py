@@ -26,7 +26,11 @@ from meshc.runtime.failure.failed_rank import current_board
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
-ON_ALL_RANKS: Final = (("accelerate.accelerator", "get_state_dict"), ("accelerate.checkpointing", "save_accelerator_state"))
+ON_ALL_RANKS: Final = (
+    ("accelerate.accelerator", "get_state_dict"),
+    ("accelerate.checkpointing", "save_accelerator_state"),
+    ("accelerate.checkpointing", "load_accelerator_state"),
+)
 """Functions that every rank calls and one writes for: (module, function)."""
 OF_TRAINER: Final = ("transformers.trainer", "_save")
 """Likewise, where the model has told the Trainer that it is split."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -38,7 +39,7 @@ def shared_folder() -> Path:
 @ROWS.row("backward, accumulate, clip_grad_norm_, optimizers and schedulers", line=PREPARED)
 def a_loop(mesh: Any) -> None:
     """With the same batch on every rank the loader stays as it is; `split_batches` lets a scheduler step once a step."""
-    ours = accelerator(split_batches=True)
+    ours = accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     model, twin, _ = compiled(mesh)
     model = ours.prepare_model(model, evaluation_mode=True)
     optimizer, plain = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, twin))
@@ -87,7 +88,7 @@ def mixed_precision(mesh: Any) -> None:
     twin = copy.deepcopy(model)
     x = X.float()
     meshc.compile(model, mesh, args=(x,))
-    same(model(x).double(), twin(x).double())
+    torch.testing.assert_close(model(x), twin(x))
     model = ours.prepare_model(model, evaluation_mode=True)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = twin(x).float()
@@ -133,7 +134,7 @@ def saved(mesh: Any) -> None:
 def prepared(mesh: Any) -> None:
     ours = accelerator()
     model, _, _ = compiled(mesh)
-    refuses(RuntimeError, "doesn't have any parameters that require a gradient", lambda: ours.prepare(model))
+    refuses(RuntimeError, "doesn't have any parameter that requires a gradient", lambda: ours.prepare(model))
 
 
 def run(mesh: str, *names: str) -> None:

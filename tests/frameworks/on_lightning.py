@@ -129,7 +129,7 @@ def by_ddp(mesh: Any) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    refuses(RuntimeError, "doesn't have any parameters that require a gradient", lambda: fabric.setup(model, optimizer))
+    refuses(RuntimeError, "doesn't have any parameter that requires a gradient", lambda: fabric.setup(model, optimizer))
 
 
 def run(mesh: str, *names: str) -> None:
