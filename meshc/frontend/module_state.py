@@ -10,7 +10,7 @@ What else forward reads is a constant from the first call on, as in torch.export
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
@@ -21,6 +21,15 @@ STATE: Final[Mapping[str, tuple[str, ...]]] = {
     "peft.tuners.tuners_utils.BaseTunerLayer": ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling"),
 }
 """Attributes that a library changes between calls, by the full name of the class that has them (so that nothing is imported to look)."""
+
+
+SIZES: Final = frozenset(
+    "in_features out_features in1_features in2_features num_features num_embeddings embedding_dim in_channels out_channels num_channels "
+    "normalized_shape input_size hidden_size".split()
+)
+"""Settings that parameters show by their shapes."""
+
+_NAMES: Final[weakref.WeakKeyDictionary[type, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 class Same:
@@ -39,22 +48,29 @@ class Same:
 def state_of(module: nn.Module) -> tuple[Hashable, ...]:
     """Of one module, without those in it."""
     held = vars(module)
-    hooks = [hook for name in HOOKS for hook in (held.get(name) or {}).values() if not hasattr(hook, "of_meshc")]
-    found: tuple[Hashable, ...] = (module.training, *map(_hashable, hooks))
+    found: tuple[Hashable, ...] = (held["training"],)
+    for name in HOOKS:  # this runs at each call, for each module
+        hooks = held.get(name)
+        if hooks:
+            found += (name, *(_hashable(hook) for hook in hooks.values() if not hasattr(hook, "of_meshc")))
     if "forward" in held:
         found += (_hashable(held["forward"]),)
     names = _names(type(module))
     return found if not names else (*found, *(_plain(held.get(name)) for name in names))
 
 
-@functools.lru_cache(maxsize=1024)
 def _names(kind: type) -> tuple[str, ...]:
+    """The attributes of a class of modules that count, sizes of parameters left out."""
+    found = _NAMES.get(kind)
+    if found is not None:
+        return found
     names: dict[str, None] = {}
     for owner in kind.__mro__:
         if owner.__module__.startswith("torch.nn."):
             names |= dict.fromkeys(vars(owner).get("__constants__", ()))
         names |= dict.fromkeys(STATE.get(f"{owner.__module__}.{owner.__qualname__}", ()))
-    return tuple(names)
+    _NAMES[kind] = found = tuple(name for name in names if name not in SIZES)
+    return found
 
 
 def _plain(value: object) -> Hashable:
@@ -72,4 +88,4 @@ def _hashable(value: object) -> Hashable:
         hash(value)
     except TypeError:
         return Same(value)
-    return value  # type: ignore[return-value]  # it has been hashed
+    return value

@@ -358,6 +358,7 @@ _WAYS: Final[tuple[tuple[Any, Callable[[_Walk, str, Any], None]], ...]] = (
     (Tensor, _Walk._tensor),
     (nn.Module, _Walk._module),
     (types.FunctionType, _Walk._function),
+    (types.CodeType, lambda walk, place, code: walk._put(place, found.digest(code))),
     (types.MethodType, _holding("__self__", "__func__")),
     (functools.partial, _holding("func", "args", "keywords")),
     (staticmethod | classmethod, _holding("__func__")),

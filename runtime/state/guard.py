@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError
 
 
-class Kind(enum.Enum):
-    """What the module is."""
+class Guarded(enum.Enum):
+    """What the module is that a guard stands before."""
 
     OF_STEP = "of a TrainStep"
     CALLED = "compiled"
@@ -30,16 +30,16 @@ class Kind(enum.Enum):
 
 
 SAID: Final = {
-    Kind.OF_STEP: (
+    Guarded.OF_STEP: (
         "this {name} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
         "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
     ),
-    Kind.CALLED: (
+    Guarded.CALLED: (
         "this {name} is compiled, and its own forward was reached past its program\n"
         "  why: its parameters lie on the mesh, where plain inputs do not go together with them\n"
         "  what to do: call the module, or `program`, what meshc.compile returned"
     ),
-    Kind.COPY: (
+    Guarded.COPY: (
         "this {name} is a copy of a compiled module: it has the DTensors, and no program\n"
         "  what to do: compile what is called, meshc.compile(copy, mesh, args=...), of an average the AveragedModel; copies begin with the "
         "values that they hold"
@@ -51,32 +51,32 @@ TRACED: Final = (
 )
 
 
-class Guard:
+class CallGuard:
     """A forward pre-hook. Its copy says that the module is one."""
 
     of_meshc = True
     """No part of what the model computes."""
 
-    def __init__(self, kind: Kind, before_copy: Callable[[], None] | None = None) -> None:
+    def __init__(self, standing: Guarded, before_copy: Callable[[], None] | None = None) -> None:
         """before_copy: raises where a copy would hold what is out of date."""
-        self.kind, self.before_copy = kind, before_copy
+        self.standing, self.before_copy = standing, before_copy
 
     @property
     def copied(self) -> bool:
         """Whether the module is a copy of a compiled one."""
-        return self.kind is Kind.COPY
+        return self.standing is Guarded.COPY
 
     def __call__(self, module: nn.Module, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             raise StateError(TRACED)
         if self.copied and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return  # copied before anything was compiled, or given plain values since
-        raise StateError(SAID[self.kind].format(name=type(module).__qualname__))
+        raise StateError(SAID[self.standing].format(name=type(module).__qualname__))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallGuard:
         if self.before_copy is not None:
             self.before_copy()
-        return Guard(Kind.COPY)
+        return CallGuard(Guarded.COPY)
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -86,18 +86,18 @@ class Guard:
         )
 
 
-def guards_of(module: nn.Module) -> list[tuple[int, Guard]]:
+def guards_of(module: nn.Module) -> list[tuple[int, CallGuard]]:
     """Those on one module, with torch's numbers of them."""
-    return [(number, hook) for number, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]
+    return [(number, hook) for number, hook in module._forward_pre_hooks.items() if isinstance(hook, CallGuard)]
 
 
-def put_guard(module: nn.Module, guard: Guard) -> None:
+def put_guard(module: nn.Module, guard: CallGuard) -> None:
     """In place of one that is there."""
     take_guards(module)
     module.register_forward_pre_hook(guard)
 
 
-def take_guards(module: nn.Module) -> list[Guard]:
+def take_guards(module: nn.Module) -> list[CallGuard]:
     """What was there."""
     found = guards_of(module)
     for number, _ in found:

@@ -22,7 +22,7 @@ from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.state import whole_state
-from meshc.runtime.state.guard import Guard, Kind, put_guard, take_guards
+from meshc.runtime.state.guard import CallGuard, Guarded, put_guard, take_guards
 from meshc.runtime.state.state_dict_callers import look_who_asks
 
 if TYPE_CHECKING:
@@ -75,18 +75,18 @@ def own_copies(module: nn.Module, store: Store) -> None:
 
 def guard_calls(model: nn.Module) -> None:
     """From now on calling the model raises, except within `calls_allowed`, and where its calls run a program."""
-    put_guard(model, _guard(model, Kind.CALLED if vars(model).get(RUN) is not None else Kind.OF_STEP))
+    put_guard(model, _guard(model, Guarded.CALLED if vars(model).get(RUN) is not None else Guarded.OF_STEP))
 
 
 def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
     """From now on calling the model calls `run`, except within `calls_allowed`. Its `forward` stays its own, and so does a copy of it:
     torch has this place in a module for what `nn.Module.compile` makes, and copies leave it out."""
     model._compiled_call_impl = run
-    put_guard(model, _guard(model, Kind.CALLED))
+    put_guard(model, _guard(model, Guarded.CALLED))
 
 
-def _guard(model: nn.Module, kind: Kind) -> Guard:
-    return Guard(kind, partial(_refuse_stale, weakref.ref(model)))
+def _guard(model: nn.Module, standing: Guarded) -> CallGuard:
+    return CallGuard(standing, partial(_refuse_stale, weakref.ref(model)))
 
 
 def _refuse_stale(model: weakref.ref[nn.Module]) -> None:

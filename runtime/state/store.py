@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -302,7 +302,7 @@ class Store:
             if self._stages and _is_parameter(key):
                 self.owners.setdefault(key, 0)  # what this program does not use, another one may update
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
-            whole = self.transfers.full(tensor.detach()) if isinstance(tensor, DTensor) else tensor  # of a copy of a compiled model
+            whole = self.transfers.full(cast(DTensor, tensor.detach())) if isinstance(tensor, DTensor) else tensor  # a copy's
             tile = None if key in unfilled else self.home(key).scatter(whole, sharding, tensor.dtype)
             there = _is_parameter(key) and key in wanted and wanted[key].host
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
