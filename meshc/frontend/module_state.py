@@ -52,7 +52,7 @@ def state_of(module: nn.Module) -> tuple[Hashable, ...]:
     for name in HOOKS:  # this runs at each call, for each module
         hooks = held.get(name)
         if hooks:
-            found += (name, *(_hashable(hook) for hook in hooks.values() if not hasattr(hook, "of_meshc")))
+            found += tuple((name, _hashable(hook)) for hook in hooks.values() if not hasattr(hook, "of_meshc"))
     if "forward" in held:
         found += (_hashable(held["forward"]),)
     names = _names(type(module))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshc.frontend.module_state import STATE, state_of
+from meshc.runtime.state.guard import CallGuard, Guarded, put_guard
 
 
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -56,6 +57,13 @@ def test_a_hook_in_anothers_place_is_another_program_and_the_same_again_is_not()
     handle.remove()
     module.register_forward_hook(double)
     assert state_of(module) == first
+
+
+def test_hooks_of_meshcs_own_are_none() -> None:
+    module = nn.ReLU()
+    before = state_of(module)
+    put_guard(module, CallGuard(Guarded.OF_STEP))
+    assert state_of(module) == before
 
 
 def test_attributes_that_libraries_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
